@@ -17,8 +17,8 @@ from flax import nnx
 from benchmarks.common import Result, Settings, interleaved, short
 from covey.plan.counting import Span, decoding
 from covey.plan.roofline import peaks, product_rate
-from covey.sampling.device import Programs, Slots
 from covey.sampling.logits import SamplingParams
+from covey.sampling.programs import Programs, Slots
 from covey.sampling.scheduler import length_bucket
 
 BATCHES = (8, 32)

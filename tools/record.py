@@ -217,7 +217,7 @@ def noise() -> dict[str, str]:
     """Return digests of the keys and numbers of some completions."""
     import numpy as np
 
-    from covey.sampling.noise import sample_keys, uniform_noise
+    from covey.sampling.sequence import sample_keys, uniform_noise
 
     where = np.array([(step, prompt, sample) for step in (0, 1, 77) for prompt in range(9) for sample in range(4)])
     keys = sample_keys(3, where.astype(np.uint32))

@@ -20,7 +20,7 @@ import numpy as np
 from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
-from covey.sampling.turns import Response, Rewrite, SamePrompt, Turn
+from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
 from covey.text.messages import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
@@ -54,7 +54,7 @@ class _State:
 
 
 class Episodes:
-    """Episodes of the samples of some rows: a `sampling.turns.Conversations`.
+    """Episodes of the samples of some rows: a `sampling.responder.Conversations`.
 
     Args:
         runner: makes and calls the environments.
@@ -68,13 +68,13 @@ class Episodes:
     """
 
     pause_id: None = None
-    waits = True
+    is_async = True
 
     def __init__(
         self, runner: "EnvironmentRunner", rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer
     ):
         self._runner, self._tokenizer = runner, tokenizer
-        self.turn_limit, self.max_live = runner.config.max_turn_tokens, runner.config.max_live
+        self.turn_limit, self.max_num_seqs = runner.config.max_turn_tokens, runner.config.max_live
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
         self.requests = [SamePrompt(row, 0, samples) for row in range(len(rows))]
         self._rewrites = runner.config.history == "template"
@@ -147,7 +147,7 @@ class Episodes:
             seconds: time that the sampler took.
         """
         samples, share = sum(map(len, self._states)), self._waited / max(slots * seconds, 1e-9)
-        helps = samples > slots >= (self.max_live or 0)
+        helps = samples > slots >= (self.max_num_seqs or 0)
         if self._runner.warned_of_waiting or not helps or share < MUCH_WAITING:
             return
         self._runner.warned_of_waiting = True
@@ -237,20 +237,20 @@ class Episodes:
             tool_failures=record.tool_failures + _count(step, "tool_failures"),
             numbers={**record.numbers, **self._runner.own_numbers.of(step.info)},
         )
-        if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.room:
+        if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.remaining_tokens:
             return None
         calls = self._tools is not None and self._tools.format.turn_has_calls
         said = turn_with_call("call") if calls else {"role": "assistant", "content": reply}
         response = self._continue(state, turn, said, step.messages, calls)
-        count = len(response.tokens if isinstance(response, Rewrite) else response)
-        if count >= turn.room:
+        count = len(response.tokens if isinstance(response, NewBranch) else response)
+        if count >= turn.remaining_tokens:
             return None
         state.chat, state.start = _continued(state.chat, said, step.messages), len(turn.tokens) + count
         return response
 
     def _continue(
         self, state: _State, turn: Turn, said: Message, messages: Prompt, calls: bool
-    ) -> np.ndarray | Rewrite:
+    ) -> np.ndarray | NewBranch:
         """Return the tokens by which the sequence goes on, or the branch where the template rewrites its history."""
         last, tools = int(turn.tokens[-1]), self._schemas
         response = self._tokenizer.encode_turn(state.chat, messages, last, tools=tools, turn_has_calls=calls)
@@ -266,7 +266,7 @@ class Episodes:
             return response
         state.sequence = self.encode_prompt(_continued(state.chat, said, messages))
         kept = min(common_prefix(before, state.sequence), len(before) - 1, len(state.sequence) - 1)
-        return Rewrite(kept, state.sequence[kept:])
+        return NewBranch(kept, state.sequence[kept:])
 
     def _fail(self, state: _State, error: EpisodeError) -> None:
         """End an episode by the policy for failures."""

@@ -32,7 +32,7 @@ from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, ini
 from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
-from covey.sampling.turns import ResponderFactory
+from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer

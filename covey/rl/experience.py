@@ -19,7 +19,7 @@ from covey.parallel import distributed
 from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.stage_sizes import StageSizes
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, Group
 
 OVERLONG = "overlong"

@@ -51,8 +51,8 @@ from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
-from covey.sampling.stats import SamplerStats
-from covey.sampling.turns import ResponderFactory
+from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory
 from covey.train.json_lines import require_entry
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard

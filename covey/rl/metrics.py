@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance, reward_table
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, Episode, Group
 
 

@@ -20,9 +20,9 @@ from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
 from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Request, Sampler
+from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory, SamePrompt
 from covey.sampling.scheduler import check_length, check_positions
-from covey.sampling.stats import SamplerStats
-from covey.sampling.turns import ResponderFactory, SamePrompt
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 

@@ -8,6 +8,9 @@ tokens present. The slot axis shrinks between chunks of steps when few completio
 Keys are stored [S, K, W, B] and values [S, K, B, W]: a decode step then reads them in order (measured against
 [S, B, K, W] on CPU: 5 times the bandwidth).
 
+Tokens that the model did not draw are appended by a prefill behind what a slot holds: slot after slot, in pieces of a
+few sizes that depend on the number of tokens alone. So the bits of a slot depend on nothing that other slots do.
+
 On accelerators a layer has one block of the cache's final length, in the order in which the kernel reads it
 (`CacheLayout`); the kernel reads each slot's own tokens only.
 """
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -33,6 +37,8 @@ from covey.models.spans import causal_spans
 from covey.parallel.sharding import sharding_of
 from covey.sampling.scheduler import block_lengths
 
+APPEND_SIZES = (16, 64, 256)
+"""Numbers of tokens that are appended together, padding included."""
 LANES = 128
 """Numbers in a row of a TPU's tiles; a multiple of a GPU kernel's block of keys."""
 
@@ -132,7 +138,10 @@ def decode_attention(
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         starts = np.cumsum([0, *(block.length for block in cache)])
-        blocks = [_write(block, k[:, 0], v[:, 0], length - start) for block, start in zip(cache, starts, strict=False)]
+        blocks = [
+            _write(block, k[:, 0], v[:, 0], length - start, jnp.arange(len(length)))
+            for block, start in zip(cache, starts, strict=False)
+        ]
         parts = []
         for block, start in zip(blocks, starts, strict=False):
             positions = start + jnp.arange(block.length)[None, :]
@@ -174,9 +183,11 @@ def _kernel_attention(model: Decoder, length: Int[Array, "S"], active: Bool[Arra
     return attend
 
 
-def _write(block: Block, k: Float[Array, "S K W"], v: Float[Array, "S K W"], at: Int[Array, "S"]) -> Block:
-    """Write each slot's key and value at position `at` of the block, unless that lies in another block."""
-    slots, at = jnp.arange(len(at)), jnp.where(at < 0, block.length, at)
+def _write(
+    block: Block, k: Float[Array, "n K W"], v: Float[Array, "n K W"], at: Int[Array, "n"], slots: Int[Array, "*n"]
+) -> Block:
+    """Write keys and values at positions `at` of these slots, or all of one slot, except those in another block."""
+    at = jnp.where(at < 0, block.length, at)
 
     def write(x: Array, axis: int, new: Array) -> Array:
         place: Any = (slots, slice(None), slice(None), at) if axis == 3 else (slots, slice(None), at)
@@ -265,3 +276,79 @@ def put_slot(cache: list[LayerCache], rows: list[LayerCache], slot: Int[Array, "
 def keep_rows(block: Block, rows: Int[Array, "n"]) -> Block:
     """Keep only the slots in `rows`, in that order."""
     return block.map(lambda x, _: x[rows])
+
+
+def append_size(count: int) -> int:
+    """Return the size of the next piece of `count` tokens: the smallest that holds all, or the largest.
+
+    >>> append_size(10), append_size(64), append_size(300)
+    (16, 64, 256)
+    """
+    return next((size for size in APPEND_SIZES if size >= count), APPEND_SIZES[-1])
+
+
+def append(
+    graph: Any,
+    params: Any,
+    cache: list[LayerCache],
+    slots: Int[Array, "S"],
+    tokens: Int[Array, "S n"],
+    start: Int[Array, "S"],
+    count: Int[Array, "S"],
+    rows: Int[Array, ""],
+) -> list[LayerCache]:
+    """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
+    on, for each of the first `rows`.
+    """
+    model = nnx.merge(graph, params)
+
+    def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
+        positions = start[row] + jnp.arange(tokens.shape[1])
+        attend = append_attention(slots[row], positions, count[row])
+        _, cache = model(tokens[row][None], positions[None], attend, cache)
+        return keep_sharding(cache, model.embed.embedding[...])
+
+    appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
+    return appended
+
+
+def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: Int[Array, ""]) -> Attend:
+    """Return attention of new tokens of one slot: the first `count` write their keys and values at `positions`, and all
+    attend to the positions up to their own.
+    """
+    written = jnp.where(jnp.arange(len(positions)) < count, positions, jnp.iinfo(jnp.int32).max)
+
+    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+        starts = np.cumsum([0, *(block.length for block in cache)])[:-1]
+        blocks = [_write(block, k[0], v[0], written - start, slot) for block, start in zip(cache, starts, strict=True)]
+        keys = jnp.concatenate([_time_at(-1, block.keys[slot], block.layout.keys) for block in blocks], axis=-1)
+        values = jnp.concatenate([_time_at(-2, block.values[slot], block.layout.values) for block in blocks], axis=-2)
+        distance = positions[:, None] - jnp.arange(keys.shape[-1])
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return _attend_slot(q[0], keys, values, visible, softcap).reshape(q.shape).astype(q.dtype), blocks
+
+    return attend
+
+
+def _time_at(axis: int, x: Array, time: int) -> Array:
+    """Return keys or values of one slot with time, axis `time` of a block, as the last axis (-1) or the one before."""
+    return x if time - 4 == axis else x.swapaxes(-1, -2)
+
+
+def _attend_slot(
+    q: Float[Array, "n H W"],
+    keys: Float[Array, "K W T"],
+    values: Float[Array, "K T W"],
+    visible: Array,
+    softcap: float | None,
+) -> Float[Array, "n H W"]:
+    """Compute attention with scores and sums in float32, as a decode step does."""
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    (count, _, width), kv_heads = q.shape, keys.shape[0]
+    grouped = q.reshape(count, kv_heads, -1, width).astype(keys.dtype)
+    scores = jnp.einsum("nkgw,kwt->nkgt", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, None], apply_softcap(scores, softcap), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
+    out = jnp.einsum("nkgt,ktw->nkgw", weights, values, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape)

@@ -33,7 +33,7 @@ import numpy as np
 
 from covey.config.schema import RolloutConfig
 from covey.errors import RecipeError
-from covey.sampling.turns import Turn
+from covey.sampling.responder import Turn
 from covey.text.tokenizer import Tokenizer
 
 MAX_LENGTH = 256
@@ -181,7 +181,7 @@ class Markers:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that responds to calls in a completion's tokens: a `turns.Responder` that answers at once.
+    """A tool that responds to calls in a completion's tokens: a `responder.Responder` that answers at once.
 
     Attributes:
         markers: ids that mark where calls and responses begin and end.
@@ -197,8 +197,8 @@ class Tool:
     encode: Callable[[str], np.ndarray]
     hidden: frozenset[int] = frozenset()
     turn_limit: ClassVar[None] = None
-    waits: ClassVar[bool] = False
-    max_live: ClassVar[None] = None
+    is_async: ClassVar[bool] = False
+    max_num_seqs: ClassVar[None] = None
 
     @property
     def pause_id(self) -> int:
@@ -207,7 +207,7 @@ class Tool:
 
     def answer(self, turn: Turn) -> np.ndarray | None:
         """Return the tokens to append where a call has ended; None ends the completion."""
-        if turn.tokens[-1] != self.markers.end or not turn.room:
+        if turn.tokens[-1] != self.markers.end or not turn.remaining_tokens:
             return None
         return self.respond(turn.tokens)
 

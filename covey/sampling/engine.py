@@ -2,18 +2,17 @@
 
     schedule → prefill → insert → decode a chunk of steps → collect → schedule …
 
-The scheduler decides which slot draws which sample, the device state runs the programs, and the collector gathers the
-tokens. A prompt is prefilled once; its keys and values are copied into the slot of each of its samples.
+The scheduler decides which slot draws which sample, the model runner runs the programs, and a `Sequence` gathers the
+tokens of each sample. A prompt is prefilled once; its keys and values are copied into the slot of each of its samples.
 
 The noise of a token depends only on (seed, step, prompt index, sample index, token index), so the same completion is
 drawn in any slot, batch, order or chunk size.
 
-With a responder (`turns`: a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
+With a responder (a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
 prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +22,13 @@ from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
-from covey.sampling.device import Chunk, DeviceState, Draws, Parked, Programs
+from covey.sampling import sequence
 from covey.sampling.logits import SamplingParams
-from covey.sampling.noise import sample_keys
+from covey.sampling.model_runner import Chunk, ModelRunner, SamplerStats
+from covey.sampling.programs import Programs
+from covey.sampling.responder import NewBranch, PendingResponses, Responder, Turn
 from covey.sampling.scheduler import Sample, Scheduler, check_length
-from covey.sampling.stats import SamplerStats
-from covey.sampling.turns import Responder, Rewrite, Turn, Turns
-from covey.types import Branch, Completion, FinishReason
+from covey.types import Completion
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,10 @@ class Sampler:
     def __init__(
         self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig, fixed_shapes: bool = False
     ):
-        self.graph, self.config = graph, config
+        self.graph, self.config, self.fixed_shapes = graph, config, fixed_shapes
         self.stop_ids = tuple(sorted(stop_ids))
         self.stats = SamplerStats()
-        own = SamplingParams.from_config(config) if fixed_shapes else None
-        self.programs = Programs(graph, self.stop_ids, own)
+        self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
 
     def generate(
         self,
@@ -94,22 +92,19 @@ class Sampler:
         config = config or self.config
         for number, request in enumerate(requests, 1):
             check_length(len(request.prompt), config, f"prompt {number}")
-        is_async, max_num_seqs = (False, None) if responder is None else (responder.waits, responder.max_live)
+        is_async, max_num_seqs = (False, None) if responder is None else (responder.is_async, responder.max_num_seqs)
         sizes = [len(r.prompt) for r in requests], [r.samples for r in requests]
-        scheduler = self.scheduler(params, *sizes, config=config, is_async=is_async, max_live=max_num_seqs)
-        call = _Call(self.programs, params, requests, config, responder, scheduler)
-        self.stats, began = call.device.stats, time.perf_counter()
+        scheduler = self.scheduler(params, *sizes, config=config, is_async=is_async, max_num_seqs=max_num_seqs)
+        demands = () if responder is None else (responder.pause_id, responder.turn_limit)
+        size = len(scheduler.slots), scheduler.cache_length
+        runner = ModelRunner(self.programs, params, config, *size, *demands)
+        engine, self.stats, began = Engine(scheduler, runner, requests, responder), runner.stats, time.perf_counter()
         while scheduler.unfinished:
-            call.take_responses(block=scheduler.stalled)
-            call.exchange()
-            while scheduler.can_admit:
-                call.admit()
-            if scheduler.active:
-                call.decode()
+            engine.step()
             if progress is not None:
                 progress(scheduler.finished, len(scheduler.samples))
         self.stats.seconds = time.perf_counter() - began
-        return [[call.collector.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
+        return [[engine.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
 
     def scheduler(
         self,
@@ -119,160 +114,121 @@ class Sampler:
         *,
         config: RolloutConfig | None = None,
         is_async: bool = False,
-        max_live: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> Scheduler:
         """Return the scheduler of a call; arguments as for `Scheduler`, and whether its responses may come later."""
-        resizes = self.programs.cache_layout(params).divided and not is_async
-        fixed, config = self.programs.own is not None, config or self.config
-        return Scheduler(prompt_lengths, num_samples, config, resizes=resizes, max_live=max_live, fixed=fixed)
+        return Scheduler(
+            prompt_lengths,
+            num_samples,
+            config or self.config,
+            resizes=self.programs.cache_layout(params).divided and not is_async,
+            max_num_seqs=max_num_seqs,
+            fixed_shapes=self.fixed_shapes,
+        )
 
 
-class _Call:
-    """State of a call of `Sampler.generate`: the batch, the tokens collected, the responses under way."""
+class Engine:
+    """Sequences under way, and the steps that finish them.
+
+    Args:
+        scheduler: assigns them to slots.
+        runner: draws their tokens in these slots.
+        requests: their prompts.
+        responder: responds where the model halts.
+    """
 
     def __init__(
-        self,
-        programs: Programs,
-        params: Any,
-        requests: Sequence[Request],
-        config: RolloutConfig,
-        responder: Responder | None,
-        scheduler: Scheduler,
+        self, scheduler: Scheduler, runner: ModelRunner, requests: Sequence[Request], responder: Responder | None
     ):
-        self.scheduler = scheduler
-        self.requests, self.keys = requests, _sample_keys(requests, config.seed)
-        size = len(self.scheduler.slots), self.scheduler.cache_length
-        demands = () if responder is None else (responder.pause_id, responder.turn_limit)
-        self.device = DeviceState(programs, params, config, *size, *demands)
-        self.collector = Collector(programs.stop_ids, config.max_new_tokens, masked=responder is not None)
-        self.turns = Turns(responder)
-        self._responses: dict[Sample, np.ndarray | Rewrite] = {}
-        self._parked: dict[Sample, Parked] = {}
+        self.scheduler, self.runner, self.requests = scheduler, runner, requests
+        self._responses, self._masked = PendingResponses(responder), responder is not None
+        where = {Sample(i, n): (r.step, r.index, r.first + n) for i, r in enumerate(requests) for n in range(r.samples)}
+        keys = sequence.sample_keys(runner.config.seed, np.array(list(where.values()), np.uint32).reshape(-1, 3))
+        self.sequences = {
+            sample: sequence.Sequence(len(requests[sample.request].prompt), key)
+            for sample, key in zip(where, keys, strict=True)
+        }
 
-    def admit(self) -> None:
+    def step(self) -> None:
+        """Take responses that are there, refill free slots, and decode a chunk of steps in those that are active."""
+        self._take_responses(block=self.scheduler.stalled)
+        self._exchange_slots()
+        while self.scheduler.can_admit:
+            self._admit()
+        if self.scheduler.active:
+            self._decode()
+
+    def completion(self, sample: Sample) -> Completion:
+        """Return a finished completion, without its text."""
+        return self.sequences[sample].completion(self.runner.programs.stop_ids, masked=self._masked)
+
+    def _admit(self) -> None:
         """Insert waiting samples into free slots, with their first tokens."""
         if batch := self.scheduler.next_prefill():
-            self.device.prefill([self.requests[i].prompt for i in batch], self.scheduler.prefill_shape)
+            self.runner.prefill([self.requests[i].prompt for i in batch], self.scheduler.prefill_shape)
         admitted = self.scheduler.admit()
-        self._collect({slot: sample for slot, _, sample in admitted}, self.device.insert(admitted, self.keys))
+        chunk = self.runner.insert((slot, row, self.sequences[sample].key) for slot, row, sample in admitted)
+        self._collect({slot: sample for slot, _, sample in admitted}, chunk)
 
-    def exchange(self) -> None:
+    def _exchange_slots(self) -> None:
         """Give the slots of samples that wait to others that can be decoded."""
-        for slot, sample in self.scheduler.park().items():
-            self._parked[sample] = self.device.park(slot)
-        for slot, sample in self.scheduler.unpark().items():
-            self.device.unpark(slot, self._parked.pop(sample))
+        for slot, sample in self.scheduler.swap_out().items():
+            self.sequences[sample].swapped = self.runner.swap_out(slot)
+        for slot, sample in self.scheduler.swap_in().items():
+            self.runner.swap_in(slot, self.sequences[sample].swapped)
+            self.sequences[sample].swapped = None
 
-    def decode(self) -> None:
+    def _decode(self) -> None:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
         while (kept := self.scheduler.resize()) is not None:
-            self.device.resize(kept, self.scheduler.cache_length)
-        ready = [sample for sample in self._responses if sample not in self.scheduler.parked]
-        self.device.resume({self.scheduler.slot_of(sample): self._responses.pop(sample) for sample in ready})
+            self.runner.resize(kept, self.scheduler.cache_length)
+        active = {slot: self.sequences[sample] for slot, sample in self.scheduler.active.items()}
+        self.runner.resume({slot: s.response for slot, s in active.items() if s.response is not None})
+        for resumed in active.values():
+            resumed.response = None
         began = time.perf_counter()
-        chunk = self.device.decode()
-        self.device.stats.decode_seconds += time.perf_counter() - began
+        chunk = self.runner.decode()
+        self.runner.stats.decode_seconds += time.perf_counter() - began
         self._collect(self.scheduler.active, chunk)
-
-    def take_responses(self, *, block: bool) -> None:
-        """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
-        for sample, response in self.turns.answered(block=block):
-            if isinstance(response, Rewrite):
-                self._rewrite(sample, response)
-                continue
-            if response is not None and len(response):
-                room = self.collector.turn(sample).room
-                self.collector.append(sample, response[:room])
-                response = response if len(response) < room else None
-            if response is None:
-                self.scheduler.finish(sample)
-                self._parked.pop(sample, None)
-            else:
-                self.scheduler.resume(sample, len(response))
-                self._responses[sample] = response
-
-    def _rewrite(self, sample: Sample, response: Rewrite) -> None:
-        """Let a sample go on as a new branch."""
-        before = self.collector.sequence_length(sample, len(self.requests[sample.request].prompt))
-        assert 0 <= response.kept < before, "a branch drops tokens"
-        assert 0 < len(response.tokens) < self.collector.turn(sample).room, "a branch has room for its next turn"
-        self.collector.branch(sample, response.kept)
-        self.collector.append(sample, response.tokens)
-        self.scheduler.resume(sample, response.kept + len(response.tokens) - before)
-        self._responses[sample] = response
 
     def _collect(self, active: Mapping[int, Sample], chunk: Chunk) -> None:
         """Collect the tokens of a chunk, and ask for responses to the samples that have halted."""
-        halted = self.collector.collect(active, chunk)
-        self.scheduler.update(chunk.counts)
-        for slot in halted:
-            self.scheduler.pause(active[slot])
-            self.turns.submit(self.collector.turn(active[slot]))
-        self.take_responses(block=False)
-
-
-def _sample_keys(requests: Sequence[Request], seed: int) -> dict[Sample, np.ndarray]:
-    """Return the random key of each sample, uint32 [2]."""
-    samples = {Sample(i, n): (r.step, r.index, r.first + n) for i, r in enumerate(requests) for n in range(r.samples)}
-    rows = np.array(list(samples.values()), np.uint32).reshape(-1, 3)
-    return dict(zip(samples, sample_keys(seed, rows), strict=True))
-
-
-class Collector:
-    """Tokens and log-probs of each sample.
-
-    Args:
-        stop_ids: tokens that end a completion.
-        max_new_tokens: maximum number of tokens in a completion.
-        masked: whether every completion gets a mask, because tokens may be appended.
-    """
-
-    def __init__(self, stop_ids: Sequence[int], max_new_tokens: int, masked: bool):
-        self.stop_ids, self.max_new_tokens, self.masked = stop_ids, max_new_tokens, masked
-        self._draws: dict[Sample, list[Draws]] = defaultdict(list)
-        self._drawn: dict[Sample, list[np.ndarray]] = defaultdict(list)
-        self._branches: dict[Sample, list[Branch]] = defaultdict(list)
-
-    def collect(self, active: Mapping[int, Sample], chunk: Chunk) -> list[int]:
-        """Append the chunk's tokens to the sample of each slot that was `active`; return the slots that have halted."""
-        tokens, logps, sampler_logps = chunk.draws
         for slot, sample in active.items():
-            if count := chunk.counts[slot]:
-                new = Draws(tokens[slot, :count], logps[slot, :count], sampler_logps[slot, :count])
-                self._extend(sample, new, drawn=True)
-        return [slot for slot in active if not chunk.active[slot]]
+            if chunk.counts[slot]:
+                self.sequences[sample].extend(chunk.of(slot))
+        self.scheduler.update(chunk.counts)
+        for slot, sample in active.items():
+            if not chunk.active[slot]:
+                self.scheduler.pause(sample)
+                self._responses.submit(self._turn(sample))
+        self._take_responses(block=False)
 
-    def append(self, sample: Sample, tokens: np.ndarray) -> None:
-        """Append `tokens`, int32 [n], that the model did not draw; their log-probs are 0."""
-        zeros = np.zeros(len(tokens), np.float32)
-        self._extend(sample, Draws(tokens, zeros, zeros), drawn=False)
+    def _turn(self, sample: Sample) -> Turn:
+        tokens = self.sequences[sample].tokens
+        return Turn(sample, tokens, self.runner.config.max_new_tokens - len(tokens))
 
-    def branch(self, sample: Sample, kept: int) -> None:
-        """Begin a branch that keeps so many tokens of the sequence so far."""
-        self._branches[sample].append(Branch(len(self._concatenate(sample).tokens), kept))
+    def _take_responses(self, *, block: bool) -> None:
+        """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
+        for sample, response in self._responses.collect(block=block):
+            remaining = self._turn(sample).remaining_tokens
+            if isinstance(response, NewBranch):
+                assert 0 < len(response.tokens) < remaining, "a branch has room for its next turn"
+                self._resume(sample, response, response.tokens)
+            elif response is not None and len(response) < remaining:
+                self._resume(sample, response, response)
+            else:
+                if response is not None:
+                    self.sequences[sample].append(response[:remaining])
+                self.scheduler.finish(sample)
+                self.sequences[sample].swapped = None
 
-    def sequence_length(self, sample: Sample, prompt: int) -> int:
-        """Return the number of tokens of the sequence so far after `prompt` tokens: those of the last branch, and those
-        that it kept.
-        """
-        last = self._branches[sample][-1] if self._branches[sample] else Branch(0, prompt)
-        return last.kept + len(self._concatenate(sample).tokens) - last.start
-
-    def turn(self, sample: Sample) -> Turn:
-        """Return the sample as it is so far."""
-        tokens = self._concatenate(sample).tokens
-        return Turn(sample, tokens, self.max_new_tokens - len(tokens))
-
-    def completion(self, sample: Sample) -> Completion:
-        """Return a finished sample as a completion, without its text."""
-        draws = self._concatenate(sample)
-        finish = FinishReason.STOP if int(draws.tokens[-1]) in self.stop_ids else FinishReason.LENGTH
-        mask = np.concatenate(self._drawn[sample]) if self.masked else None
-        return Completion(*draws, finish, mask=mask, branches=tuple(self._branches[sample]) or None)
-
-    def _extend(self, sample: Sample, new: Draws, *, drawn: bool) -> None:
-        self._draws[sample].append(new)
-        self._drawn[sample].append(np.full(len(new.tokens), drawn))
-
-    def _concatenate(self, sample: Sample) -> Draws:
-        return Draws(*map(np.concatenate, zip(*self._draws[sample], strict=True)))
+    def _resume(self, sample: Sample, response: np.ndarray | NewBranch, tokens: np.ndarray) -> None:
+        """Let a sample go on behind `tokens`, in a new branch if the response is one."""
+        resumed = self.sequences[sample]
+        before = resumed.length
+        if isinstance(response, NewBranch):
+            assert 0 <= response.kept < before, "a branch drops tokens"
+            resumed.branch(response.kept)
+        resumed.append(tokens)
+        resumed.response = response
+        self.scheduler.resume(sample, resumed.length - before)

@@ -35,7 +35,7 @@ class SamplingParams(SamplingConfig):
         return self.temperature if self.temperature > 0 else 1.0
 
 
-class SamplingNumbers(NamedTuple):
+class TracedSamplingParams(NamedTuple):
     """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`."""
 
     temperature: Any
@@ -44,7 +44,7 @@ class SamplingNumbers(NamedTuple):
     min_p: Any
 
     @classmethod
-    def of(cls, params: SamplingParams) -> "SamplingNumbers":
+    def of(cls, params: SamplingParams) -> "TracedSamplingParams":
         """Return the numbers of `params`."""
         of_type = {"top_k": np.int32}
         return cls(*(of_type.get(name, np.float32)(getattr(params, name)) for name in cls._fields))
@@ -55,11 +55,11 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 
 
 def draw(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams | SamplingNumbers
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams | TracedSamplingParams
 ) -> Draw:
     """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness."""
-    if isinstance(sampling_params, SamplingNumbers):
-        return _draw_by_numbers(logits, uniform, sampling_params)
+    if isinstance(sampling_params, TracedSamplingParams):
+        return _draw_traced(logits, uniform, sampling_params)
     scaled = logits.astype(jnp.float32) / sampling_params.scale
     total = jax.nn.logsumexp(scaled, axis=-1)
     if sampling_params.temperature == 0:
@@ -73,10 +73,10 @@ def draw(
     return token, chosen - total, chosen - kept_total
 
 
-def _draw_by_numbers(logits: Float[Array, "S V"], uniform: Float[Array, "S"], numbers: SamplingNumbers) -> Draw:
+def _draw_traced(logits: Float[Array, "S V"], uniform: Float[Array, "S"], numbers: TracedSamplingParams) -> Draw:
     greedy = numbers.temperature == 0
     scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, numbers.temperature)
-    total, kept = jax.nn.logsumexp(scaled, axis=-1), _truncate_by_numbers(scaled, numbers)
+    total, kept = jax.nn.logsumexp(scaled, axis=-1), _truncate_traced(scaled, numbers)
     kept_total = jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
     token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), inverse_cdf(mass, uniform))
@@ -84,7 +84,7 @@ def _draw_by_numbers(logits: Float[Array, "S V"], uniform: Float[Array, "S"], nu
     return token, chosen - total, jnp.where(greedy, 0.0, chosen - kept_total)
 
 
-def _truncate_by_numbers(scaled: Float[Array, "S V"], numbers: SamplingNumbers) -> Float[Array, "S V"]:
+def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
     """Return what `truncate` does. The k-th largest logit is the largest that k logits reach."""
 
     def keep(on: Array, threshold: Any, values: Array) -> Array:

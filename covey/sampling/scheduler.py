@@ -10,7 +10,7 @@ of training, whose evaluations have other numbers of prompts than its steps, all
 
 The first functions hold the limits on the lengths of a prompt and its completion, and the sizes of buffers.
 
-Plain Python without JAX: the device follows what is decided here (see `device`).
+Plain Python without JAX: the device follows what is decided here (see `model_runner`).
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ PREFILL_BATCH = 8
 """Maximum number of prompts that are prefilled together."""
 MIN_SLOTS = 4
 """Number of slots below which the batch does not shrink."""
-MIN_ROOM = 64
+MIN_CACHE_LENGTH = 64
 """Smallest size of the KV cache in tokens per slot."""
 MIN_CACHE_TOKENS = 16384
 """Size of the KV cache in tokens over all slots that is not divided into steps of growth."""
@@ -135,9 +135,10 @@ class Scheduler:
         num_samples: number of completions of each request.
         config: slots, decode chunk, maximum size of the KV cache.
         resizes: whether batch and cache follow the samples; otherwise the cache has room for the longest at once.
-        max_live: maximum number of samples that are begun and not finished; by default the number of slots. Those that
-            wait for a response may be more than there are slots.
-        fixed: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may be.
+        max_num_seqs: maximum number of samples that are begun and not finished; by default the number of slots. Those
+            that wait for a response may be more than there are slots.
+        fixed_shapes: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may
+            be.
 
     Attributes:
         slots: the sample in each slot, None in a free one.
@@ -146,7 +147,7 @@ class Scheduler:
         prefill_shape: number of prompts that are prefilled together, and the length to which they are padded.
         prefilled: requests that were prefilled last.
         paused: samples that wait for a response.
-        parked: number of tokens in the KV cache of each sample that is begun but in no slot.
+        swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
     """
 
     def __init__(
@@ -156,29 +157,29 @@ class Scheduler:
         config: RolloutConfig,
         *,
         resizes: bool = True,
-        max_live: int | None = None,
-        fixed: bool = False,
+        max_num_seqs: int | None = None,
+        fixed_shapes: bool = False,
     ):
-        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes and not fixed
+        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes and not fixed_shapes
         self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
         self.waiting = deque(self.samples)
-        self._longest_prompt = longest = config.max_prompt_length if fixed else max(prompt_lengths, default=1)
-        rows = PREFILL_BATCH if fixed else min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
+        self._longest_prompt = longest = config.max_prompt_length if fixed_shapes else max(prompt_lengths, default=1)
+        rows = PREFILL_BATCH if fixed_shapes else min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
         self.prefill_shape = rows, length_bucket(longest, smallest=16)
         self.prefilled = range(0)
-        slots = config.slots if fixed else min(config.slots, power_of_two(len(self.samples)))
+        slots = config.slots if fixed_shapes else min(config.slots, power_of_two(len(self.samples)))
         self.slots: list[Sample | None] = [None] * slots
         self.lengths = np.zeros(len(self.slots), np.int64)
-        self.cache_length = self._room(longest, len(self.slots))
+        self.cache_length = self._cache_size(longest, len(self.slots))
         self.paused: set[Sample] = set()
-        self.parked: dict[Sample, int] = {}
-        self.max_live = max(len(self.slots), max_live or 0)
+        self.swapped: dict[Sample, int] = {}
+        self.max_num_seqs = max(len(self.slots), max_num_seqs or 0)
         self._ready: deque[Sample] = deque()
 
     @property
     def unfinished(self) -> bool:
         """Whether a sample waits or runs."""
-        return bool(self.waiting or self.running or self.parked)
+        return bool(self.waiting or self.running or self.swapped)
 
     @property
     def stalled(self) -> bool:
@@ -208,17 +209,17 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Number of samples that are begun and not finished."""
-        return len(self.running) + len(self.parked)
+        return len(self.running) + len(self.swapped)
 
     @property
     def can_admit(self) -> bool:
         """Whether a sample waits, may begin, and a slot is free."""
-        return bool(self.waiting and self.free and self.num_live < self.max_live)
+        return bool(self.waiting and self.free and self.num_live < self.max_num_seqs)
 
     @property
     def longest_cache(self) -> int:
         """Number of tokens for which each slot has room once a sample is as long as it may be."""
-        return self._room(self._longest_sample, len(self.slots))
+        return self._cache_size(self._longest_sample, len(self.slots))
 
     @property
     def _longest_sample(self) -> int:
@@ -235,7 +236,7 @@ class Scheduler:
     def admit(self) -> list[Admission]:
         """Move waiting samples of the prefilled requests to free slots."""
         admitted = []
-        for slot in self.free[: self.max_live - self.num_live]:
+        for slot in self.free[: self.max_num_seqs - self.num_live]:
             if self.waiting and self.waiting[0].request in self.prefilled:
                 sample = self.slots[slot] = self.waiting.popleft()
                 # One less than the prompt: `update` counts the first token, which is not in the cache yet.
@@ -260,8 +261,8 @@ class Scheduler:
     def resume(self, sample: Sample, appended: int) -> None:
         """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
         self.paused.remove(sample)
-        if sample in self.parked:
-            self.parked[sample] += appended
+        if sample in self.swapped:
+            self.swapped[sample] += appended
             self._ready.append(sample)
         else:
             self.lengths[self.slot_of(sample)] += appended
@@ -269,23 +270,23 @@ class Scheduler:
     def finish(self, sample: Sample) -> None:
         """Remove a sample that has ended."""
         self.paused.remove(sample)
-        if self.parked.pop(sample, None) is None:
+        if self.swapped.pop(sample, None) is None:
             self.slots[self.slot_of(sample)] = None
 
-    def park(self) -> dict[int, Sample]:
+    def swap_out(self) -> dict[int, Sample]:
         """Take paused samples out of the slots that others could use; return them by slot."""
-        others = len(self._ready) + min(len(self.waiting), self.max_live - self.num_live)
+        others = len(self._ready) + min(len(self.waiting), self.max_num_seqs - self.num_live)
         paused = [(slot, sample) for slot, sample in self.running.items() if sample in self.paused]
         leaving = dict(paused[: max(others - len(self.free), 0)])
         for slot, sample in leaving.items():
-            self.parked[sample], self.slots[slot] = int(self.lengths[slot]), None
+            self.swapped[sample], self.slots[slot] = int(self.lengths[slot]), None
         return leaving
 
-    def unpark(self) -> dict[int, Sample]:
-        """Give free slots to parked samples that can go on; return them by slot."""
+    def swap_in(self) -> dict[int, Sample]:
+        """Give free slots to swapped samples that can go on; return them by slot."""
         returning = {slot: self._ready.popleft() for slot in self.free[: len(self._ready)]}
         for slot, sample in returning.items():
-            self.slots[slot], self.lengths[slot] = sample, self.parked.pop(sample)
+            self.slots[slot], self.lengths[slot] = sample, self.swapped.pop(sample)
         return returning
 
     def resize(self) -> np.ndarray | None:
@@ -300,14 +301,14 @@ class Scheduler:
         smaller = smaller_batch(size)
         if not self.waiting and max(len(running), MIN_SLOTS) <= smaller:
             size = smaller
-        length = max(self.cache_length, self._room(int(self.lengths[running].max()), size))
+        length = max(self.cache_length, self._cache_size(int(self.lengths[running].max()), size))
         if (size, length) == (len(self.slots), self.cache_length):
             return None
         kept = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
         self.slots, self.lengths, self.cache_length = [self.slots[slot] for slot in kept], self.lengths[kept], length
         return kept
 
-    def _room(self, length: int, slots: int) -> int:
+    def _cache_size(self, length: int, slots: int) -> int:
         """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.
 
         It is a power of two, of at least `MIN_CACHE_TOKENS` over all slots, unless the longest possible sample needs
@@ -316,6 +317,6 @@ class Scheduler:
         """
         longest = power_of_two(self._longest_sample)
         needed = max(power_of_two(length + self.config.decode_chunk), MIN_CACHE_TOKENS // power_of_two(slots))
-        room = min(max(needed, SMALLEST_BLOCK), max(longest, MIN_ROOM))
-        room = room if self.resizes else length_bucket(self._longest_sample, SMALLEST_BLOCK)
-        return min(room, self.config.kv_cache_size or room)
+        size = min(max(needed, SMALLEST_BLOCK), max(longest, MIN_CACHE_LENGTH))
+        size = size if self.resizes else length_bucket(self._longest_sample, SMALLEST_BLOCK)
+        return min(size, self.config.kv_cache_size or size)

@@ -31,7 +31,7 @@ from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.rl.run_ahead import DataQueue
-from covey.sampling.device import Programs
+from covey.sampling.programs import Programs
 from covey.train.trainer import Trainer
 
 

@@ -17,7 +17,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.sharding import place_model
 from covey.plan.hlo import Program
-from covey.sampling.device import Programs
+from covey.sampling.programs import Programs
 
 SLOTS, LAYERS = 64, 2
 

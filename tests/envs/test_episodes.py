@@ -21,8 +21,8 @@ from covey.envs import EnvironmentRunner, Step
 from covey.envs.episodes import Episodes
 from covey.errors import EpisodeError, RecipeError
 from covey.rl.metrics import episode_metrics
+from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Rewrite, SamePrompt, Turn
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason
 
@@ -250,7 +250,7 @@ def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.Mo
     monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: False)
     monkeypatch.setattr(Episodes, "encode_prompt", lambda *_: rendered)
     branch = play.episodes.answer(Turn(Sample(0, 0), said, 100)).result(10)
-    assert isinstance(branch, Rewrite)
+    assert isinstance(branch, NewBranch)
     assert branch.kept == min(len(before), len(rendered)) - 1
     np.testing.assert_array_equal(branch.tokens, rendered[branch.kept :])
 

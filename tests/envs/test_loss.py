@@ -19,7 +19,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
 from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.rl.roles import ClusterConfig
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Branch, Completion, Episode, Group
 
 G = 2

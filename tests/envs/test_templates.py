@@ -19,8 +19,8 @@ from covey.envs import EnvironmentRunner, Step
 from covey.envs.episodes import Episodes
 from covey.models.spans import span_mask
 from covey.packing.rows import attention_spans, pack
+from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Rewrite, Turn
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, FinishReason, Group
 
@@ -94,11 +94,11 @@ def play(episodes: Episodes, tokenizer: Tokenizer, number: int, prompt: np.ndarr
         response = episodes.answer(turn).result(30)
         if response is None:
             break
-        if isinstance(response, Rewrite):
+        if isinstance(response, NewBranch):
             assert response.kept < len(held)
             branches.append(Branch(len(tokens), response.kept))
             held = held[: response.kept]
-        new = response.tokens if isinstance(response, Rewrite) else response
+        new = response.tokens if isinstance(response, NewBranch) else response
         held += new.tolist()
         tokens += new.tolist()
         drawn += [False] * len(new)

@@ -29,8 +29,8 @@ from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
+from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
-from covey.sampling.turns import Rewrite, Turn
 from covey.text import chat_template
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
@@ -414,7 +414,7 @@ def test_a_rewritten_history_still_lists_the_tools() -> None:
     )
     said = np.append(play.tokenizer.encode("  " + hermes("add", a=2, b=3)), play.tokenizer.eos_id).astype(np.int32)
     response = play.episodes.answer(Turn(Sample(0, 0), said, 2000)).result(10)
-    assert isinstance(response, Rewrite)
+    assert isinstance(response, NewBranch)
     sequence = np.concatenate([play.episodes.encode_prompt(play.prompt), said])[: response.kept]
     shown = play.tokenizer.decode(np.concatenate([sequence, response.tokens]), skip_special=False)
     assert f"\n{json.dumps(json_schema(add))}\n" in shown

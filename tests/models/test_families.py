@@ -27,7 +27,7 @@ from covey.models.loading.text_part import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, uniform_noise
+from covey.sampling.sequence import sample_keys, uniform_noise
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]

@@ -40,7 +40,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import FailureCounts
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"

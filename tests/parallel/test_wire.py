@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from covey.errors import CoveyError
 from covey.parallel.wire import pack, unpack
 from covey.rl.experience import RolloutBatch
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

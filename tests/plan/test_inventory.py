@@ -23,7 +23,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.load_model import load_source
 from covey.run.programs import policy_programs
-from covey.sampling import cache, device
+from covey.sampling import cache, programs
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
@@ -42,7 +42,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "platform_of", lambda place: "tpu")
     monkeypatch.setattr(rows, "span_attention", partial(rows.span_attention, interpret=True))
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
-    monkeypatch.setattr(device, "decode_attention", partial(device.decode_attention, interpret=True))
+    monkeypatch.setattr(programs, "decode_attention", partial(programs.decode_attention, interpret=True))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 G = 2

@@ -8,7 +8,7 @@ from covey.rewards.signal import measure_signal
 from covey.rl.experience import tokens_in_loss
 from covey.rl.metrics import group_metrics, work_metrics
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.stats import SamplerStats
+from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
 NAN = float("nan")

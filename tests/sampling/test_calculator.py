@@ -31,7 +31,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys
+from covey.sampling.sequence import sample_keys
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 

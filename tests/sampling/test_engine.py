@@ -15,11 +15,12 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel import make_mesh, shardings
-from covey.sampling import cache, device
+from covey.sampling import cache, programs
 from covey.sampling.cache import LayerCache
-from covey.sampling.device import Chunk, Draws, Programs
-from covey.sampling.engine import Collector, Request, Sampler
-from covey.sampling.scheduler import Sample
+from covey.sampling.engine import Request, Sampler
+from covey.sampling.model_runner import Chunk
+from covey.sampling.programs import Programs
+from covey.sampling.sequence import SampledTokens, Sequence
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)
@@ -28,7 +29,6 @@ CONFIG = ModelConfig(
     tie_embeddings=True, windows=(None, 5),
 )  # fmt: skip
 STOP = 9
-A, B = Sample(0, 0), Sample(0, 1)
 
 
 def build() -> Decoder:
@@ -83,7 +83,7 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     """As on an accelerator, with its kernels run as ordinary programs: slots are refilled, and nothing is resized. On a
     mesh, devices have parts of the heads and of the vocabulary, and each draws for its slots.
     """
-    monkeypatch.setattr(device, "decode_attention", partial(device.decode_attention, interpret=True))
+    monkeypatch.setattr(programs, "decode_attention", partial(programs.decode_attention, interpret=True))
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
     model = build()
     model.platform = platform
@@ -255,44 +255,47 @@ def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.Mon
     assert max(made) == 128
 
 
-def chunk(tokens: list[list[int]], active: list[bool]) -> Chunk:
-    """One row of tokens per slot, -1 where the slot was not active."""
-    drawn = np.array(tokens, np.int32)
-    logps = -drawn.astype(np.float32) / 3
-    return Chunk(Draws(drawn, logps, logps / 2), (drawn >= 0).sum(1), np.array(active))
+def sampled(*ids: int) -> SampledTokens:
+    tokens = np.array(ids, np.int32)
+    logps = -tokens.astype(np.float32) / 3
+    return SampledTokens(tokens, logps, logps / 2)
 
 
-def test_tokens_of_all_chunks_are_joined_by_sample_wherever_it_lies() -> None:
-    collector = Collector((STOP,), 8, masked=False)
-    assert collector.collect({0: A, 1: B}, chunk([[1, 2], [3, 4]], [True, True])) == []
-    assert collector.collect({1: A, 0: B}, chunk([[STOP, -1], [5, 6]], [False, False])) == [1, 0]
-    first, second = collector.completion(A), collector.completion(B)
-    assert (first.tokens.tolist(), first.finish) == ([1, 2, 5, 6], FinishReason.LENGTH)
-    assert (second.tokens.tolist(), second.finish) == ([3, 4, STOP], FinishReason.STOP)
-    assert first.mask is None
-    assert [first.tokens.dtype, first.logps.dtype, first.sampler_logps.dtype] == [np.int32, np.float32, np.float32]
+def a_sequence() -> Sequence:
+    return Sequence(3, np.zeros(2, np.uint32))
 
 
-def test_token_ids_and_log_probs_stay_as_they_were_drawn() -> None:
+def test_a_chunk_gives_each_slot_the_tokens_that_it_drew() -> None:
+    tokens = SampledTokens(*(np.array([[1, 2], [3, -1]], dtype) for dtype in (np.int32, np.float32, np.float32)))
+    chunk = Chunk(tokens, np.array([2, 1]), np.array([True, False]))
+    assert [chunk.of(slot).ids.tolist() for slot in range(2)] == [[1, 2], [3]]
+
+
+def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
     """The trap: ids on the way through floats."""
-    ids = np.array([[2**24 + 1, 2**31 - 1]], np.int32)
-    logps = np.array([[np.nextafter(np.float32(-1), 0), -1e-30]], np.float32)
-    collector = Collector((), 2, masked=False)
-    collector.collect({0: A}, Chunk(Draws(ids, logps, logps), np.array([2]), np.array([False])))
-    got = collector.completion(A)
-    assert got.tokens.tolist() == ids[0].tolist()
-    assert got.logps.tobytes() == logps.tobytes()
+    stopped, cut = a_sequence(), a_sequence()
+    logps = np.array([np.nextafter(np.float32(-1), 0), -1e-30], np.float32)
+    cut.extend(sampled(1))
+    cut.extend(SampledTokens(np.array([2**24 + 1, 2**31 - 1], np.int32), logps, logps))
+    stopped.extend(sampled(3, STOP))
+    first, second = (one.completion((STOP,), masked=False) for one in (cut, stopped))
+    assert (first.tokens.tolist(), first.finish, first.mask) == ([1, 2**24 + 1, 2**31 - 1], FinishReason.LENGTH, None)
+    assert first.logps[1:].tobytes() == logps.tobytes()
+    assert [first.tokens.dtype, first.logps.dtype, first.sampler_logps.dtype] == [np.int32, np.float32, np.float32]
+    assert second.finish == FinishReason.STOP
 
 
-def test_appended_tokens_are_masked_and_a_turn_tells_what_room_is_left() -> None:
-    collector = Collector((STOP,), 8, masked=True)
-    assert collector.collect({0: A}, chunk([[1, 7]], [False])) == [0]
-    turn = collector.turn(A)
-    assert (turn.sample, turn.tokens.tolist(), turn.room) == (A, [1, 7], 6)
-    collector.append(A, np.array([4, 5], np.int32))
-    assert collector.collect({0: A}, chunk([[3, STOP]], [False])) == [0]
-    got = collector.completion(A)
-    assert got.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
-    assert got.mask.tolist() == [True, True, False, False, True, True]
-    assert got.logps[2:4].tolist() == [0, 0]
-    assert (got.tokens.dtype, got.logps.dtype) == (np.int32, np.float32)
+def test_appended_tokens_are_masked_and_a_branch_counts_what_it_kept() -> None:
+    resumed = a_sequence()
+    resumed.extend(sampled(1, 7))
+    resumed.append(np.array([4, 5], np.int32))
+    assert resumed.length == 3 + 4
+    resumed.branch(2)
+    resumed.extend(sampled(3, STOP))
+    assert resumed.length == 2 + 2
+    completion = resumed.completion((STOP,), masked=True)
+    assert completion.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
+    assert completion.mask is not None
+    assert completion.mask.tolist() == [True, True, False, False, True, True]
+    assert completion.logps[2:4].tolist() == [0, 0]
+    assert completion.branches == ((4, 2),)

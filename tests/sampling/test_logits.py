@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats  # comes with jax
 
 from covey.sampling.logits import (
-    SamplingNumbers,
     SamplingParams,
+    TracedSamplingParams,
     draw,
     inverse_cdf,
     kth_largest,
@@ -61,7 +61,7 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     uniform = jax.random.uniform(jax.random.PRNGKey(1), (DRAWS,))
     rows = jnp.broadcast_to(logits, (DRAWS, WORDS))
     token, logp, sampler_logp = fast_draw(rows, uniform, sampling_params)
-    by_numbers = fast_draw_by_numbers(rows, uniform, SamplingNumbers.of(sampling_params))
+    by_numbers = fast_draw_by_numbers(rows, uniform, TracedSamplingParams.of(sampling_params))
     same = np.asarray(by_numbers[0] == token)
     assert same.mean() > 0.9999  # a sum may be rounded otherwise
     for one, other in ((by_numbers[1], logp), (by_numbers[2], sampler_logp)):

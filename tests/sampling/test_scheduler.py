@@ -172,10 +172,13 @@ def test_fewer_programs_serve_it_where_nothing_is_resized() -> None:
 
 def test_one_program_of_each_kind_serves_it_where_sizes_follow_the_settings() -> None:
     """Whatever the prompts, their number and their lengths; blocks of the cache count as on a CPU."""
-    found = programs_of_a_run(fixed=True)
+    found = programs_of_a_run(fixed_shapes=True)
     assert {name: found[name] for name in ("prefill", "first", "decode")} == {"prefill": 1, "first": 1, "decode": 1}
     config = RolloutConfig(max_prompt_length=100, max_new_tokens=50, slots=16)
-    one, many = Scheduler([3], [1], config, fixed=True), Scheduler([90] * 40, [2] * 40, config, fixed=True)
+    one, many = (
+        Scheduler([3], [1], config, fixed_shapes=True),
+        Scheduler([90] * 40, [2] * 40, config, fixed_shapes=True),
+    )
     for scheduler in (one, many):
         assert (len(scheduler.slots), scheduler.cache_length, scheduler.prefill_shape) == (16, 256, (8, 128))
 
@@ -234,21 +237,21 @@ def test_it_is_plain_python() -> None:
 
 
 def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
-    scheduler = Scheduler([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), resizes=False, max_live=3)
+    scheduler = Scheduler([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), resizes=False, max_num_seqs=3)
     scheduler.next_prefill()
     first, second = [admission.sample for admission in scheduler.admit()]
     scheduler.update(np.ones(2, int))
     scheduler.pause(first)
     assert not scheduler.can_admit
-    assert scheduler.park() == {0: first}
+    assert scheduler.swap_out() == {0: first}
     assert scheduler.can_admit
     (third,) = [admission.sample for admission in scheduler.admit()]
     assert scheduler.running == {0: third, 1: second}
     scheduler.resume(first, 7)
-    assert scheduler.park() == scheduler.unpark() == {}  # nobody waits
+    assert scheduler.swap_out() == scheduler.swap_in() == {}  # nobody waits
     scheduler.pause(second)
-    assert scheduler.park() == {1: second}
-    assert scheduler.unpark() == {1: first}
+    assert scheduler.swap_out() == {1: second}
+    assert scheduler.swap_in() == {1: first}
     assert scheduler.lengths[1] == 5 + 7
     assert scheduler.active == {0: third, 1: first}
     scheduler.finish(second)
@@ -256,12 +259,12 @@ def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
 
 
 def test_no_more_samples_begin_than_may_be_live() -> None:
-    scheduler = Scheduler([5] * 4, [1] * 4, RolloutConfig(slots=2), resizes=False, max_live=2)
+    scheduler = Scheduler([5] * 4, [1] * 4, RolloutConfig(slots=2), resizes=False, max_num_seqs=2)
     scheduler.next_prefill()
     for admission in scheduler.admit():
         scheduler.pause(admission.sample)
     assert scheduler.stalled
-    assert scheduler.park() == {}
+    assert scheduler.swap_out() == {}
 
 
 def test_buckets_are_few_and_close() -> None:

@@ -1,4 +1,4 @@
-"""Turns of a completion: where the model halts, a responder decides what is appended before it goes on, if anything.
+"""Responders: where the model halts, a responder decides what is appended before the completion goes on, if anything.
 
     … tokens of the model ─▶ halt ─▶ responder ─▶ tokens to append ─▶ tokens of the model …
 
@@ -17,7 +17,7 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Prompt
 
 
-class Rewrite(NamedTuple):
+class NewBranch(NamedTuple):
     """Response that rewrites the history: the sequence goes on as a new branch.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rewrite(NamedTuple):
     tokens: np.ndarray
 
 
-Response = np.ndarray | Rewrite | None
+Response = np.ndarray | NewBranch | None
 """Tokens to append, int32 [n], maybe none; or a new branch; or None when the completion ends here."""
 
 
@@ -39,12 +39,12 @@ class Turn(NamedTuple):
     Attributes:
         sample: the sample, by its request and its number.
         tokens: int32 [n], the completion so far.
-        room: number of tokens that the completion may still have, those of the response included.
+        remaining_tokens: number of tokens that the completion may still have, those of the response included.
     """
 
     sample: Sample
     tokens: np.ndarray
-    room: int
+    remaining_tokens: int
 
 
 class Responder(Protocol):
@@ -54,10 +54,10 @@ class Responder(Protocol):
         pause_id: token behind which a sample halts, beside the stop tokens; None for none.
         turn_limit: maximum number of tokens that the model draws in a turn; None for no other limit than that of the
             completion.
-        waits: whether a response may come later. The sampler then uses shapes that do not depend on the time at which
-            responses come, so that neither do the samples.
-        max_live: maximum number of samples begun and not finished; None for the number of slots. While a sample waits,
-            another may have its slot.
+        is_async: whether a response may come later. The sampler then uses shapes that do not depend on the time at
+            which responses come, so that neither do the samples.
+        max_num_seqs: maximum number of samples begun and not finished; None for the number of slots. While a sample
+            waits, another may have its slot.
     """
 
     @property
@@ -65,13 +65,13 @@ class Responder(Protocol):
     @property
     def turn_limit(self) -> int | None: ...
     @property
-    def waits(self) -> bool: ...
+    def is_async(self) -> bool: ...
     @property
-    def max_live(self) -> int | None: ...
+    def max_num_seqs(self) -> int | None: ...
 
     def answer(self, turn: Turn) -> "Response | Future[Response]":
-        """Return the response to `turn`, now or later. One that exceeds `turn.room` is cut there and ends the
-        completion; a `Rewrite` must not. An exception of the future is raised where the sampler runs.
+        """Return the response to `turn`, now or later. One that exceeds `turn.remaining_tokens` is cut there and ends
+        the completion; a `NewBranch` must not. An exception of the future is raised where the sampler runs.
         """
         ...
 
@@ -136,7 +136,7 @@ class ResponderFactory(Protocol):
     def count_elsewhere(self, failures: int) -> None: ...
 
 
-class Turns:
+class PendingResponses:
     """Turns that a responder has not answered yet.
 
     Args:
@@ -145,20 +145,20 @@ class Turns:
 
     def __init__(self, responder: Responder | None):
         self._responder = responder
-        self._answers: dict[Sample, Response | Future[Response]] = {}
+        self._responses: dict[Sample, Response | Future[Response]] = {}
 
     def submit(self, turn: Turn) -> None:
         """Ask for the response to a turn."""
-        self._answers[turn.sample] = None if self._responder is None else self._responder.answer(turn)
+        self._responses[turn.sample] = None if self._responder is None else self._responder.answer(turn)
 
-    def answered(self, *, block: bool) -> Iterator[tuple[Sample, Response]]:
+    def collect(self, *, block: bool) -> Iterator[tuple[Sample, Response]]:
         """Yield each sample whose response is there, with it; with `block`, wait for one if there is none."""
-        pending = [answer for answer in self._answers.values() if isinstance(answer, Future)]
-        if block and len(pending) == len(self._answers):
-            wait(pending, return_when=FIRST_COMPLETED)
-        for sample, answer in list(self._answers.items()):
-            if not isinstance(answer, Future):
-                yield sample, self._answers.pop(sample)  # type: ignore[misc]
-            elif answer.done():
-                del self._answers[sample]
-                yield sample, answer.result()
+        futures = [response for response in self._responses.values() if isinstance(response, Future)]
+        if block and len(futures) == len(self._responses):
+            wait(futures, return_when=FIRST_COMPLETED)
+        for sample, response in list(self._responses.items()):
+            if not isinstance(response, Future):
+                yield sample, self._responses.pop(sample)  # type: ignore[misc]
+            elif response.done():
+                del self._responses[sample]
+                yield sample, response.result()

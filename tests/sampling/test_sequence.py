@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from covey.sampling.noise import sample_keys, uniform_noise
+from covey.sampling.sequence import sample_keys, uniform_noise
 
 ROWS = np.random.default_rng(0).integers(0, 2**32, (40, 3), dtype=np.uint32)
 

@@ -1,0 +1,278 @@
+"""Programs of the sampler: prefill, insert, append, decode, and those that move slots.
+
+They are pure functions; `Programs` holds those compiled for a decoder, and `ModelRunner` calls them.
+"""
+
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+from jaxtyping import Array, Bool, Float, Int
+
+from covey.config.schema import RolloutConfig
+from covey.models.decoder import Decoder
+from covey.parallel.programs import Program, abstract
+from covey.parallel.reshard import mesh_of
+from covey.parallel.sharding import sharding_of
+from covey.sampling.cache import (
+    CACHE_AXES,
+    CacheLayout,
+    LayerCache,
+    Prefix,
+    append,
+    decode_attention,
+    empty_block,
+    insert_block,
+    keep_rows,
+    keep_sharding,
+    prefill_attention,
+    put_slot,
+    take_slot,
+)
+from covey.sampling.logits import SamplingParams, TracedSamplingParams, draw
+
+Tree = TypeVar("Tree")
+
+
+class Slots(NamedTuple):
+    """State of each slot but its cache: NumPy arrays between chunks.
+
+    Attributes:
+        length: number of tokens in the cache; also the position of the next one.
+        token: the last token drawn, not yet in the cache.
+        num_tokens: number of tokens of the completion so far.
+        active: whether the slot is still being decoded.
+        limit: number of tokens of the completion at which the slot halts.
+    """
+
+    length: Int[Any, "S"]
+    token: Int[Any, "S"]
+    num_tokens: Int[Any, "S"]
+    active: Bool[Any, "S"]
+    limit: Int[Any, "S"]
+
+
+def empty_slots(slots: int) -> Slots:
+    """Create empty slots."""
+    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
+    return Slots(length, token, num_tokens, np.zeros(slots, bool), limit)
+
+
+class Programs:
+    """Programs of a decoder, compiled once for each shape and each setting of the sampling distribution.
+
+    Args:
+        graph: the decoder's `nnx.GraphDef`.
+        stop_ids: tokens that end a completion.
+        compiled_sampling_params: with fixed shapes, the settings of the sampling distribution for which there is a
+            program. Another one, to which they are numbers, serves all others.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Decoder],
+        stop_ids: tuple[int, ...],
+        compiled_sampling_params: SamplingParams | None = None,
+    ):
+        self.graph, self.stop_ids, self.compiled_sampling_params = graph, stop_ids, compiled_sampling_params
+        self.prefill = jax.jit(partial(prefill, graph))
+        self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
+        self.insert = jax.jit(insert_block, donate_argnums=0)
+        self.admit = jax.jit(admit, donate_argnums=0)
+        self.keep = jax.jit(keep_rows)
+        self.take = jax.jit(take_slot)
+        self.put = jax.jit(put_slot, donate_argnums=0)
+        self.append = jax.jit(partial(append, graph), donate_argnums=1)
+        static = ("sampling_params", "pause_id")
+        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+        self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames="pause_id", donate_argnums=1)
+
+    def decode_with(self, sampling_params: SamplingParams) -> Any:
+        """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
+        if self.compiled_sampling_params in (None, sampling_params):
+            return partial(self.decode, sampling_params=sampling_params)
+        return partial(self.decode_traced, sampling_params=TracedSamplingParams.of(sampling_params))
+
+    def cache_layout(self, params: Any) -> CacheLayout:
+        """Return the layout of the KV cache on the decoder's platform."""
+        return CacheLayout.of(nnx.merge(self.graph, params))
+
+    def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
+        """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
+        model = nnx.merge(self.graph, params)
+        c, layout = model.config, CacheLayout.of(model)
+        make = _empty_block(_cache_sharding(params, (slots, c.num_kv_heads, 1, 1)))
+        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
+        sizes = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
+        return [[make(layout, slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
+
+    def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
+        """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
+        in the methods below, and no array is made.
+        """
+        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((prompts, length), (prompts,)))
+        return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
+
+    def insert_programs(
+        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
+    ) -> list[Program]:
+        """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with fixed
+        shapes, the program `admit`.
+        """
+        prefill = self.prefill_program(params, prompts, prompt_length)
+        prefilled = jax.eval_shape(prefill.function, *prefill.args)
+        number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
+        whole = self._abstract_cache(params, slots, cache_length)
+        if self.compiled_sampling_params is not None:
+            prefilled = Prefix(_placed(prefilled.cache, params), prefilled.logits)
+            noise, numbers = (
+                jax.ShapeDtypeStruct((slots,), jnp.float32),
+                TracedSamplingParams.of(self.compiled_sampling_params),
+            )
+            return [Program("admit", self.admit, (whole, prefilled, number, inserted, noise, numbers))]
+        prefix, cache = _placed(prefilled.cache[0], params), whole[0]
+        blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
+        return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
+
+    def decode_program(
+        self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
+    ) -> Program:
+        """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
+        state = empty_slots(slots)
+        noise = jax.ShapeDtypeStruct((slots, config.decode_chunk), jnp.float32)
+        cache = self._abstract_cache(params, slots, cache_length)
+        function = self.decode_with(SamplingParams.from_config(config))
+        settings = {**function.keywords, "pause_id": pause_id}
+        return Program("decode", function.func, (abstract(params), cache, abstract(state), noise), settings)
+
+    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
+        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
+        return _placed(cache, params)
+
+
+@cache
+def _empty_block(sharding: Sharding | None) -> Any:
+    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
+
+
+def _cache_sharding(params: Any, shape: tuple[int, ...]) -> Sharding | None:
+    """Return the sharding of keys or values of this shape: by `CACHE_AXES`, or on one device that of the weights."""
+    mesh = mesh_of(params)
+    if mesh is None:
+        return getattr(jax.tree.leaves(params)[0], "sharding", None)
+    sharding: Sharding = sharding_of(CACHE_AXES, shape, mesh)
+    return sharding
+
+
+def _placed(cache: Tree, params: Any) -> Tree:
+    """Return the shapes of a cache with its shardings."""
+    shapes: Tree = jax.tree.map(lambda x: abstract(x, _cache_sharding(params, x.shape)), cache)
+    return shapes
+
+
+def _by_slot(logits: Float[Array, "S V"], model: Decoder) -> Float[Array, "S V"]:
+    """Constrain logits, of which devices computed parts of the vocabulary, to be divided by slots: on accelerators each
+    device draws for its slots. Otherwise top-k would gather the logits of all on every device, in each step.
+    """
+    if model.mesh.empty or model.platform == "cpu":
+        return logits
+    for axes in (("rows", "vocab"), ("slots", None)):  # without the first, the head itself would be gathered
+        logits = jax.lax.with_sharding_constraint(logits, sharding_of(axes, logits.shape, model.mesh))
+    return logits
+
+
+def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
+    """Run right-padded prompts through the model; return their caches and the logits after their last tokens."""
+    model = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    attend = prefill_attention(model, length, tokens.shape[1])
+    hidden, cache = model(tokens, positions, attend, [None] * model.config.num_layers)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    return Prefix(keep_sharding(cache, model.embed.embedding[...]), model.logits(last))
+
+
+def draw_first(
+    logits: Float[Array, "P V"],
+    prompt: Int[Array, "S"],
+    noise: Float[Array, "S"],
+    *,
+    sampling_params: SamplingParams | TracedSamplingParams,
+) -> tuple[Array, ...]:
+    """Draw the first token of each slot after prompt `prompt[s]`."""
+    return draw(logits[prompt], noise, sampling_params)
+
+
+def admit(
+    cache: list[LayerCache],
+    prefix: Prefix,
+    prompt: Int[Array, "S"],
+    inserted: Bool[Array, "S"],
+    noise: Float[Array, "S"],
+    sampling_params: TracedSamplingParams,
+) -> tuple[list[LayerCache], tuple[Array, ...]]:
+    """Insert prompt `prompt[s]` into each slot that is `inserted`, in all layers, and draw the first tokens."""
+    admitted = [
+        [*(insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)), *blocks[len(new) :]]
+        for blocks, new in zip(cache, prefix.cache, strict=True)
+    ]
+    draws = draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params)
+    return keep_sharding(admitted, cache[0][0].keys), draws
+
+
+def decode(
+    graph: Any,
+    stop_ids: tuple[int, ...],
+    params: Any,
+    cache: list[LayerCache],
+    slots: Slots,
+    noise: Float[Array, "S steps"],
+    *,
+    sampling_params: SamplingParams | TracedSamplingParams,
+    pause_id: int | None = None,
+) -> tuple[list[LayerCache], Slots, tuple[Array, ...], Array, Array]:
+    """Run up to `steps` decode steps; return the cache, the slots, the draws [steps, S], their validity mask and the
+    steps made.
+
+    A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
+
+    Args:
+        noise: number in [0, 1) that draws the token of each slot in each step.
+    """
+    halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
+    model = nnx.merge(graph, params)
+    size, steps = noise.shape
+    zeros = jnp.zeros((steps, size))
+    draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)
+
+    def unfinished(carry: Any) -> Array:
+        step, _, slots, _, _ = carry
+        more: Array = (step < steps) & slots.active.any()
+        return more
+
+    def body(carry: Any) -> Any:
+        step, cache, slots, draws, valid = carry
+        length, active = slots.length, slots.active
+        hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
+        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), noise[:, step], sampling_params)
+        count = slots.num_tokens + active
+        after = Slots(
+            length=length + active,
+            token=jnp.where(active, drawn[0], slots.token),
+            num_tokens=count,
+            active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.limit),
+            limit=slots.limit,
+        )
+        draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))
+        return step + 1, cache, after, draws, valid.at[step].set(active)
+
+    start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
+    steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
+    return keep_sharding(cache, model.embed.embedding[...]), slots, draws, valid, steps_made
+
+
+def _is_any(token: Int[Array, "S"], ids: tuple[int, ...]) -> Bool[Array, "S"]:
+    return jnp.isin(token, jnp.array(ids, jnp.int32)) if ids else jnp.zeros_like(token, dtype=bool)
