@@ -175,8 +175,8 @@ class Episodes:
     def _group(
         self, number: int, prompts: Sequence[Prompt | None], states: Sequence[_State]
     ) -> list[tuple[Prompt, list[_State]]]:
-        """Return each prompt of a row's environments with its samples. One whose environment failed goes with the
-        first prompt, which is the row's own if all failed.
+        """Group the samples of a row by prompt. One whose environment failed goes with the first prompt, which is the
+        row's own if all failed.
         """
         known = [prompt for prompt in prompts if prompt is not None] or [states[0].row["prompt"]]
         different = [prompt for index, prompt in enumerate(known) if prompt not in known[:index]]
@@ -198,17 +198,17 @@ class Episodes:
             return None
         tokens = turn.tokens[state.start :]
         state.turn_was_cut = int(tokens[-1]) not in self._tokenizer.stop_ids
-        said_tokens = tokens if state.turn_was_cut else tokens[:-1]
-        reply = self._tokenizer.decode(said_tokens)
+        text_tokens = tokens if state.turn_was_cut else tokens[:-1]
+        reply = self._tokenizer.decode(text_tokens)
         ends, began = (*state.record.turn_ends, len(turn.tokens)), time.perf_counter()
-        said: Message = {"role": "assistant", "content": reply}
-        state.record = replace(state.record, turn_ends=ends, messages=(*state.record.messages, said))
+        message: Message = {"role": "assistant", "content": reply}
+        state.record = replace(state.record, turn_ends=ends, messages=(*state.record.messages, message))
         try:
             assert state.environment is not None, "an episode without a failure has an environment"
-            # A family may mark its calls by control tokens, which are no part of what the model says otherwise.
-            shown = self._tokenizer.decode(said_tokens, skip_special=False) if self._tools else reply
-            found = await self._runner.call("step", state.environment.step, shown)
-            step = checked_step(found, not isinstance(state.chat, str), self._runner.config.max_characters)
+            # A family may mark its calls by control tokens, which are left out of a reply otherwise.
+            text = self._tokenizer.decode(text_tokens, skip_special=False) if self._tools else reply
+            result = await self._runner.call("step", state.environment.step, text)
+            step = checked_step(result, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)
         except (EpisodeError, DataError) as error:
             await self._close(state)  # first, because the policy may be to raise
@@ -223,13 +223,13 @@ class Episodes:
 
     def _append(self, state: _State, turn: Turn, reply: str, step: Step) -> Response:
         """Record the environment's response, and return it as tokens; None at the end of the episode."""
-        record = state.record
-        shown = [{"role": "environment", "content": step.messages}] if isinstance(step.messages, str) else step.messages
+        record, messages = state.record, step.messages
+        if isinstance(messages, str):
+            messages = [{"role": "environment", "content": messages}]
         rewards = (*record.turn_rewards, step.reward)
-        messages = (*record.messages, *(m for m in shown if m["content"]))
         state.record = replace(
             record,
-            messages=messages,
+            messages=(*record.messages, *(message for message in messages if message["content"])),
             turn_rewards=rewards,
             reward=float(sum(rewards)) if self._runner.scores else None,
             done=step.done,
@@ -240,31 +240,31 @@ class Episodes:
         if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.remaining_tokens:
             return None
         calls = self._tools is not None and self._tools.format.turn_has_calls
-        said = turn_with_call("call") if calls else {"role": "assistant", "content": reply}
-        response = self._continue(state, turn, said, step.messages, calls)
+        message = turn_with_call("call") if calls else {"role": "assistant", "content": reply}
+        response = self._continue(state, turn, message, step.messages, calls)
         count = len(response.tokens if isinstance(response, NewBranch) else response)
         if count >= turn.remaining_tokens:
             return None
-        state.chat, state.start = _continued(state.chat, said, step.messages), len(turn.tokens) + count
+        state.chat, state.start = _continue_chat(state.chat, message, step.messages), len(turn.tokens) + count
         return response
 
     def _continue(
-        self, state: _State, turn: Turn, said: Message, messages: Prompt, calls: bool
+        self, state: _State, turn: Turn, message: Message, messages: Prompt, calls: bool
     ) -> np.ndarray | NewBranch:
-        """Return the tokens by which the sequence goes on, or the branch where the template rewrites its history."""
+        """Continue a sequence: return the tokens to append, or the branch where the template rewrites its history."""
         last, tools = int(turn.tokens[-1]), self._schemas
         response = self._tokenizer.encode_turn(state.chat, messages, last, tools=tools, turn_has_calls=calls)
         if calls:  # the template writes such a turn anew from its calls, which are not kept
             return response
         if state.sequence is None:
             if not turn.sample.number:  # rendering takes time, and the samples of a row are alike
-                self._warn_of_rewritten_history(state.chat, said["content"], messages)
+                self._warn_of_rewritten_history(state.chat, message["content"], messages)
             return response
         before = np.concatenate([state.sequence, turn.tokens[state.start :]])
         state.sequence = np.concatenate([before, response])
-        if self._tokenizer.keeps_history(state.chat, said["content"], messages, tools=tools):
+        if self._tokenizer.keeps_history(state.chat, message["content"], messages, tools=tools):
             return response
-        state.sequence = self.encode_prompt(_continued(state.chat, said, messages))
+        state.sequence = self.encode_prompt(_continue_chat(state.chat, message, messages))
         kept = min(common_prefix(before, state.sequence), len(before) - 1, len(state.sequence) - 1)
         return NewBranch(kept, state.sequence[kept:])
 
@@ -304,29 +304,27 @@ def useful_live(slots: int, most: int, share: float) -> int:
     return max(slots + 1, min(most, math.ceil(slots / max(1 - share, 1e-9))))
 
 
-def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of equal tokens at the beginning of two sequences.
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Count the equal tokens at the beginning of two sequences.
 
     >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5])), common_prefix(np.array([1]), np.array([1, 2]))
     (2, 1)
     """
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if len(different) else length
 
 
-def _continued(chat: Prompt, said: Message, messages: Prompt) -> Prompt:
-    if isinstance(chat, str) or isinstance(messages, str):
-        return chat
-    return [*chat, said, *messages]
+def _continue_chat(chat: Prompt, turn: Message, messages: Prompt) -> Prompt:
+    return chat if isinstance(chat, str) or isinstance(messages, str) else [*chat, turn, *messages]
 
 
 def _count(step: Step, name: str) -> int:
-    """Return a number of `Step.info`; 0 if it is none."""
+    """Return the count of this name in `Step.info`, or 0."""
     value = step.info.get(name, 0) if isinstance(step.info, Mapping) else 0
     return value if isinstance(value, int) and value >= 0 else 0
 
 
 def _unusable(error: DataError) -> EpisodeError:
-    """Return the error of messages that the chat template or the tokenizer refuses."""
+    """Make the error for messages that the chat template or the tokenizer refuses."""
     return EpisodeError(f"returned messages from step that cannot be used: {error.what}", want=error.want)

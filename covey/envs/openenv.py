@@ -148,20 +148,19 @@ class OpenEnv:
         with suppress(ConnectionClosed):  # what the server said before it closed can still be read
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
-            return observed(parsed(await self._socket.recv()))
+            return read_step(parse_object(await self._socket.recv()))
         except ConnectionClosed as error:
             if error.rcvd is None or not error.rcvd_then_sent:
                 raise
-            said = f"closed the connection in {kind} ({error.rcvd})"
-            if kind != "reset":
-                raise EpisodeError(said) from None
-            raise EpisodeError(
-                f"{said}, before the first observation, as a server does whose capacity is reached", fix=MORE_SESSIONS
-            ) from None
+            what, fix = f"closed the connection in {kind} ({error.rcvd})", ""
+            if kind == "reset":
+                what += ", before the first observation, as a server does whose capacity is reached"
+                fix = MORE_SESSIONS
+            raise EpisodeError(what, fix=fix) from None
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address belongs to the public internet.
+    """Tell whether an IP address belongs to the public internet.
 
     >>> is_public("127.0.0.1"), is_public("10.0.0.1"), is_public("::ffff:169.254.169.254"), is_public("1.1.1.1")
     (False, False, False, True)
@@ -171,8 +170,8 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-def parsed(text: Any) -> dict[str, Any]:
-    """Return the JSON object in a text.
+def parse_object(text: Any) -> dict[str, Any]:
+    """Parse a text that is a JSON object.
 
     Raises:
         EpisodeError: it holds none, a number that JSON does not have, or too many brackets.
@@ -190,8 +189,8 @@ def parsed(text: Any) -> dict[str, Any]:
     return value
 
 
-def observed(message: Mapping[str, Any]) -> Step:
-    """Return a server's message as a step. An action that it refuses as invalid is the model's mistake, which is told
+def read_step(message: Mapping[str, Any]) -> Step:
+    """Read a step from a server's message. An action that it refuses as invalid is the model's mistake, which is told
     to the model.
 
     Raises:
@@ -204,13 +203,15 @@ def observed(message: Mapping[str, Any]) -> Step:
     if message.get("type") != "observation" or not isinstance(observation, dict):
         raise EpisodeError(f"sent {excerpt(message)}", want='{"type": "observation", "data": {"observation": {…}, …}}')
     reward = 0.0 if (reward := data.get("reward")) is None else reward
-    return checked_step(Step(shown(observation), reward, data.get("done", False)), as_chat=False, limit=MAX_BYTES)
+    return checked_step(
+        Step(format_observation(observation), reward, data.get("done", False)), as_chat=False, limit=MAX_BYTES
+    )
 
 
-def shown(observation: Mapping[str, Any]) -> str:
-    """Return an observation as text: its one field if that is text, else all fields as JSON.
+def format_observation(observation: Mapping[str, Any]) -> str:
+    """Format an observation as text: its one field if that is text, else all fields as JSON.
 
-    >>> shown({"text": "higher", "metadata": {}}), shown({"board": [0, 1], "left": 3})
+    >>> format_observation({"text": "higher", "metadata": {}}), format_observation({"board": [0, 1], "left": 3})
     ('higher', '{"board": [0, 1], "left": 3}')
     """
     fields = {name: value for name, value in observation.items() if name not in ("done", "reward", "metadata")}
@@ -219,14 +220,14 @@ def shown(observation: Mapping[str, Any]) -> str:
 
 
 def action_of(reply: str, field: str | None) -> dict[str, Any] | None:
-    """Return the action that a reply of the model describes: a JSON object, also in a code fence, that has `field`, or
+    """Read the action that a reply of the model describes: a JSON object, also in a code fence, that has `field`, or
     else the whole reply as `field`; None if there is no field and no object.
 
     >>> action_of("12", "number"), action_of('```json\\n{"number": 12}\\n```', None), action_of("12", None)
     ({'number': '12'}, {'number': 12}, None)
     """
     try:
-        action = parsed(_without_fence(reply))
+        action = parse_object(_without_fence(reply))
     except EpisodeError:
         action = None
     if field is not None and (action is None or field not in action):
@@ -235,7 +236,7 @@ def action_of(reply: str, field: str | None) -> dict[str, Any] | None:
 
 
 def _without_fence(reply: str) -> str:
-    """Return what stands in the code fence that a reply consists of; a reply without one as it is."""
+    """Remove the code fence around a reply, if there is one."""
     text = reply.strip()
     if len(text) < 2 * len(FENCE) or not (text.startswith(FENCE) and text.endswith(FENCE)):
         return reply
@@ -243,7 +244,7 @@ def _without_fence(reply: str) -> str:
 
 
 def with_text(prompt: Prompt, text: str) -> Prompt:
-    """Return a prompt followed by a text: in a chat as a paragraph of its last message, if that is the user's.
+    """Append a text to a prompt: in a chat as a paragraph of its last message, if that is the user's.
 
     >>> with_text("Guess: ", "1-9"), with_text([{"role": "user", "content": "Guess."}], "1-9")
     ('Guess: 1-9', [{'role': 'user', 'content': 'Guess.\\n\\n1-9'}])
@@ -257,7 +258,7 @@ def with_text(prompt: Prompt, text: str) -> Prompt:
 
 
 def row_seed(row: Mapping[str, Any]) -> int:
-    """Return a number made from a data row, the same in every run: its column `seed`, or a checksum of all columns.
+    """Make a seed from a data row, the same in every run: its column `seed`, or a checksum of all columns.
 
     >>> row_seed({"prompt": "Play.", "seed": 7}), row_seed({"prompt": "Play."})
     (7, 287880085)
@@ -278,7 +279,7 @@ def _refused(error: Mapping[str, Any]) -> Step:
 
 
 def _websocket_url(url: str) -> str:
-    """Return the address of a server's WebSocket.
+    """Derive the address of a server's WebSocket.
 
     >>> _websocket_url("https://games.example/guess"), _websocket_url("http://[::1]:8000/ws")
     ('wss://games.example:443/guess/ws', 'ws://[::1]:8000/ws')

@@ -83,7 +83,7 @@ Factory = Callable[[Mapping[str, Any]], Environment]
 
 
 def checked_prompt(prompt: Any, limit: int) -> Prompt:
-    """Return what `reset` returned, after checking that it is a prompt of at most `limit` characters.
+    """Check that the result of `reset` is a prompt of at most `limit` characters, and return it.
 
     Raises:
         EpisodeError: it is none.
@@ -94,7 +94,7 @@ def checked_prompt(prompt: Any, limit: int) -> Prompt:
 
 
 def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
-    """Return what `step` returned, after checking it; its messages have the form of the conversation.
+    """Check the result of `step`, and return it with messages in the form of the conversation.
 
     Args:
         as_chat: whether the conversation is a chat, and not plain text.
@@ -120,7 +120,7 @@ def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
 
 
 def _checked_messages(messages: Any, method: str, limit: int) -> Prompt:
-    """Return messages as plain dicts, or text as it is."""
+    """Check messages and return them as plain dicts, or text as it is."""
     if not isinstance(messages, str) and (isinstance(messages, Mapping) or not isinstance(messages, Sequence)):
         raise EpisodeError(f"returned {excerpt(messages)} from {method}", want="chat messages, or text")
     try:
@@ -197,7 +197,7 @@ class OwnNumbers:
         }
 
     def _takes(self, name: Any, value: Any) -> bool:
-        """Return whether a number can be a metric, and warn of the first that cannot for the same reason."""
+        """Tell whether a number can be a metric, and warn of the first that cannot for each reason."""
         reason = _objection(name, value)
         if not reason and name not in self._names and len(self._names) == MAX_NAMES:
             reason = f"there are {MAX_NAMES} others, and each is a metric of every step"
@@ -205,13 +205,13 @@ class OwnNumbers:
             self._names.add(name)
         elif reason not in self._warned:
             self._warned.add(reason)
-            shown = f"the number {name!r:.80} in the info of the environment {self._environment!r}"
-            log.warning(f"{shown} is no metric: {reason}; such numbers are left out")
+            what = f"the number {name!r:.80} in the info of the environment {self._environment!r}"
+            log.warning(f"{what} is no metric: {reason}; such numbers are left out")
         return not reason
 
 
 def _objection(name: Any, value: Any) -> str:
-    """Return the reason why a number cannot be a metric; empty if there is none."""
+    """Return the reason why a number cannot be a metric, or ""."""
     if not isinstance(name, str) or len(name) > MAX_LENGTH or not NAME.fullmatch(name):
         return f"a name has small letters, digits and _, begins with a letter, and has at most {MAX_LENGTH} characters"
     if name in TAKEN:

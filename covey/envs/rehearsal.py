@@ -8,6 +8,7 @@ sampling have no part in this, nothing is counted, and one process plays for all
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from covey.envs.calls import Call
@@ -32,7 +33,7 @@ Course = dict[str, Any]
 
 
 def is_due(runner: "EnvironmentRunner") -> bool:
-    """Return whether a run with these environments begins with a rehearsal: by `envs.rehearsal`, or if that is not set
+    """Tell whether a run with these environments begins with a rehearsal: by `envs.rehearsal`, or if that is not set
     where they are in this process and may not begin at random. Tools alone are no environment.
     """
     config = runner.config
@@ -60,7 +61,7 @@ def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
 
 
 async def _find_difference(runner: "EnvironmentRunner", row: Row, other: Row) -> str:
-    """Return the first difference between an episode played alone and beside another one; empty if there is none."""
+    """Find the first difference between an episode played alone and beside another one; "" if there is none."""
     alone, beside = Course(), Course()
     async with aclosing(_play(runner, row)) as parts:
         async for part in parts:
@@ -72,7 +73,7 @@ async def _find_difference(runner: "EnvironmentRunner", row: Row, other: Row) ->
     for name in alone | beside:
         first, second = alone.get(name), beside.get(name)
         if first != second:
-            return f"{name} {_shown(first)}, then {_shown(second)}"
+            return f"{name} {_format_part(first)}, then {_format_part(second)}"
     return ""
 
 
@@ -103,17 +104,16 @@ async def _play(runner: "EnvironmentRunner", row: Row) -> AsyncGenerator[Course,
 
 
 def _with_scripted_calls(tools: Toolset) -> Toolset:
-    """Return tools whose calls are read from the scripted replies: each tool in turn, and none in the last reply."""
-    schemas = [tool.schema["function"] for tool in tools.tools.values()]
+    """Make tools whose calls are read from the scripted replies: each tool in turn, and none in the last reply."""
+    schemas = cycle(tool.schema["function"] for tool in tools.tools.values())
     calls = {
-        reply: [Call(schemas[number % len(schemas)]["name"], _arguments(schemas[number % len(schemas)]))]
-        for number, reply in enumerate(REPLIES[:-1])
+        reply: [Call(schema["name"], _arguments(schema))] for reply, schema in zip(REPLIES[:-1], schemas, strict=False)
     }
     return replace(tools, format=replace(tools.format, read=lambda text: calls.get(text, [])))
 
 
 def _arguments(function: Schema) -> dict[str, Any]:
-    """Return scripted arguments for the needed ones of a function, by its JSON Schema."""
+    """Make scripted arguments for the required ones of a function, by its JSON Schema."""
     parameters = function["parameters"]
     return {
         name: next(iter(kind.get("enum", ())), ARGUMENTS.get(str(kind.get("type")), "a"))
@@ -122,8 +122,8 @@ def _arguments(function: Schema) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
-    """Return a part of a course for an error: of messages, their texts."""
+def _format_part(value: Any) -> str:
+    """Format a part of a course for an error: of messages, their texts."""
     if isinstance(value, list):
         value = "\n".join(message["content"] for message in value)
     return excerpt(value)

@@ -253,13 +253,13 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: the policy is to raise, or there are more failures than the budget allows.
         """
-        shown = EpisodeError(f"the environment {self.name!r} {error.what}", want=error.want, fix=error.fix)
+        named = EpisodeError(f"the environment {self.name!r} {error.what}", want=error.want, fix=error.fix)
         policy = self.config.on_error
         if policy == "raise":
-            raise shown from error
+            raise named from error
         if self._count(1, f"the last: {error.what}") == 1:
             instead = "not scored" if policy == "none" else f"given {self.config.value:g}"
-            log.warning(f"{shown.what}; such episodes are {instead}, and env/failed counts them")
+            log.warning(f"{named.what}; such episodes are {instead}, and env/failed counts them")
         return None if policy == "none" else self.config.value
 
     def count_elsewhere(self, failures: int) -> None:

@@ -28,7 +28,7 @@ WHERE = "envs.environment"
 
 
 def factory(name: str, config: EnvsConfig) -> "TrlFactory":
-    """Return the factory of a class, or of a function, by `module:Class`. It gets `envs.arguments`, and nothing else.
+    """Make the factory of a class, or of a function, by `module:Class`. It gets `envs.arguments`, and nothing else.
 
     Raises:
         RecipeError: it does not exist, cannot be made with these arguments, or has no tool.
@@ -98,7 +98,7 @@ class TrlEnvironment:
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the public methods of an object but the reserved ones, in alphabetical order, as TRL does.
+    """List the public methods of an object but the reserved ones, in alphabetical order, as TRL does.
 
     >>> [method.__name__ for method in tools_of("text")][:2]
     ['capitalize', 'casefold']
@@ -108,7 +108,7 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 def with_suffix(prompt: Prompt, text: str) -> Prompt:
-    """Return a prompt with a text appended to its last message.
+    """Append a text to the last message of a prompt.
 
     >>> with_suffix([{"role": "user", "content": "Count"}], " (start)")
     [{'role': 'user', 'content': 'Count (start)'}]

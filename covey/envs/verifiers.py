@@ -227,10 +227,10 @@ def _sampler_client(vf: Any, dialogues: Mapping[str, Ask]) -> Any:
             text = await dialogues[body["model"]](plain_messages(body["messages"]))
             message = vf.AssistantMessage(content=text)
             response = vf.Response(id="0", created=0, model=body["model"], message=message, finish_reason="stop")
-            shown = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
             response.raw = {
                 "id": "0", "object": "chat.completion", "created": 0, "model": body["model"], "usage": None,
-                "choices": [shown],
+                "choices": [choice],
             }  # fmt: skip
             return response
 

@@ -26,7 +26,7 @@ MAX_MEMORY = 1 << 29
 
 
 def check(source: str) -> str:
-    """Return the template `source` after checking that it compiles.
+    """Check that the template `source` compiles, and return it.
 
     Raises:
         WeightsError: the template is too long, or does not compile within the limits.

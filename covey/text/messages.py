@@ -30,7 +30,7 @@ def fold_system_message(messages: Sequence[Message]) -> list[dict[str, str]] | N
 
 
 def unused_mark(messages: Sequence[Message]) -> str:
-    """Return a Unicode noncharacter that none of the messages contains."""
+    """Find a Unicode noncharacter that none of the messages contains."""
     used = set("".join(value for message in check_messages(messages) for value in message.values()))
     free = [chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) not in used]
     if not free:
@@ -48,13 +48,13 @@ def neutralise(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def turn_with_call(name: str) -> dict[str, str]:
-    """Return an assistant's turn that is a call of the tool `name` and nothing else."""
+    """Make an assistant's turn that is a call of the tool `name` and nothing else."""
     calls = [{"id": NEUTRAL, "type": "function", "function": {"name": name, "arguments": {}}}]
     return {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
 
 
 def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a message as a template takes it: the JSON text in `tool_calls`, if there is one, as what it says."""
+    """Convert a message to what a template takes: the JSON text in `tool_calls`, if there is one, becomes its value."""
     if "tool_calls" not in message:
         return message
     try:

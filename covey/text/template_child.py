@@ -34,7 +34,7 @@ TODAY = datetime(2024, 7, 26)
 
 
 def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response to a request: `text`, or `refused` with the reason.
+    """Handle a request; respond with `text`, or with `refused` and the reason.
 
     With `refused` come the template's `line`, if known, and whether it exceeded a `limit`.
     """

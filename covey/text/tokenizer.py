@@ -154,13 +154,13 @@ class Tokenizer:
                 encoded as ordinary text.
         """
         chat = prompt if isinstance(prompt, str) else tuple(tuple(m.items()) for m in check_messages(prompt))
-        found = self._remembered.get(key := (chat, add_generation_prompt, json.dumps(tools) if tools else ""))
-        if found is None:
-            found = self._encode_prompt(prompt, add_generation_prompt, tools)
-            found.setflags(write=False)
-            if self._num_remembered + found.size <= MAX_REMEMBERED:
-                self._remembered[key], self._num_remembered = found, self._num_remembered + found.size
-        return found
+        tokens = self._remembered.get(key := (chat, add_generation_prompt, json.dumps(tools) if tools else ""))
+        if tokens is None:
+            tokens = self._encode_prompt(prompt, add_generation_prompt, tools)
+            tokens.setflags(write=False)
+            if self._num_remembered + tokens.size <= MAX_REMEMBERED:
+                self._remembered[key], self._num_remembered = tokens, self._num_remembered + tokens.size
+        return tokens
 
     def _encode_prompt(self, prompt: Prompt, add_generation_prompt: bool, tools: Sequence[ToolSchema]) -> np.ndarray:
         if isinstance(prompt, str):
@@ -232,13 +232,13 @@ class Tokenizer:
                 return self.encode(messages)
             raise DataError("a chat is continued by text, or text by chat messages", want="one form throughout")
         mark = unused_mark([*chat, *messages])
-        place = unused_mark([*chat, *messages, {"role": "user", "content": mark}])
-        turn = turn_with_call(place) if turn_has_calls else {"role": "assistant", "content": place}
+        placeholder = unused_mark([*chat, *messages, {"role": "user", "content": mark}])
+        turn = turn_with_call(placeholder) if turn_has_calls else {"role": "assistant", "content": placeholder}
 
         def after_turn(following: Sequence[Message], add_generation_prompt: bool) -> str:
             text = self._render([*chat, turn, *following], add_generation_prompt, mark, _tools_variable(tools))
-            _, found, after = text.rpartition(place)
-            if not found:
+            _, separator, after = text.rpartition(placeholder)
+            if not separator:
                 raise DataError("the model's chat template leaves out an assistant's turn", fix="use another template")
             return after
 
@@ -254,12 +254,12 @@ class Tokenizer:
         return tokens[1:] if tokens.size and tokens[0] == last and through is not None else tokens
 
     def keeps_history(self, chat: Prompt, turn: str, messages: Prompt, *, tools: Sequence[ToolSchema] = ()) -> bool:
-        """Return whether the chat template renders `chat` and the sampled `turn` as before once `messages` follow."""
+        """Tell whether the chat template renders `chat` and the sampled `turn` as before once `messages` follow."""
         if isinstance(chat, str) or isinstance(messages, str):
             return True
-        given = _tools_variable(tools)
-        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages], **given)
-        return whole.startswith(self.render(chat, **given) + turn)
+        variables = _tools_variable(tools)
+        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages], **variables)
+        return whole.startswith(self.render(chat, **variables) + turn)
 
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""
@@ -290,11 +290,11 @@ class Tokenizer:
     ) -> str:
         """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
         ends = {"bos_token": self._mark_token(self.bos_id, mark), "eos_token": self._mark_token(self.eos_id, mark)}
-        given = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
+        context = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
-            values = given | {"messages": [with_calls(message) for message in chat]}
+            values = context | {"messages": [with_calls(message) for message in chat]}
             return chat_template.render(self._template, values, mark=mark, controls=controls)
 
         chat, folded = check_messages(messages), fold_system_message(messages)
@@ -410,7 +410,7 @@ class Tokenizer:
 
 
 def _tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:
-    """Return the variable of a template that lists tools; none when there are none, as templates expect."""
+    """Make the variable of a template that lists tools; {} without tools, as templates expect."""
     return {"tools": list(tools)} if tools else {}
 
 
@@ -439,7 +439,7 @@ def _read_text(path: Path) -> str:
 
 
 def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to those before it.
+    """Split a completion's text by token: return the text that each token adds to those before it.
 
     A character whose bytes several tokens share is the text of the last of them, and the others have none. Each token
     is decoded behind the one before it, because some tokenizers leave out a space at the beginning of a text. Joined,
@@ -480,7 +480,7 @@ def _read_inner(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_growth_of_tokens(path: Path) -> None:
-    """Refuse a tokenizer whose rules may make its own added tokens too long: the library normalises them as it reads
+    """Check that a tokenizer's rules do not make its own added tokens too long: the library normalises them as it reads
     the file, and encodes an empty text to see what stands before it.
     """
     try:
@@ -497,7 +497,7 @@ def _check_growth_of_tokens(path: Path) -> None:
 
 
 def _growth_of_part(part: Any) -> Growth:
-    """Return the growth by the normalizer or the decoder of a tokenizer, which may have none."""
+    """Compute the growth by the normalizer or the decoder of a tokenizer, which may have none."""
     return Growth() if part is None else growth_of(json.loads(part.__getstate__()))
 
 
@@ -514,15 +514,15 @@ def _special_id(
 
 def _valid_ids(value: Any) -> list[int]:
     """Return the integers in `value` that can be ids: some published files have -1 for "none"."""
-    listed = value if isinstance(value, list) else [value]
-    return [i for i in listed if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
 
 
 def _adds_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
-    """Return `add_bos_token` of the config; if not set, whether the tokenizer puts BOS before an empty text."""
-    said = settings.get("add_bos_token")
-    if isinstance(said, bool):
-        return said
+    """Tell whether BOS begins a text: by `add_bos_token` of the config, else if the tokenizer puts it before ""."""
+    setting = settings.get("add_bos_token")
+    if isinstance(setting, bool):
+        return setting
     with library_errors("the tokenizer cannot encode an empty text"):
         return bos is not None and inner.encode("").ids[:1] == [bos]
 

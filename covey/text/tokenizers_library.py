@@ -76,7 +76,7 @@ class Growth(NamedTuple):
         return self.factor * size + self.added
 
     def require_room(self, text: str, where: str = "") -> None:
-        """Refuse a text that the rules may make too long.
+        """Check that the rules cannot make a text too long.
 
         Raises:
             WeightsError: the bound is above `MAX_BYTES`.
@@ -91,7 +91,7 @@ class Growth(NamedTuple):
 
 
 def growth_of(rules: Any) -> Growth:
-    """Return the growth by a normalizer or a decoder of tokenizer.json.
+    """Compute the growth by a normalizer or a decoder of tokenizer.json.
 
     >>> growth_of({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     Growth(factor=3, added=0)
@@ -119,13 +119,13 @@ def _growth_of_rule(rule: Mapping[str, Any]) -> Growth:
 
 
 def _growth_of_replace(pattern: Any, content: int) -> Growth:
-    """Return the growth by a replacement of `content` bytes; a regular expression may match between all characters."""
+    """Compute the growth by a replacement of `content` bytes; a regular expression may match between all characters."""
     text = _size(pattern.get("String")) if isinstance(pattern, Mapping) else 0
     return Growth(max(1, -(-content // text))) if text else Growth(content + 1, content)
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """Return the number of bytes of the longest replacement in a SentencePiece map: behind the trie, whose size comes
+    """Find the size of the longest replacement in a SentencePiece map, in bytes: behind the trie, whose size comes
     first, the replacements stand one after the other, each with a zero at its end.
     """
     try:

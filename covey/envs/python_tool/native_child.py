@@ -49,14 +49,14 @@ def set_limits(cpu: int, memory: int, file: int) -> None:
 
 
 def readable() -> list[str]:
-    """Return what a program reads: the standard library without the packages beside it, and shared libraries."""
+    """List the paths that a program may read: the standard library without the packages beside it, shared libraries."""
     library, machine = os.path.dirname(os.__file__), f"{platform.machine()}-linux-gnu"
-    found = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
-    found += [path for path in sys.path if path != library]
+    paths = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
+    paths += [path for path in sys.path if path != library]
     for folder in (os.path.join(sys.base_prefix, "lib"), "/lib64", "/usr/lib64", "/lib", "/usr/lib"):
         names = os.listdir(folder) if os.path.isdir(folder) else []
-        found += [os.path.join(folder, name) for name in names if ".so" in name]
-    return [*found, f"/lib/{machine}", f"/usr/lib/{machine}", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+        paths += [os.path.join(folder, name) for name in names if ".so" in name]
+    return [*paths, f"/lib/{machine}", f"/usr/lib/{machine}", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
 
 
 def drop_capabilities(libc: ctypes.CDLL) -> bool:
@@ -105,7 +105,7 @@ def read_filter() -> bytes:
 
 
 def lock_calls(libc: ctypes.CDLL, program: bytes) -> bool:
-    """Refuse this process all system calls that a filter does not allow; return False where the kernel cannot."""
+    """Limit this process to the system calls that a filter allows; return False where the kernel cannot."""
     if not program or libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         return False
     code = ctypes.create_string_buffer(program, len(program))

@@ -1,6 +1,6 @@
 """Programs of a model, each executed in a child process of its own with limits: locked in by the kernel
 (`native_child`), or in CPython as WebAssembly (`wasm_child`). The folder of a program is made empty, measured while the
-program runs, and removed whatever stands in it.
+program runs, and removed with all its contents.
 """
 
 import errno
@@ -160,7 +160,7 @@ def _run(
         descriptors: further file descriptors that it inherits.
     """
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as told:
+    with os.fdopen(reading, "rb") as report:
         try:
             child = _start(command(writing), program, (writing, *descriptors))
         finally:
@@ -170,10 +170,10 @@ def _run(
                 output, exceeded = _follow(child, folder, limits)
             finally:
                 if child.returncode is None:
-                    kill_group(child)  # whatever it has left behind, while its number is still its own
+                    kill_group(child)  # also processes that it has left behind, while its number is still its own
             seconds = _reap(child)
-            os.set_blocking(told.fileno(), False)
-            text = (told.read(100) or b"").decode()
+            os.set_blocking(report.fileno(), False)
+            text = (report.read(100) or b"").decode()
     return Ended(output.decode(errors="replace"), exceeded, child.returncode, text, seconds)
 
 
@@ -186,7 +186,7 @@ def _start(command: list[str], program: str, descriptors: Sequence[int]) -> "sub
 
 
 def _follow(child: "subprocess.Popen[bytes]", folder: str, limits: Limits) -> tuple[bytes, str]:
-    """Return what a child prints until it ends or exceeds a limit, and which limit that was."""
+    """Follow a child until it ends or exceeds a limit; return its output, and the limit that it exceeded."""
     assert child.stdout is not None
     output, is_open, now = b"", True, time.monotonic()
     end, next_look = now + limits.seconds, now
@@ -214,7 +214,7 @@ def _flood(limits: Limits) -> str:
 
 
 def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
-    """Return whether a child has ended, without reaping it where that is possible: its number stays its own."""
+    """Tell whether a child has ended, without reaping it where that is possible: its number stays its own."""
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return child.poll() is not None
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -230,7 +230,7 @@ def _reap(child: "subprocess.Popen[bytes]") -> float:
 
 
 def _ending(ended: Ended, limits: Limits) -> str:
-    """Return what the end of a program says; nothing for exit code 0."""
+    """Describe the end of a program; "" for exit code 0."""
     if ended.code in (-signal.SIGXCPU, -signal.SIGKILL) and ended.seconds > limits.cpu_seconds - 0.5:
         return f"the program took more than {limits.cpu_seconds} s of computing time"
     if ended.code == -signal.SIGKILL:
@@ -240,7 +240,7 @@ def _ending(ended: Ended, limits: Limits) -> str:
 
 
 def _ending_in_wasm(end: str, limits: Limits) -> str:
-    """Return what the child told of the end of a program; nothing for exit code 0."""
+    """Describe the end of a program from the child's message; "" for exit code 0."""
     if end == "fuel":
         return f"the program took more than {limits.fuel:,} instructions"
     if end.startswith("exit "):
@@ -275,7 +275,7 @@ def _remove(folder: str) -> None:
 
 
 def excess(folder: str, limit: int) -> str:
-    """Return which limit the files and folders below a folder exceed; nothing if none.
+    """Describe the limit that the files and folders below a folder exceed; "" if none.
 
     Args:
         folder: the folder; empty for none.
@@ -299,8 +299,8 @@ class TooDeepError(Exception):
 
 
 def _sizes(name: str, above: int | None = None, depth: int = 0) -> Iterator[int]:
-    """Yield the bytes of what stands below a folder. The program may replace or remove it meanwhile, so no link is
-    followed, and a folder that has become something else counts nothing.
+    """Yield the sizes of all files and folders below a folder. The program may replace or remove them meanwhile, so no
+    link is followed, and a folder that has become something else counts nothing.
     """
     if depth > MAX_DEPTH:
         raise TooDeepError

@@ -122,7 +122,7 @@ def _sizes(limits: Limits) -> str:
 
 
 def _tool(run: Callable[[str], Outcome], at_start: Callable[[], None]) -> Callable[[str], str]:
-    """Return a tool that executes programs in one way."""
+    """Make a tool that executes programs by `run`."""
 
     def python(program: str) -> str:
         """Execute a Python program and return what it prints.
@@ -147,8 +147,8 @@ def _printed(outcome: Outcome) -> str:
     if outcome.is_fault:
         raise FaultError(f"cannot execute programs: {outcome.failure}")
     if outcome.failure:
-        shown = outcome.output.strip()[-MAX_SHOWN:]
-        raise ProgramError(f"{outcome.failure}\n{shown}" if shown else outcome.failure)
+        end = outcome.output.strip()[-MAX_SHOWN:]
+        raise ProgramError(f"{outcome.failure}\n{end}" if end else outcome.failure)
     return outcome.output.strip() or "(the program printed nothing)"
 
 

@@ -111,17 +111,17 @@ def execute(path: str, tell: int, fuel: int, memory: int) -> None:
     """Execute the program in stdin with a compiled module, and tell the fuel that it used and how it ended."""
     import wasmtime
 
-    made = engine()
+    compiler = engine()
     try:
-        module = wasmtime.Module.deserialize_file(made, path)
+        module = wasmtime.Module.deserialize_file(compiler, path)
     except wasmtime.WasmtimeError:
         sys.exit("the compiled interpreter cannot be loaded")
-    store = wasmtime.Store(made)
+    store = wasmtime.Store(compiler)
     store.set_fuel(fuel)
     store.set_limits(memory_size=memory)
     store.set_wasi(system(sys.stdin.buffer.read().decode(errors="replace")))
     try:
-        linked(store, made).instantiate(store, module).exports(store)["_start"](store)
+        linked(store, compiler).instantiate(store, module).exports(store)["_start"](store)
         ended = "exit 0"
     except ExitError as end:
         ended = f"exit {end.code}"
@@ -133,7 +133,7 @@ def execute(path: str, tell: int, fuel: int, memory: int) -> None:
 
 
 def system(program: str) -> "wasmtime.WasiConfig":
-    """Return what a program sees of the system: its arguments, a variable that fixes hashes, and where to print."""
+    """Configure the system that a program sees: its arguments, a variable that fixes hashes, and where to print."""
     import wasmtime
 
     wasi = wasmtime.WasiConfig()
@@ -144,8 +144,8 @@ def system(program: str) -> "wasmtime.WasiConfig":
     return wasi
 
 
-def linked(store: "wasmtime.Store", made: "wasmtime.Engine") -> "wasmtime.Linker":
-    """Return the functions of the host: those of WASI, with four replaced."""
+def linked(store: "wasmtime.Store", compiler: "wasmtime.Engine") -> "wasmtime.Linker":
+    """Link the functions of the host: those of WASI, with four replaced."""
     import wasmtime
 
     i32, i64 = wasmtime.ValType.i32(), wasmtime.ValType.i64()
@@ -156,7 +156,7 @@ def linked(store: "wasmtime.Store", made: "wasmtime.Engine") -> "wasmtime.Linker
         "poll_oneoff": ([i32, i32, i32, i32], [i32], host.wait),
         "proc_exit": ([i32], [], host.exit),
     }
-    linker = wasmtime.Linker(made)
+    linker = wasmtime.Linker(compiler)
     linker.allow_shadowing = True
     linker.define_wasi()
     for name, (kinds, results, function) in replaced.items():
