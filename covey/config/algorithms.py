@@ -45,8 +45,8 @@ else:
 
 def from_preset(default: T) -> T:
     """Return the field of a setting that a preset may set; its value is `default` where the preset does not."""
-    made: Any = dataclasses.field(default=None, metadata={"json_schema_extra": {OTHERWISE: default}})
-    return made  # type: ignore[no-any-return]
+    field: Any = dataclasses.field(default=None, metadata={"json_schema_extra": {OTHERWISE: default}})
+    return field  # type: ignore[no-any-return]
 
 
 class GRPOConfig(Config, section="grpo"):
@@ -243,8 +243,8 @@ def algorithm_of(config: GRPOConfig) -> Algorithm:
     """Return the preset that `config` names, with the settings that `config` overrides."""
     fields = dataclasses.fields(Algorithm)
     values = {f.name: f.metadata.get("json_schema_extra", {}).get(OTHERWISE, f.default) for f in fields}
-    given = {name: value for name, value in vars(config).items() if name in values and value is not None}
-    return without_check(Algorithm, {**values, **PRESETS[config.algorithm].settings, **given})
+    overrides = {name: value for name, value in vars(config).items() if name in values and value is not None}
+    return without_check(Algorithm, {**values, **PRESETS[config.algorithm].settings, **overrides})
 
 
 def config_for(config: GRPOConfig) -> GRPOConfig:

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import cache, partial, reduce
 from itertools import islice, pairwise
@@ -237,7 +237,7 @@ def validate(
     Args:
         new: object whose fields are set; its sections must be objects.
     """
-    complete = _with_defaults(cls, values, {})
+    complete = _complete(cls, values, defaults(cls))
     unchecked = _unchecked(cls, complete)
     try:
         strict = None if new is None else True
@@ -260,33 +260,36 @@ def in_sections(settings: Config, in_recipe: bool = False, prefix: str = "") -> 
     yield from (problem._replace(key=prefix + problem.key) for problem in problems)
 
 
-def _with_defaults(cls: type[Config], values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` as pydantic takes them, and all of `start` in addition; a section is completed by its default."""
+def _complete(cls: type[Config], values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the settings of `start` that `values` lack, in sections too, and convert values to what pydantic takes."""
     complete = dict(start)
     for name, value in values.items():
         classes = classes_in(cls.kinds.get(name))
         if classes and (value is None or isinstance(value, dict)):
-            value = _with_defaults(classes[-1], value or {}, vars(defaults(cls)[name]))
+            value = _complete(classes[-1], value or {}, vars(start[name]))
         complete[name] = _plain(value)
     return complete
 
 
 def _unchecked(cls: type[C], values: Mapping[str, Any]) -> C:
-    """Return an object of `cls` with `values` as they are."""
-    classes = {name: classes_in(cls.kinds.get(name)) for name, value in values.items() if isinstance(value, dict)}
-    sections = {name: _unchecked(found[-1], values[name]) for name, found in classes.items() if found}
-    return without_check(cls, {**defaults(cls), **values, **sections})
+    """Make an object of `cls` with `values` as they are, its sections included."""
+    sections = {name: classes for name in values if (classes := classes_in(cls.kinds.get(name)))}
+    mappings = {name: sections[name][-1] for name in sections if isinstance(values[name], dict)}
+    return without_check(cls, {**values, **{name: _unchecked(kind, values[name]) for name, kind in mappings.items()}})
 
 
 def _translate(
     cls: type[Config], error: ValidationError, values: Mapping[str, Any], wording: Wording
 ) -> Iterator[Problem]:
-    """Yield one problem of each setting with which pydantic found something wrong, up to the number that is listed."""
-    found: dict[tuple[str, ...], tuple[type[Config], Sequence[int | str], ErrorDetails]] = {}
+    """Yield a problem for the first error of pydantic in each setting, wrong names and types before ranges.
+
+    No more are yielded than an error lists, since to find the nearest name for each of thousands takes long.
+    """
+    errors: dict[tuple[str, ...], tuple[type[Config], Sequence[int | str], ErrorDetails]] = {}
     for entry in sorted(error.errors(include_url=False), key=lambda entry: entry["type"] in _RANGES):
         if place := _split(cls, entry["loc"]):
-            found.setdefault(place[1], (place[0], place[2], entry))
-    for names, (owner, loc, entry) in islice(found.items(), MAX_LISTED + 1):
+            errors.setdefault(place[1], (place[0], place[2], entry))
+    for names, (owner, loc, entry) in islice(errors.items(), MAX_LISTED + 1):
         *sections, name = names
         if entry["type"] == "unexpected_keyword_argument":
             yield wording.unknown_name(owner, ".".join(sections), name)._replace(basic=True)
@@ -333,15 +336,13 @@ IN_PYTHON = Wording(shortened, _unknown_keyword)
 def _without_plugins() -> Iterator[None]:
     """Keep pydantic from looking for its plugins, for which it reads the metadata of every installed package."""
     with _OF_ONE_THREAD:
-        before = os.environ.get(PLUGINS_OFF)
+        before = {name: os.environ[name] for name in (PLUGINS_OFF,) if name in os.environ}
         os.environ[PLUGINS_OFF] = "__all__"
         try:
             yield
         finally:
-            if before is None:
-                os.environ.pop(PLUGINS_OFF, None)
-            else:
-                os.environ[PLUGINS_OFF] = before
+            del os.environ[PLUGINS_OFF]
+            os.environ.update(before)
 
 
 PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
@@ -412,15 +413,15 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
 
     The result is None if it takes any keyword: a user's own class with `**others`.
     """
-    if is_dataclass(cls):
-        return {name: kind for name, kind in get_type_hints(cls).items() if name in cls.__dataclass_fields__}
+    if issubclass(cls, Config):
+        return cls.kinds
     kinds: dict[str, Any] = {}
-    for one in (one for one in cls.__mro__ if "__init__" in vars(one)):
-        parameters = list(inspect.signature(vars(one)["__init__"]).parameters.values())[1:]
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         kinds |= {p.name: p.annotation for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
-        if one.__module__.partition(".")[0] != covey.__name__:
+        if base.__module__.partition(".")[0] != covey.__name__:
             return None
     return kinds
 
@@ -432,7 +433,7 @@ def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
         return advice
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
-    everywhere = {key for one in _concrete() for key in keywords_of(one) or ()}
+    everywhere = {key for other in _concrete() for key in keywords_of(other) or ()}
     for close in difflib.get_close_matches(name, sorted(everywhere.union(known)), n=1):
         if close not in known:
             return f"did you mean {next(_owners(close)).__name__}({close}=...)?"
@@ -467,26 +468,30 @@ def unread_settings(
         by: the algorithm or the like that does not read it, in the error.
         complete: the settings that the conditions look at; `config` itself when not given.
     """
-    unread = [(name, one.want) for one in conditions if not one.holds(complete or config) for name in one.names]
+    unread = [(name, row.want) for row in conditions if not row.holds(complete or config) for name in row.names]
     for name, want in unread:
         default = defaults(type(config)).get(name)
         value = getattr(config, name, default)
-        if value != default and value is not False:
-            what = f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it"
-            yield Problem(name, what, f"{'null' if default is None else default}, or {want}", unread=True)
+        yield from problem_if(
+            value != default and value is not False,
+            name,
+            f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it",
+            f"{'null' if default is None else default}, or {want}",
+            unread=True,
+        )
 
 
 def defaults(cls: type[Config]) -> dict[str, Any]:
     """Return the default of each field of `cls` that has one."""
-    made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
-    return {name: value for name, value in made.items() if value is not MISSING}
+    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def without_check(cls: type[C], values: Mapping[str, Any]) -> C:
     """Return an object of `cls` with the values of all of its fields, which have been checked before."""
-    made = object.__new__(cls)
-    vars(made).update(values)
-    return made
+    settings = object.__new__(cls)
+    vars(settings).update(values)
+    return settings
 
 
 def is_plain(value: Any) -> bool:
@@ -500,13 +505,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flatten({"seed": 0, "model": {"lora": {"targets": ("all-linear",)}}})
     {'seed': 0, 'model.lora.targets': ['all-linear']}
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
-            found |= flatten(value, f"{prefix}{name}.")
+            settings |= flatten(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return found
+            settings[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return settings
 
 
 MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
@@ -516,7 +521,7 @@ MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
 def classes_in(kind: Any) -> list[type[Config]]:
     """Return the classes of settings that a field of type `kind` may hold."""
     if get_origin(kind) in (Annotated, Union, types.UnionType):
-        return [found for one in get_args(kind) for found in classes_in(one)]
+        return [cls for part in get_args(kind) for cls in classes_in(part)]
     return [kind] if isinstance(kind, type) and issubclass(kind, Config) else []
 
 
@@ -548,19 +553,19 @@ def on_resume(cls: type[Config]) -> dict[str, OnResume | None]:
 
 def explanations(cls: type[Config]) -> dict[str, str]:
     """Return the string under each field of a class of settings, inherited ones included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if issubclass(base, Config):
-            inherited = {name: f"{text} {base.unset}" for name, text in found.items()} if base.unset else found
-            found = inherited | _in_body(_class_definitions(base.__module__)[base.__qualname__])
-    return found
+            inherited = {name: f"{text} {base.unset}" for name, text in texts.items()} if base.unset else texts
+            texts = inherited | _in_body(_class_definitions(base.__module__)[base.__qualname__])
+    return texts
 
 
 @cache
 def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
     """Return the syntax tree of each class in the source of `module`."""
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
-    return {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _in_body(cls: ast.ClassDef) -> dict[str, str]:
@@ -577,7 +582,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     if get_origin(kind) is Annotated:
         return without_none(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType) and types.NoneType in get_args(kind):
-        (rest,) = [one for one in get_args(kind) if one is not types.NoneType]
+        (rest,) = [part for part in get_args(kind) if part is not types.NoneType]
         return without_none(rest)[0], True
     return kind, False
 
@@ -598,9 +603,9 @@ def describe(kind: Any) -> str:
 
 def bounds(kind: Any) -> dict[type, float]:
     """Return the limits of a number, by their class in `annotated_types`."""
-    found = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
+    limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
     parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
-    return found | {limit: value for one in parts for limit, value in bounds(one).items()}
+    return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
 
 
 def _range_in_words(kind: Any, error: ErrorDetails) -> str:
@@ -612,7 +617,7 @@ def _range_in_words(kind: Any, error: ErrorDetails) -> str:
 
 
 def _classes(kind: Any) -> str:
-    return " or ".join(f"{one.__name__}(...)" for one in classes_in(kind))
+    return " or ".join(f"{cls.__name__}(...)" for cls in classes_in(kind))
 
 
 def _nearest_choice(error: ErrorDetails) -> str:

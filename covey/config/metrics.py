@@ -56,7 +56,9 @@ def is_logged(name: str, method: str, functions: Iterable[str]) -> bool:
     if row is None or method not in row.methods:
         return False
     unknown = any(":" in function for function in functions)
-    return FUNCTION not in row.name or unknown or name in {row.name.replace(FUNCTION, one) for one in functions}
+    return (
+        FUNCTION not in row.name or unknown or name in {row.name.replace(FUNCTION, function) for function in functions}
+    )
 
 
 def names(method: str, functions: Iterable[str]) -> Iterator[str]:
@@ -64,7 +66,7 @@ def names(method: str, functions: Iterable[str]) -> Iterator[str]:
     functions = [function.rpartition(":")[2] for function in functions]
     for row in TABLE:
         if method in row.methods:
-            yield from (row.name.replace(FUNCTION, one) for one in functions) if FUNCTION in row.name else [row.name]
+            yield from (row.name.replace(FUNCTION, name) for name in functions) if FUNCTION in row.name else [row.name]
 
 
 def unlogged(
@@ -83,7 +85,9 @@ def unlogged(
                 what = f"training.keep_best names {name!r}, which is no metric that every step has for sure"
                 yield Problem(setting, what, "a metric that does not depend on Step.info, such as reward")
             elif not logged:
-                want = " or ".join(one for one in choices if one.endswith(f"/{name}")) or nearest(name, choices)
+                want = " or ".join(choice for choice in choices if choice.endswith(f"/{name}")) or nearest(
+                    name, choices
+                )
                 command = "covey train" if method == RL else "covey sft"
                 what = f"training.{setting} names {name!r}, which is no metric of {command}"
                 yield Problem(setting, what, want)

@@ -55,8 +55,8 @@ def split(tokens: Sequence[str], positionals: int) -> tuple[list[str], list[tupl
         if token == "--":
             words, rest = words + rest, []
         elif token.startswith("--"):
-            flag, given, value = token.partition("=")
-            pairs.append((flag, value if given else _value(flag, rest)))
+            flag, equals, value = token.partition("=")
+            pairs.append((flag, value if equals else _value(flag, rest)))
         elif len(words) >= positionals and re.match(r"[A-Za-z_][\w.-]*=", token):
             flag, _, value = token.partition("=")
             pairs.append((flag, value))

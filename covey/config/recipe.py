@@ -135,8 +135,9 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
     """Return the names of the built-in recipes of one kind, by default of both."""
-    found = sorted(BUILT_IN.glob("*.yaml"))
-    return [path.stem for path in found if kind is AnyRecipe or _method_line(path) == kind.method]
+    return [
+        path.stem for path in sorted(BUILT_IN.glob("*.yaml")) if kind is AnyRecipe or _method_line(path) == kind.method
+    ]
 
 
 def _method_line(built_in: Path) -> str:
@@ -216,11 +217,11 @@ def load(
             (reading, names and types, ranges).
     """
     text, name = _text(source)
-    if (found := _kind(text, name)) is not kind:
-        command = f"{COMMANDS[found.method]} {source}"
+    if (other := _kind(text, name)) is not kind:
+        command = f"{COMMANDS[other.method]} {source}"
         unnamed = str(source) not in names() and not re.search("^method:", text, re.M)
         fix = f"{command}, or write method: {kind.method} at its top" if unnamed else command
-        raise RecipeError(f"this is a recipe for {COMMANDS[found.method]}", fix=fix, where=name)
+        raise RecipeError(f"this is a recipe for {COMMANDS[other.method]}", fix=fix, where=name)
     return parse(text, overrides, name, kind, of_run=Path(source).is_dir())
 
 
@@ -450,8 +451,8 @@ def resolve_settings(recipe: Recipe | SFTRecipe, places: Mapping[str, str]) -> I
     for name, value in flatten(asdict(recipe)).items():
         if name in HIDDEN:
             continue
-        if value is None and isinstance(recipe, Recipe) and (found := _from_preset(name, recipe)):
-            yield found
+        if value is None and isinstance(recipe, Recipe) and (setting := _from_preset(name, recipe)):
+            yield setting
         else:
             yield ResolvedSetting(name, value, places.get(name, DEFAULT))
 

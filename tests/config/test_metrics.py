@@ -108,7 +108,7 @@ def test_the_page_has_the_rows_of_the_table() -> None:
 
 def test_the_screen_has_the_names_of_the_files() -> None:
     row = {
-        "step": 3, "reward": 0.75, "reward_error": 0.25, "frac_reward_zero_std": 1 / 3, "completions/mean_length": 10.2,
+        "step": 1, "reward": 0.75, "reward_error": 0.25, "frac_reward_zero_std": 1 / 3, "completions/mean_length": 10.2,
         "clip_ratio/region_mean": 0.0004, "step_time": 2.0, "time/rollout": 0.04, "kl": 0.01, "tokens_per_second": 20.4,
     }  # fmt: skip
     out = io.StringIO()
@@ -119,8 +119,8 @@ def test_the_screen_has_the_names_of_the_files() -> None:
     first, second, *rest = out.getvalue().splitlines()
     shown = first.split("  ")
     assert shown == [
-        "step 3/9", "reward 0.750 ±0.250", "frac_reward_zero_std 33.3%", "completions/mean_length 10", "kl 0.0100",
-        "clip_ratio/region_mean 0.04%", "time/rollout 0.04s", "tokens_per_second 20", "left 12s",
+        "step 1/9", "reward 0.750 ±0.250", "frac_reward_zero_std 33.3%", "completions/mean_length 10", "kl 0.0100",
+        "clip_ratio/region_mean 0.04%", "time/rollout 0.04s", "tokens_per_second 20", "left 16s",
     ]  # fmt: skip
     assert {one.split()[0] for one in shown} - {"left"} <= row.keys()
     assert second == "before: format_accuracy 50.0%  (4 samples)"
