@@ -118,9 +118,9 @@ def gae(
     >>> gae([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lam=0.5)
     ([array([0.125, 0.75 ])], [array([0.625, 1.   ])])
     """
-    samples = zip(_zip_equal_lengths(rewards, values), token_masks(mask, values), strict=True)
+    samples = zip(zip_equal_lengths(rewards, values), token_masks(mask, values), strict=True)
     advantages = [_gae_single(np.asarray(r, float), np.asarray(v, float), m, gamma, lam) for (r, v), m in samples]
-    return advantages, [a + v for a, v in _zip_equal_lengths(advantages, values)]
+    return advantages, [a + v for a, v in zip_equal_lengths(advantages, values)]
 
 
 def whiten(
@@ -141,17 +141,17 @@ def whiten(
     [[-0.7071, 0.7071], [0.0]]
     """
     masks = token_masks(mask, arrays)
-    counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(0)])
+    counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [np.zeros(0)])
     if not counted.size or _all_equal(counted):
         return [np.zeros(len(a)) for a in arrays]
     mean, std = counted.mean(), counted.std(ddof=1)
-    return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in _zip_equal_lengths(arrays, masks)]
+    return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in zip_equal_lengths(arrays, masks)]
 
 
 def token_masks(mask: Sequence[np.ndarray] | None, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     """Return `mask`, checked to have one entry per number of `arrays`; None means that all numbers count."""
     masks = [np.ones(len(a), bool) for a in arrays] if mask is None else mask
-    return [m for _, m in _zip_equal_lengths(arrays, masks)]
+    return [m for _, m in zip_equal_lengths(arrays, masks)]
 
 
 def _map_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) -> Rewards:
@@ -167,7 +167,8 @@ def _all_equal(values: Float[np.ndarray, "n"]) -> bool:
     return bool(np.ptp(values) <= EQUALITY_TOLERANCE * np.abs(values).max())
 
 
-def _zip_equal_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+def zip_equal_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the pairs of arrays, checked to have equal shapes."""
     pairs = list(zip(left, right, strict=True))
     assert all(a.shape == b.shape for a, b in pairs), "one number per token in both, or NumPy would broadcast"
     return pairs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from covey.losses.advantages import token_masks
+from covey.losses.advantages import token_masks, zip_equal_lengths
 from covey.losses.policy import KLS
 
 MAX_KL_ERROR = 0.2
@@ -60,8 +60,8 @@ def kl_penalty(
     >>> kl_penalty([np.array([-1.0, -2.0]), np.zeros(0)], [np.array([-1.5, -1.5]), np.zeros(0)], "k1", beta=0.1)
     [array([ 0.05, -0.05]), array([], dtype=float64)]
     """
-    samples = zip(logps, ref_logps, token_masks(mask, logps), strict=True)
-    return [_apply_mask(m, beta * _kl(estimator, p, ref)) for p, ref, m in samples]
+    samples = zip(zip_equal_lengths(logps, ref_logps), token_masks(mask, logps), strict=True)
+    return [np.where(m, beta * KLS[estimator](*np.asarray(pair, np.float64)), 0.0) for pair, m in samples]
 
 
 def token_rewards(
@@ -101,22 +101,9 @@ def adapt_beta(beta: float, *, kl: float, target: float, horizon: int, samples: 
     return beta * (1 + error * min(samples / horizon, 1.0))
 
 
-def _kl(estimator: str, logps: PerToken, ref_logps: PerToken) -> PerToken:
-    assert len(logps) == len(ref_logps), f"{len(logps)} log-probs and {len(ref_logps)} of the reference"
-    estimate: PerToken = KLS[estimator](np.asarray(logps, np.float64), np.asarray(ref_logps, np.float64))
-    return estimate
-
-
 def _completion_token_rewards(reward: float, penalty: PerToken, mask: Bool[np.ndarray, "n"]) -> PerToken:
     if np.isnan(reward) or not mask.any():
         return np.zeros(len(penalty))
-    out = -_apply_mask(mask, penalty)
+    out: PerToken = -np.where(mask, np.asarray(penalty, np.float64), 0.0)
     out[np.flatnonzero(mask)[-1]] += reward
-    return out
-
-
-def _apply_mask(mask: Bool[np.ndarray, "n"], values: PerToken) -> PerToken:
-    """Return `values` with 0 where the mask is False."""
-    out = np.zeros(len(values))
-    out[mask] = values[mask]
     return out

@@ -34,23 +34,12 @@ def test_overlong_penalty_by_the_formula(lengths: list[int], limit: int, buffer:
     assert ((got <= 0) & (got >= -penalty)).all()
 
 
-@given(st.integers(1, 400), st.floats(0.01, 0.99), st.floats(0.1, 3))
-def test_longer_is_never_better_and_the_limit_costs_the_whole_penalty(limit: int, share: float, penalty: float) -> None:
-    got = overlong_penalty(np.arange(limit + 3), max_new_tokens=limit, buffer=share, penalty=penalty)
-    assert (np.diff(got) <= 1e-12).all()
-    assert got[0] == 0.0
-    np.testing.assert_allclose(got[limit:], -penalty)
-
-
-def test_a_buffer_below_one_is_a_share_of_the_limit() -> None:
+def test_a_buffer_below_one_is_a_share_of_the_limit_and_none_is_no_penalty() -> None:
     lengths = np.arange(120)
     fraction = overlong_penalty(lengths, max_new_tokens=100, buffer=0.2, penalty=1.0)
     np.testing.assert_allclose(fraction, overlong_penalty(lengths, max_new_tokens=100, buffer=20, penalty=1.0))
     one_token = overlong_penalty(np.array([99, 100]), max_new_tokens=100, buffer=1, penalty=1.0)
     assert one_token.tolist() == [0.0, -1.0]
-
-
-def test_without_a_buffer_there_is_no_penalty() -> None:
     assert overlong_penalty(np.array([1, 1000]), max_new_tokens=10, buffer=0, penalty=1.0).tolist() == [0.0, 0.0]
 
 
@@ -69,32 +58,8 @@ def test_kl_penalty_by_the_formulas(policy: list[list[float]], name: str, beta: 
     refs = [a + rng.normal(size=a.size).astype(np.float32) for a in arrays]
     for got, p, ref in zip(kl_penalty(arrays, refs, name, beta), arrays, refs, strict=True):
         wanted = [beta * KLS[name](*np.float64([[x], [r]]))[0] for x, r in zip(p, ref, strict=True)]
-        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=0)
         assert got.dtype == np.float64
-
-
-@pytest.mark.parametrize("name", sorted(KLS))
-def test_kl_penalty_is_proportional_to_beta(name: str) -> None:
-    """Also to a small one."""
-    policy, ref = [np.array([-1.0, -3.0])], [np.array([-1.5, -0.5])]
-    [whole] = kl_penalty(policy, ref, name, 1.0)
-    assert whole.all()
-    for beta in (1e-5, 1e-3, 0.1):
-        np.testing.assert_allclose(kl_penalty(policy, ref, name, beta)[0], beta * whole, rtol=1e-12)
-
-
-def test_the_sum_of_k1_is_the_log_ratio_of_the_answers() -> None:
-    policy, ref = np.log([0.5, 0.25, 0.8]), np.log([0.25, 0.5, 0.4])
-    [got] = kl_penalty([policy], [ref], "k1", 1.0)
-    np.testing.assert_allclose(got.sum(), np.log((0.5 * 0.25 * 0.8) / (0.25 * 0.5 * 0.4)))
-
-
-def test_expected_k1_and_k3_are_the_kl() -> None:
-    """Over every token of a small vocabulary, weighed by the policy: the definition of the KL."""
-    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.3, 0.4])
-    for name in ("k1", "k3"):
-        [estimate] = kl_penalty([np.log(p)], [np.log(q)], name, 1.0)
-        np.testing.assert_allclose((p * estimate).sum(), (p * np.log(p / q)).sum())
 
 
 @given(st.floats(-100, 100))
@@ -113,7 +78,7 @@ def test_a_far_off_reference_gives_no_infinity() -> None:
 
 
 def test_arrays_of_different_length_never_broadcast() -> None:
-    with pytest.raises(AssertionError, match="3 log-probs and 1 of the reference"):
+    with pytest.raises(AssertionError, match="broadcast"):
         kl_penalty([np.zeros(3)], [np.zeros(1)], "k1", 0.1)
     with pytest.raises(ValueError, match="zip"):
         kl_penalty([np.zeros(3)], [], "k1", 0.1)
@@ -137,15 +102,6 @@ def test_token_rewards_by_the_rules(rows: list[tuple[float, list[float]]]) -> No
         np.testing.assert_array_equal(now, before)
 
 
-@given(samples)
-def test_the_tokens_rewards_add_up_to_the_reward_less_the_penalty(rows: list[tuple[float, list[float]]]) -> None:
-    """So the KL costs PPO what it costs RLOO and GRPO."""
-    rewards, penalties = np.array([r for r, _ in rows]), [np.array(p) for _, p in rows]
-    for got, (reward, penalty) in zip(token_rewards(rewards, penalties), rows, strict=True):
-        if penalty and not math.isnan(reward):
-            np.testing.assert_allclose(got.sum(), reward - sum(penalty), atol=1e-12)
-
-
 def test_each_reward_has_its_penalties() -> None:
     with pytest.raises(ValueError, match="zip"):
         token_rewards(np.ones(2), [np.zeros(3)])
@@ -162,6 +118,7 @@ def test_whole_penalties_do_not_truncate_the_reward() -> None:
 
 def test_beta_by_hand() -> None:
     """Ziegler et al.: 256 samples of a horizon of 10 000; the error of 5/6 − 1 is within the clip."""
+    assert adapt_beta(0.3, kl=6.0, target=6.0, horizon=100, samples=50) == 0.3
     assert adapt_beta(0.2, kl=5.0, target=6.0, horizon=10_000, samples=256) == pytest.approx(
         0.2 * (1 - (1 / 6) * 0.0256)
     )
@@ -174,10 +131,6 @@ def test_beta_moves_toward_the_target_a_little_and_keeps_its_sign(
     got = adapt_beta(beta, kl=kl, target=target, horizon=horizon, samples=samples)
     assert 0.8 * beta - 1e-12 <= got <= 1.2 * beta + 1e-12
     assert (got >= beta) if kl >= target else (got <= beta)
-
-
-def test_at_the_target_beta_stays() -> None:
-    assert adapt_beta(0.3, kl=6.0, target=6.0, horizon=100, samples=50) == 0.3
 
 
 def test_a_kl_that_is_no_number_leaves_beta_alone() -> None:
