@@ -198,10 +198,10 @@ def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
         can_branch = any(c.branches is not None for c in completions)
         branches = tuple(c.branches or () for c in completions) if can_branch else None
         whole = Piece(prompt, tokens, tuple(range(number, number + len(tokens))), branches)
-        apart = [i for i, found in enumerate(branches or ()) if drops_prompt(len(prompt), found)]
-        if len(apart) < len(tokens):
-            yield whole if not apart else whole.select([i for i in range(len(tokens)) if i not in apart])
-        yield from (whole.select([i]) for i in apart)
+        separate = [i for i, drops in enumerate(branches or ()) if drops_prompt(len(prompt), drops)]
+        if len(separate) < len(tokens):
+            yield whole if not separate else whole.select([i for i in range(len(tokens)) if i not in separate])
+        yield from (whole.select([i]) for i in separate)
         number += len(tokens)
 
 
@@ -265,11 +265,11 @@ def predecessors(prompt: int, positions: Int[np.ndarray, "n"]) -> Int[np.ndarray
     [-1, 0, 0, 2, -2]
     """
     latest = {position: position - prompt for position in range(prompt)}
-    found = []
+    before = []
     for index, position in enumerate(positions.tolist()):
-        found.append(latest.get(position - 1, -prompt))
+        before.append(latest.get(position - 1, -prompt))
         latest[position] = index
-    return np.array(found, np.int64)
+    return np.array(before, np.int64)
 
 
 def subtree_ends(

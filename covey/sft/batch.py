@@ -58,7 +58,7 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
     Raises:
         DataError: an example is longer and `config.too_long` is "error", or no example is left.
     """
-    limit, kept, dropped, truncated = min(config.max_length, longest), [], 0, 0
+    limit, fitting, dropped, truncated = min(config.max_length, longest), [], 0, 0
     for number, example in enumerate(examples, 1):
         prompt, completion = encode_example(example, tokenizer, config.completion_only)
         over = len(prompt) + len(completion) > limit
@@ -68,10 +68,10 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
             dropped += 1
             continue
         truncated += over
-        kept.append(example)
-    if not kept:
+        fitting.append(example)
+    if not fitting:
         raise DataError(f"no row of the {data} has at most {limit} tokens", fix="--training.max-length N")
-    return Fitted(kept, dropped, truncated)
+    return Fitted(fitting, dropped, truncated)
 
 
 def groups_of(

@@ -48,7 +48,7 @@ FIRST_ANSWER_SECONDS = 20.0
 _ANSWERED: set[str] = set()
 """Names of the buckets that have answered in this process."""
 POINTER, IDENTITY = "bucket.json", "run.json"
-AT_ONCE = 4
+MAX_OBJECTS_IN_MEMORY = 4
 """Number of objects that are in memory at a time while they are digested."""
 
 
@@ -73,8 +73,8 @@ class Bucket:
         """Return the names of all objects that begin with `prefix`, in order."""
         first = (self._prefix + prefix).encode()
         keys = tensorstore.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1]) if first else b"")
-        found = self._result(self._store.list(keys, strip_prefix_length=len(self._prefix.encode())))
-        return sorted(key.decode() for key in found if key and not key.endswith(b"/"))
+        listed = self._result(self._store.list(keys, strip_prefix_length=len(self._prefix.encode())))
+        return sorted(key.decode() for key in listed if key and not key.endswith(b"/"))
 
     def read(self, name: str) -> bytes:
         """Return the content of an object.
@@ -82,10 +82,10 @@ class Bucket:
         Raises:
             FileNotFoundError: there is no such object.
         """
-        found = self._result(self._store.read(self._prefix + name))
-        if found.state == "missing":
+        result = self._result(self._store.read(self._prefix + name))
+        if result.state == "missing":
             raise FileNotFoundError(f"{self.address}/{name}: there is no such object")
-        return bytes(found.value)
+        return bytes(result.value)
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, in place of an earlier one."""
@@ -93,16 +93,16 @@ class Bucket:
 
     def create(self, name: str, content: bytes) -> bool:
         """Write an object; return False and change nothing when it exists. Of several who try at once one succeeds."""
-        there = self._result(self._store.read(self._prefix + name))
-        if there.state != "missing":
+        current = self._result(self._store.read(self._prefix + name))
+        if current.state != "missing":
             return False
-        self._result(self._store.write(self._prefix + name, content, if_equal=there.stamp.generation))
+        self._result(self._store.write(self._prefix + name, content, if_equal=current.stamp.generation))
         return self.read(name) == content
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; one that does not exist is left out."""
-        for removed in [self._store.write(self._prefix + name, None) for name in names]:
-            self._result(removed)
+        for removal in [self._store.write(self._prefix + name, None) for name in names]:
+            self._result(removal)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Return the SHA-256 of objects by name."""
@@ -111,7 +111,7 @@ class Bucket:
             return hashlib.sha256(self.read(name)).hexdigest()
 
         listed = list(names)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_OBJECTS_IN_MEMORY) as pool:
             return dict(zip(listed, pool.map(digest, listed), strict=True))
 
     def _result(self, future: Any) -> Any:
@@ -128,9 +128,9 @@ class Bucket:
                     future.cancel()
                     raise TimeoutError(f"no answer for {waited:.0f} seconds")
                 log.warning(f"{self.address} has not answered for {waited:.0f} s: trying again")
-            found = future.result()
+            result = future.result()
             _ANSWERED.add(self._bucket)
-            return found
+            return result
         except Exception as error:
             raise ResumeError(
                 f"the bucket does not answer as it should: {str(error).splitlines()[0]}",
@@ -141,7 +141,7 @@ class Bucket:
 
 
 def _is_done(future: Any, seconds: float) -> bool:
-    """Wait for an answer of the driver; return whether it came within some seconds."""
+    """Wait for an answer of the driver; return whether it came within `seconds`."""
     try:
         future.exception(timeout=seconds)
     except TimeoutError:
@@ -155,12 +155,14 @@ def _open(bucket: str) -> Any:
 
 
 class BucketFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The file system of `gs://` addresses for fsspec, as far as Orbax uses it. Files are small: each is in memory."""
+    """The file system of `gs://` addresses for fsspec, as far as Orbax uses it. Files are small: each is in memory. To
+    make or remove a folder does nothing: a folder is there as soon as something is in it.
+    """
 
     protocol = ("gs", "gcs")
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Return files and folders in a folder; for a file, that file."""
+        """List the entries of a folder; of a file, its own entry."""
         path = self._strip_protocol(path)
         names = Bucket(f"gs://{path}").names()
         kinds = {name.partition("/")[0]: "directory" if "/" in name else "file" for name in names}
@@ -169,10 +171,10 @@ class BucketFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Return the entry of a file or of a folder that has some.
+        """Return the entry of a file, or of a folder with files.
 
         Raises:
-            FileNotFoundError: it is neither.
+            FileNotFoundError: there is no such file or folder.
         """
         path = self._strip_protocol(path)
         objects, name = _split(path)
@@ -185,21 +187,12 @@ class BucketFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fssp
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BytesIO:
         objects, name = _split(self._strip_protocol(path))
-        return io.BytesIO(objects.read(name)) if mode == "rb" else _Draft(objects, name)
+        return io.BytesIO(objects.read(name)) if mode == "rb" else _NewObject(objects, name)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove a file; or a folder with all that is in it."""
+        """Remove a file, or with `recursive` a folder and its content."""
         objects, name = _split(self._strip_protocol(path))
         objects.remove([name, *(objects.names(f"{name}/") if recursive else ())])
-
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Do nothing: a folder is there as soon as something is in it."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing, as `mkdir`."""
-
-    def rmdir(self, path: str) -> None:
-        """Do nothing: an empty folder is not there."""
 
 
 def _split(path: str) -> tuple[Bucket, str]:
@@ -208,8 +201,8 @@ def _split(path: str) -> tuple[Bucket, str]:
     return Bucket(f"gs://{bucket}"), name
 
 
-class _Draft(io.BytesIO):
-    """A file being written; closing it makes the object."""
+class _NewObject(io.BytesIO):
+    """A file being written; closing it writes the object."""
 
     def __init__(self, bucket: Bucket, name: str):
         super().__init__()

@@ -214,7 +214,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.close()
 
     def _prepare(self, step: int, needed: int) -> None:
-        """Refuse a step that cannot be written; remove what an earlier attempt has left."""
+        """Check that a step can be written; remove the rest of an earlier attempt."""
         self._check_order(step)
         try:
             self._store.prepare(step, needed)

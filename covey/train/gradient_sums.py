@@ -46,13 +46,13 @@ class GradientLayout:
         self._others = [number for number in range(len(paths)) if number not in in_loops]
 
     def zeros(self, trainable: Any) -> GradientSums:
-        """Return sums of nothing."""
+        """Return sums of no gradients."""
         loops, others = self._split(jax.tree.leaves(trainable))
         stacked = [jnp.zeros((len(leaves), *leaves[0].shape), jnp.float32) for leaves in loops]
         return GradientSums(stacked, [jnp.zeros(x.shape, jnp.float32) for x in others])
 
     def shardings(self, trainable: Any) -> Any:
-        """Return `GradientSums` of shardings: those of the weights."""
+        """Return the shardings of the sums, which are those of the weights."""
         loops, others = self._split([x.sharding for x in jax.tree.leaves(trainable)])
         stacked: list[Any] = [stacked_sharding(each[0]) for each in loops]
         return GradientSums(stacked, others)
@@ -92,19 +92,19 @@ def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
     """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, whose
     loops return the gradients of all layers.
     """
-    found = []
+    loops = []
     for path, node in nnx.iter_graph(model):
         for layers in node.layer_runs() if isinstance(node, Decoder) and node.platform == "cpu" else []:
             prefixes = [".".join(map(str, (*path, "layers", number, ""))) for number in layers]
             names = [name.removeprefix(prefixes[0]) for name in numbers if name.startswith(prefixes[0])]
-            found += [[numbers[prefix + name] for prefix in prefixes] for name in names]
-    return found
+            loops += [[numbers[prefix + name] for prefix in prefixes] for name in names]
+    return loops
 
 
 @jax.custom_vjp
 def _join(arrays: list[list[Array]], sums: list[Array]) -> tuple[list[list[Array]], list[Array]]:
-    """Return the arguments. The gradient of a sum is that of the loop that added to it, or the sum itself where none
-    did; and the gradients that its arrays have got otherwise.
+    """Tie each sum to its arrays; the values pass unchanged. The gradient of a sum is its new value: the one that a
+    loop has added to, or the sum itself where no loop did, plus the gradients that its arrays got outside of loops.
     """
     return arrays, sums
 
@@ -115,7 +115,7 @@ def _join_forward(arrays: Any, sums: Any) -> Any:
 
 
 def _join_backward(sums: list[Array], grads: Any) -> Any:
-    return None, [_new_sum(*given) for given in zip(sums, *reversed(grads), strict=True)]
+    return None, [_new_sum(*of_weight) for of_weight in zip(sums, *reversed(grads), strict=True)]
 
 
 def _new_sum(total: Array, new_total: Any, grads: list[Any]) -> Array:
@@ -123,8 +123,8 @@ def _new_sum(total: Array, new_total: Any, grads: list[Any]) -> Array:
     if all(isinstance(grad, SymbolicZero) for grad in grads):
         return total
     zeros = partial(jnp.zeros, total.shape[1:])
-    found = [zeros() if isinstance(grad, SymbolicZero) else grad for grad in grads]
-    return total + jnp.stack(found).astype(total.dtype)
+    dense = [zeros() if isinstance(grad, SymbolicZero) else grad for grad in grads]
+    return total + jnp.stack(dense).astype(total.dtype)
 
 
 _join.defvjp(_join_forward, _join_backward, symbolic_zeros=True)

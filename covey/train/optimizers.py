@@ -71,7 +71,7 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
 
 
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], LearningRates]":
-    """Return the function of `ScheduledOptimizer`. It is compiled, for the rounding of one program."""
+    """Return `ScheduledOptimizer.learning_rates`. It is compiled, so that it rounds as one program does."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
 
     @jax.jit
@@ -123,14 +123,14 @@ def _one(count: Count) -> float:
 
 
 def _matrix_axes(params: PyTree) -> PyTree:
-    """Return which axes of each parameter are those of a matrix: the last two, behind that of stacked layers."""
+    """Return the axes of each parameter that form a matrix: the last two, after the axis of stacked layers."""
     return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
 
 
 def _for_group(config: OptimizerConfig, group: str) -> OptimizerConfig:
     """Return the settings with the learning rate of the parameters in `group`."""
-    own = getattr(config, PARAM_GROUPS[group]) if PARAM_GROUPS[group] else None
-    return config if own is None else replace(config, learning_rate=own)
+    rate = getattr(config, PARAM_GROUPS[group]) if PARAM_GROUPS[group] else None
+    return config if rate is None else replace(config, learning_rate=rate)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -180,7 +180,7 @@ def decayed(params: PyTree) -> PyTree:
 
 
 def param_group(path: tuple[Any, ...], leaf: jax.Array) -> str:
-    """Return which of `PARAM_GROUPS` the parameter at a key path is in; adapters count as matrices."""
+    """Return the group, one of `PARAM_GROUPS`, of the parameter at a key path; adapters count as matrices."""
     *modules, name = dotted_path(path).split(".")
     if leaf.ndim < 2 or name in ("bias", "scale"):
         return VECTOR

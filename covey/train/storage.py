@@ -281,8 +281,8 @@ def claim(folder: Path, inner: str) -> bool:
     Raises:
         ResumeError: it is not empty, or another run was faster.
     """
-    made = make_folder(folder)
-    empty = made or (folder.is_dir() and not any(folder.iterdir()))
+    is_new = make_folder(folder)
+    empty = is_new or (folder.is_dir() and not any(folder.iterdir()))
     if not (empty and make_folder(folder / inner)):
         raise ResumeError(
             "this folder is taken: something is in it, or another run has just begun here",
@@ -290,17 +290,17 @@ def claim(folder: Path, inner: str) -> bool:
             fix="--out ANOTHER",
             where=str(folder),
         )
-    return made
+    return is_new
 
 
-def release(folder: Path, made: bool) -> None:
-    """Empty a folder that this process has claimed and locked, and remove it if this process `made` it."""
+def release(folder: Path, is_new: bool) -> None:
+    """Empty a folder that this process has claimed and locked, and remove it if `claim` has created it."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    if made:
+    if is_new:
         with suppress(OSError):  # another run has claimed the empty folder by now
             folder.rmdir()
 

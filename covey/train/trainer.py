@@ -105,7 +105,7 @@ class Trainer:
         scale = 1 / max(denominator, 1e-9)
         norm = float(norms[-1] if norms else programs.norm(grads))  # type: ignore[arg-type]
         metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
-        self._refuse_nonfinite(metrics)
+        self._check_finite(metrics)
         return Gradients(grads, scale, metrics)
 
     def apply(self, gradients: Gradients) -> Metrics:
@@ -120,8 +120,8 @@ class Trainer:
         """Count a skipped update: weights and moments stay; the learning-rate schedule and the dropout seed advance."""
         self.step += 1
 
-    def _refuse_nonfinite(self, metrics: Metrics) -> None:
-        """Refuse a non-finite loss or gradient norm before the weights are changed."""
+    def _check_finite(self, metrics: Metrics) -> None:
+        """Check that loss and gradient norm are finite, before the weights are changed."""
         bad = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))}
         if bad:
             raise NumbersError(
