@@ -167,24 +167,6 @@ def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
     assert "clip_ratio/low_mean" in with_ratios
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
-@pytest.mark.parametrize("ratio", ["token", "sequence_token"])
-@pytest.mark.parametrize("advantage", [1.5, 0.0, -0.4])
-def test_at_ratio_one_all_surrogates_have_the_policy_gradient(surrogate: str, ratio: str, advantage: float) -> None:
-    """With one update per batch the loss says nothing, and the gradient is −A·∇logp whatever the surrogate."""
-    x = replace(BASE, surrogate=surrogate, ratio=ratio)
-    _, grad, _ = single(x, -2.0, advantage=advantage)
-    assert grad == pytest.approx(-advantage, abs=1e-6)
-
-
-@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.9, 4.9), (5.1, 5.0), (1e6, 5.0)])
-def test_cispo_weighs_and_never_stops(ratio: float, weight: float) -> None:
-    """The gradient is that of logp alone, times the capped ratio."""
-    value, grad, _ = single(algorithm_of(GRPOConfig("cispo")), -2.0, advantage=0.7, old_logps=-2.0 - np.log(ratio))
-    assert value == pytest.approx(weight * 0.7 * 2.0, rel=1e-5)
-    assert grad == pytest.approx(-weight * 0.7, rel=1e-5)
-
-
 def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
     x = replace(BASE, correction="token_truncate", correction_cap=9.0)
     value, grad, metric_sums = single(x, -1.0, rollout_logps=-1.0 - np.log(3.0), ref_logps=-2.0)
@@ -233,13 +215,13 @@ def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> No
 def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> None:
     """Several samples a row, one a row, and rows divided over one and four devices: one loss, one gradient."""
     x = replace(algorithm_of(GRPOConfig(name)), correction="sequence_mask")
-    step = jax.value_and_grad(partial(policy_loss, x), has_aux=True)
+    step = jax.jit(jax.value_and_grad(partial(policy_loss, x), has_aux=True))
     lengths, results = [5, 9, 3, 20, 1, 7, 2, 4], []
     for packing, devices in (("groups", 1), ("dense", 1), ("dense", 4)):
         batch = laid(groups_of, lengths, x, packing)
         mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
         placed = jax.device_put(batch, NamedSharding(mesh, Spec("fsdp")))
-        (loss, _), grad = (step if devices == 1 else jax.jit(step))(*placed)
+        (loss, _), grad = step(*placed)
         assert len(grad.devices()) == devices
         assert not np.asarray(grad)[batch[2] == 0].any()
         rows = pack(groups_of([(3, lengths)]), 64, packing=packing)  # type: ignore[arg-type]
@@ -272,18 +254,6 @@ def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callabl
         assert finished(metric_sums)["kl"] > 0.01
 
 
-def test_gspo_and_its_token_form_agree_where_advantages_do(groups_of: Callable) -> None:
-    """Zheng et al. (2025), section 4.3: with one advantage an answer both have the same value and gradient."""
-    batch = laid(groups_of, [5, 9, 3, 20])
-
-    def step(name: str) -> Any:
-        return jax.value_and_grad(partial(policy_loss, algorithm_of(GRPOConfig(name))), has_aux=True)(*batch)
-
-    ((value, _), grad), ((other, _), other_grad) = step("gspo"), step("gspo_token")
-    assert float(value) == pytest.approx(float(other), rel=1e-6)
-    np.testing.assert_allclose(grad, other_grad, rtol=1e-5, atol=1e-8)
-
-
 def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
     """No loss, no gradient, and comparisons that say nothing is wrong, whatever the model says at padding."""
     logps, entropy, segment_ids, inputs = laid(groups_of, [4])
@@ -312,10 +282,11 @@ def test_far_apart_policies_stay_finite(name: str, ratio: str) -> None:
         correction="token_truncate",
         entropy_bonus=0.1,
     )
-    for logp, old, ref in ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30)):
-        for advantage in (-3.0, 0.0, 1e-6, 2.0):
-            value, grad, metric_sums = single(
-                x, logp, advantage=advantage, old_logps=old, ref_logps=ref, rollout_logps=old
-            )
-            assert np.isfinite([value, grad]).all()
-            assert all(np.isfinite(s) for s in finished(metric_sums).values())
+    points = ((-1e3, 0.0, 0.0), (0.0, -1e3, -1e3), (-90.0, -90.0, 0.0), (-1e30, 0.0, -1e30))
+    cases = [(*point, advantage) for point in points for advantage in (-3.0, 0.0, 1e-6, 2.0)]
+    logps, old, ref, advantages = np.float32(cases).T[..., None]  # a sample in each row
+    ones = np.ones_like(logps)
+    inputs = LossInputs(advantages, ones, old, x.beta * ones, old, ref)
+    (value, metric_sums), grad = by_gradient(x, logps, ones, ones.astype(np.int32), inputs)
+    assert np.isfinite(grad).all()
+    assert np.isfinite([float(value), *finished(metric_sums).values()]).all()

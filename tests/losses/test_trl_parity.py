@@ -3,6 +3,7 @@
 Settings are TRL's; `algorithm_like` says what each is called here. Tolerances are those of float32 sums.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,6 +76,7 @@ def drawn(name: str) -> dict[str, np.ndarray]:
     return {key.removeprefix(start): value for key, value in ARRAYS.items() if key.startswith(start)}
 
 
+@functools.cache
 def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
     """Value, gradient with respect to the log-probs, and metrics: one sample a row, the whole step at once."""
     algorithm, trl, x = algorithm_like(CASES[name]), CASES[name]["settings"], drawn(name)

@@ -1,5 +1,6 @@
 """The head on a mesh: each device walks its own part of the vocabulary, and the numbers are those of one device."""
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_values_and_gradients_are_those_of_the_plain_head_in_float64(
     np.testing.assert_allclose(got[1][0], 0 * want[1][0] if frozen else want[1][0], rtol=1e-5, atol=1e-5)
 
 
+@functools.cache
 def compiled(shape: tuple[int, int], frozen: bool, vocabulary: int = 8192) -> tuple[Program, int]:
     """The gradient's program on (fsdp, tp), and its scratch memory."""
     head, width, mesh = HeadConfig(1.0, 30.0, jnp.float32, 64, 256), 32, make_mesh(shape)
