@@ -12,7 +12,9 @@ import tomllib
 import zipfile
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 
+import grimp
 import pytest
 
 import covey
@@ -50,6 +52,33 @@ def test_every_module_has_its_layer():
     outside = {"covey", "covey.__main__"}
     names = {module_name(file) for file in PACKAGE} - outside
     assert {name for name in names if not any(name == one or name.startswith(one + ".") for one in layers)} == set()
+
+
+def test_the_learner_imports_at_most_100_modules():
+    """What a program that trains has to read; `tools/package_stats.py` counts them."""
+    graph = grimp.build_graph("covey", exclude_type_checking_imports=True, cache_dir=None)
+    assert len(graph.find_upstream_modules("covey.rl.learner")) <= 100
+
+
+def test_a_member_that_is_named_exists_in_the_same_layer_or_below():
+    """The contract on imports does not see a member that a table names as "module:member"."""
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    heights = {module: height for height, line in enumerate(layers) for module in re.findall(r"[\w.]+", line)}
+
+    def height(module):
+        return next(heights[name] for name in heights if module == name or module.startswith(name + "."))
+
+    edges = {(module_name(file), name) for file in PACKAGE for name in named_members(file)}
+    assert len(edges) > 40
+    for module, name in edges:
+        assert callable(resolve_name(name)), name
+        assert height(module) <= height(name.partition(":")[0]), f"{module} names {name}"
+
+
+def named_members(file):
+    """The strings "covey.module:member" of a file of the package."""
+    texts = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+    return {text for text in texts if isinstance(text, str) and re.fullmatch(r"covey(\.\w+)+:\w+", text)}
 
 
 @pytest.mark.parametrize("file", [f for f in PACKAGE if ">>> " in f.read_text()], ids=module_name)
