@@ -28,7 +28,14 @@ from covey.packing.rows import Rows
 from covey.parallel import distributed
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
-from covey.rl.inference import InferenceWorker, RowScorer, TokenValueScorer, initial_reference, mixed, own_arrays
+from covey.rl.inference import (
+    InferenceWorker,
+    RowScorer,
+    TokenValueScorer,
+    copy_donated_arrays,
+    make_reference,
+    polyak_update,
+)
 from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
@@ -276,9 +283,9 @@ class RLCluster(Keywords):
             self.critic_trainer.skip()
 
     def update_reference(self, mixing: float) -> None:
-        """Set reference ← α·actor + (1 − α)·reference; see `inference.mixed`."""
+        """Set reference ← α·actor + (1 − α)·reference; see `inference.polyak_update`."""
         reference = self.inference.params[Role.REFERENCE]
-        self.inference.update_params(Role.REFERENCE, mixed(reference, self.program_actor, mixing))
+        self.inference.update_params(Role.REFERENCE, polyak_update(reference, self.program_actor, mixing))
 
     def sync_weights(self) -> None:
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
@@ -386,9 +393,9 @@ class RLCluster(Keywords):
         if self.inference.has(Role.REFERENCE):
             reference = self.inference.model(Role.REFERENCE)
         else:
-            reference = self.config.place(initial_reference(self._actor, config), Role.REFERENCE)
+            reference = self.config.place(make_reference(self._actor, config), Role.REFERENCE)
         self._reference_moves = bool(config.reference_every_n_updates)
-        self.inference.host(Role.REFERENCE, own_arrays(reference, self._actor, self._reference_moves))
+        self.inference.host(Role.REFERENCE, copy_donated_arrays(reference, self._actor, self._reference_moves))
 
     def _host_critic(self) -> ValueModel:
         """Return the critic that was given or a new one; the inference worker hosts it."""

@@ -264,12 +264,12 @@ OTHER_ROLES = {
 }
 
 
-def initial_reference(actor: Decoder, config: GRPOConfig) -> Decoder:
+def make_reference(actor: Decoder, config: GRPOConfig) -> Decoder:
     """Return the actor, or its base where `config` asks for it or where new adapters change nothing yet."""
     return without_lora(actor) if config.reference == "base" or not adapters_change_base(actor) else actor
 
 
-def own_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
+def copy_donated_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
     """Return `reference` with its own copy of the arrays that training `actor` will overwrite. A reference that `moves`
     has a copy of all arrays, and its adapters are merged.
     """
@@ -281,7 +281,7 @@ def own_arrays(reference: Decoder, actor: Decoder, moves: bool) -> Decoder:
     return nnx.merge(graph, jax.tree.unflatten(structure, [copies.get(i, x) for i, x in enumerate(leaves)]))
 
 
-def mixed(reference: Any, actor: Decoder, mixing: float) -> Any:
+def polyak_update(reference: Any, actor: Decoder, mixing: float) -> Any:
     """Return α·actor + (1 − α)·reference, adapters merged (Gorbatovski et al., 2024, TR-DPO, eq. 5).
 
     Args:

@@ -115,7 +115,7 @@ class Learner(Keywords, ABC):
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
-        self._refuse_threads()
+        self._check_threads()
         self.reward_fns = self._reward_fns(_only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
@@ -274,7 +274,7 @@ class Learner(Keywords, ABC):
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.prepare(total)
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
-        self._refuse_differences(loader, total)
+        self._check_same_start(loader, total)
         self.rehearse(loader.rows)
         return total
 
@@ -366,12 +366,12 @@ class Learner(Keywords, ABC):
         per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
         return per_step + 2 if self.cluster.config.runs_ahead else 0
 
-    def _refuse_threads(self) -> None:
+    def _check_threads(self) -> None:
         """Refuse to sample and train side by side on common devices in several processes: the programs of two threads
         would come in another order on each device, and wait for each other.
         """
         config = self.cluster.config
-        if distributed.count() > 1 and config.runs_ahead and not config.samples_apart:
+        if distributed.count() > 1 and config.runs_ahead and not config.has_disjoint_rollout:
             raise RecipeError(
                 f"training.queueing is async in {distributed.count()} processes, and rollout and actor share devices",
                 want="devices of its own for the rollout, and a reward model on those too",
@@ -407,7 +407,7 @@ class Learner(Keywords, ABC):
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
 
-    def _refuse_differences(self, loader: PromptLoader, total: int) -> None:
+    def _check_same_start(self, loader: PromptLoader, total: int) -> None:
         """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")

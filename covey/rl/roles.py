@@ -41,7 +41,7 @@ class Role(StrEnum):
     """A frozen model that scores completions."""
 
 
-OF_EACH_PROCESS = (Role.ROLLOUT, Role.REWARD)
+PER_PROCESS_ROLES = (Role.ROLLOUT, Role.REWARD)
 """Roles that each process plays for its own share of the prompts, on its own part of their mesh."""
 
 
@@ -64,7 +64,7 @@ class ClusterConfig(Config):
     def mesh(self, role: Role) -> Mesh | None:
         """Return the mesh of `role`, or this process's part if each process plays the role; None means one device."""
         mesh = self._named(role) or self.role_to_mesh.get(Role.ACTOR) or default_mesh()
-        return own_part(mesh) if role in OF_EACH_PROCESS and mesh and spans_processes(mesh) else mesh
+        return own_part(mesh) if role in PER_PROCESS_ROLES and mesh and spans_processes(mesh) else mesh
 
     def _named(self, role: Role) -> Mesh | None:
         if (named := self.role_to_mesh.get(role)) is None and role == Role.REWARD and jax.process_count() > 1:
@@ -77,20 +77,20 @@ class ClusterConfig(Config):
         return self.mesh(Role.ROLLOUT) == self.mesh(Role.ACTOR)
 
     @property
-    def samples_apart(self) -> bool:
+    def has_disjoint_rollout(self) -> bool:
         """Whether the roles that each process plays share no device with the others, so that a thread may sample while
         another one trains. In one process it is enough that actor and rollout have different meshes.
         """
         if jax.process_count() == 1:
             return not self.shares_weights
         used = {role: _devices(self.mesh(role)) for role in Role}
-        own = set().union(*(used[role] for role in OF_EACH_PROCESS))
-        return all(own.isdisjoint(devices) for role, devices in used.items() if role not in OF_EACH_PROCESS)
+        own = set().union(*(used[role] for role in PER_PROCESS_ROLES))
+        return all(own.isdisjoint(devices) for role, devices in used.items() if role not in PER_PROCESS_ROLES)
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a thread samples the next groups of a step while the last ones are trained on."""
-        return {"sync": False, "async": True, "auto": self.samples_apart}[self.training_config.queueing]
+        return {"sync": False, "async": True, "auto": self.has_disjoint_rollout}[self.training_config.queueing]
 
     def place(self, model: Model, role: Role) -> Model:
         """Put `model` on the mesh of `role`.
@@ -104,7 +104,7 @@ class ClusterConfig(Config):
         return place_model(model, self.mesh(role))
 
     def _check_mesh(self, role: Role) -> None:
-        if role in OF_EACH_PROCESS:
+        if role in PER_PROCESS_ROLES:
             if (named := self._named(role)) is not None:
                 refuse_mesh_of_each_process(named, self.mesh(Role.ACTOR), role)
         elif (mesh := self.mesh(role)) is not None:

@@ -37,9 +37,9 @@ from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
-from covey.run.load_model import refuse_other_weights
+from covey.run.load_model import check_same_weights
 from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
-from covey.run.settings import refuse_changed_settings, settings_of
+from covey.run.settings import check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.user_modules import check_same_modules
 from covey.run.watchdog import Watchdog
@@ -231,7 +231,7 @@ class Run(ABC, Generic[RecipeT]):
                         error.stopped.step = folder.saved
                     raise
                 except OSError:
-                    folder.refuse_replaced()
+                    folder.check_not_replaced()
                     raise
 
     @contextmanager
@@ -309,7 +309,7 @@ class Run(ABC, Generic[RecipeT]):
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
         _check_settings(self.recipe, self.folder, extra)
-        refuse_other_weights(require_entry(extra, "model", str), self.origin, self.folder.path)
+        check_same_weights(require_entry(extra, "model", str), self.origin, self.folder.path)
 
     def _restore(self) -> None:
         folder = self.folder
@@ -369,7 +369,7 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
 
 def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> None:
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
-    refuse_changed_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path, fix)
+    check_same_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path, fix)
 
 
 def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:

@@ -93,7 +93,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     if kind == "peft":
         _check_adapters(lineage, source, out)
     if kind == "gguf":
-        _refuse_processes()
+        _check_one_process()
     words = (source, str(out), kind, dtype, shard_size)
     distributed.refuse_differences("export", lambda: words, "the same command for all of them")
     check_shared_folder(out.absolute().parent)
@@ -125,7 +125,7 @@ def _mesh_over_processes() -> Mesh | None:
     return make_mesh((len(jax.devices()),), ("fsdp",)) if distributed.count() > 1 else None
 
 
-def _refuse_processes() -> None:
+def _check_one_process() -> None:
     if distributed.count() > 1:
         raise CoveyError(
             f"a GGUF file is written by one process, and there are {distributed.count()}",

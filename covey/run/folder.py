@@ -84,7 +84,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         done = self.summary or {}
         return self.last is not None and 0 < total <= self.last == done.get("steps") and "after" in done
 
-    def refuse_replaced(self) -> None:
+    def check_not_replaced(self) -> None:
         """Refuse to go on when the folder was removed or replaced."""
         if self.writes and not self.saves.holds():
             raise ResumeError(
@@ -98,7 +98,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Write the row of a step."""
         self.metrics = metrics
         if self._writer is not None:
-            self.refuse_replaced()
+            self.check_not_replaced()
             self._writer.step(metrics)
 
     def write_samples(self, step: int, groups: Iterable[Group]) -> None:
@@ -119,7 +119,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         if self.writes:
-            self.refuse_replaced()
+            self.check_not_replaced()
             write_summary(self.path, summary)
 
     def update_recipe(self, recipe: Recipe | SFTRecipe) -> None:
@@ -131,7 +131,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any], score: float | None) -> None:
         """Start writing a checkpoint, after the lines before it are on the disk."""
-        self.refuse_replaced()
+        self.check_not_replaced()
         if self._writer is not None:
             self._writer.sync()
         self.saves.save(step, state, extra, score=score)
@@ -173,7 +173,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, step_files: Sequence[str]) -> Iterator[RunFolder]:
     """Open the folder of a run to resume it; `step_files` are as for `RunFolder`."""
     with Checkpointer(folder_below(out.absolute(), CHECKPOINTS), recipe.training.max_to_keep) as saves:
-        _refuse_moved_checkpoints(saves, recipe)
+        _check_checkpoint_path(saves, recipe)
         with RunFolder(out, saves, resuming=True, step_files=step_files) as folder:
             yield folder
 
@@ -184,7 +184,7 @@ def _address(path: Path, recipe: Recipe | SFTRecipe) -> str:
     return base and f"{base}/{path.name}"
 
 
-def _refuse_moved_checkpoints(saves: Checkpointer, recipe: Recipe | SFTRecipe) -> None:
+def _check_checkpoint_path(saves: Checkpointer, recipe: Recipe | SFTRecipe) -> None:
     """Refuse another place of the checkpoints than the run began with."""
     began, wanted = saves.address.rpartition("/")[0], recipe.training.checkpoint_path.rstrip("/")
     if began != wanted:

@@ -43,7 +43,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     Each of several processes samples and evaluates its share of the prompts, with a copy of the model on its devices.
     """
     held_out = data_source.load(recipe.data).test
-    refuse_other_inputs(recipe, held_out)
+    check_same_inputs(recipe, held_out)
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
@@ -69,7 +69,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     return evaluation.summary()
 
 
-def refuse_other_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
+def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
     """Refuse processes that evaluate by another recipe, or on other data, than process 0.
 
     Raises:

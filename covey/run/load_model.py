@@ -140,7 +140,7 @@ def with_digest(origin: str) -> str:
     return f"{origin}, sha256 {cache.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
 
 
-def refuse_other_weights(then: str, now: str, where: Path, role: str = "") -> None:
+def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None:
     """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
 
     Weights at a path are compared by content, whatever the path. If the run recorded only their path, the path is
@@ -209,6 +209,6 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
         step = distributed.agreed(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
-    refuse_other_weights(require_entry(extra, "model", str), base, folder)
+    check_same_weights(require_entry(extra, "model", str), base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin

@@ -40,7 +40,7 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import fit_to_recipe
-from covey.run.load_model import decoder_options, load_for, refuse_other_weights, with_digest
+from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -166,7 +166,7 @@ class RLRun(Run[Recipe]):
             if then is None:
                 log.warning(f"the run did not record its {role}: assuming that the one at {now} is the same")
             elif role in then:
-                refuse_other_weights(then[role], now, self.folder.path, role)
+                check_same_weights(then[role], now, self.folder.path, role)
 
 
 def load_value_models(

@@ -48,7 +48,7 @@ def with_earlier_values(recipe: Recipe, saved: Settings) -> Recipe:
     return recipe
 
 
-def refuse_changed_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> None:
+def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> None:
     """Refuse to resume the run at `folder`, saved with the settings `saved`, with settings `now` that make it another
     run; report the other differences. A setting that `saved` lacks had its default, or the earlier value. The error
     names `fix`, or what to do on the command line.

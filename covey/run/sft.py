@@ -24,8 +24,8 @@ from covey.run.base import Run, RunResources
 from covey.run.inference import (
     answer_examples,
     answering_worker,
+    check_same_inputs,
     console_of_process,
-    refuse_other_inputs,
     select_answerable,
 )
 from covey.run.load_model import available_mesh, load_for
@@ -52,7 +52,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     on its devices.
     """
     held_out = SFTRun.load_data(recipe).test
-    refuse_other_inputs(recipe, held_out)
+    check_same_inputs(recipe, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
         model, tokenizer, origin = load_for(recipe, mesh, source)

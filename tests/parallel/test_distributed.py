@@ -283,7 +283,7 @@ def test_a_thread_that_samples_on_the_actors_devices_is_refused_in_several_proce
         learner = object.__new__(GRPOLearner)
         learner.cluster = SimpleNamespace(config=config)  # type: ignore[assignment]
         try:
-            learner._refuse_threads()
+            learner._check_threads()
             found[count, queueing, place[0].id] = config.runs_ahead
         except RecipeError as error:
             found[count, queueing, place[0].id] = error

@@ -28,7 +28,7 @@ from covey.rl.learner import Learner
 from covey.rl.roles import Role
 from covey.run import inference
 from covey.run.inference import sample_training_prompts
-from covey.run.load_model import available_mesh, load_source, refuse_other_weights
+from covey.run.load_model import available_mesh, check_same_weights, load_source
 from covey.run.rl import RLRun, role_meshes
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
@@ -318,7 +318,7 @@ ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
 )
 def test_which_weights_continue_a_run(then: str, now: str, accepted: bool) -> None:
     if accepted:
-        refuse_other_weights(then, now, Path("run"))
+        check_same_weights(then, now, Path("run"))
         return
     with pytest.raises(ResumeError, match=re.escape(repr(then))):
-        refuse_other_weights(then, now, Path("run"))
+        check_same_weights(then, now, Path("run"))

@@ -12,7 +12,7 @@ from covey.config.base import OnResume, leaves, on_resume
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.display import show_log
 from covey.errors import ResumeError
-from covey.run.settings import refuse_changed_settings, settings_of
+from covey.run.settings import check_same_settings, settings_of
 
 RL = recipe.load("quickstart", ["seed=7", "model.lora.rank=4"])
 SFT = recipe.load("sft-arithmetic", ["seed=7"], SFTRecipe)
@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("ready", [RL, SFT], ids=["rl", "sft"])
 def told(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     said: list[str] = []
     with show_log(info=said.append, warning=said.append):
-        refuse_changed_settings(then, now, Path("run"))
+        check_same_settings(then, now, Path("run"))
     return said
 
 
