@@ -95,8 +95,8 @@ class RLCluster(Keywords):
         environments: ResponderFactory | None = None,
     ):
         self.config = cluster_config or ClusterConfig()
-        given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
-        models, tokenizer_of_source = load_models(given, self.config)
+        sources = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
+        models, tokenizer_of_source = load_models(sources, self.config)
         if (tokenizer := tokenizer or tokenizer_of_source) is None:
             raise RecipeError("RLCluster got a model but no tokenizer", fix="pass tokenizer=", where="RLCluster")
         on_devices = {role: self.config.place(model, role) for role, model in models.items() if model is not None}
@@ -148,8 +148,8 @@ class RLCluster(Keywords):
         """
         _check_load_keywords({"lora": lora, **options})
         config = cluster_config or ClusterConfig()
-        given = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
-        models, tokenizer_of_source = load_models(given, config, **options)
+        sources = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
+        models, tokenizer_of_source = load_models(sources, config, **options)
         tokenizer = tokenizer or tokenizer_of_source
         if lora is not None:
             models[Role.ACTOR] = with_lora(models[Role.ACTOR], lora, seed=config.rollout_config.seed)

@@ -98,9 +98,11 @@ def evaluate(
     chosen = list(examples[: config.prompts or None])
 
     def evaluate_preset(preset: Any) -> Evaluation:
-        how = evaluation_rollout(replace(config, preset=preset), rollout)
+        sampling = evaluation_rollout(replace(config, preset=preset), rollout)
         start, local = distributed.share(chosen)
-        groups = model.generate(local, config.samples, step=EVALUATION_STEP, first=start, config=how, progress=progress)
+        groups = model.generate(
+            local, config.samples, step=EVALUATION_STEP, first=start, config=sampling, progress=progress
+        )
         return evaluate_groups(groups, config, reward_fns, weights, runner)
 
     first, *others = PRESETS if config.preset == "all" else (config.preset,)

@@ -4,6 +4,7 @@ functions between them that need no model.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ class RolloutBatch:
 
     Attributes:
         groups: all sampled groups, also those that dynamic sampling replaced; advantages are 0.
-        kept: indices of the groups to train on, in the order of the training; None for all.
+        indices: indices of the groups to train on, in the order of the training; None for all.
         stats: statistics of the sampler.
         rounds: number of rounds of dynamic sampling in which prompts were replaced.
         replaced: number of prompts sampled in place of others whose groups have equal rewards.
@@ -76,7 +77,7 @@ class RolloutBatch:
     """
 
     groups: list[Group]
-    kept: list[int] | None = None
+    indices: list[int] | None = None
     stats: SamplerStats = field(default_factory=SamplerStats)
     rounds: int = 0
     replaced: int = 0
@@ -86,14 +87,17 @@ class RolloutBatch:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def indices(self) -> list[int]:
-        """Indices of the groups to train on."""
-        return list(range(len(self.groups))) if self.kept is None else self.kept
-
-    @property
     def trained(self) -> list[Group]:
         """Groups to train on."""
-        return [self.groups[index] for index in self.indices]
+        return self.groups if self.indices is None else [self.groups[index] for index in self.indices]
+
+    def with_advantages(self, trained: Sequence[Group]) -> "RolloutBatch":
+        """Return the rollout with `trained` in the places of the groups to train on."""
+        groups = list(self.groups)
+        indices = range(len(groups)) if self.indices is None else self.indices
+        for index, group in zip(indices, trained, strict=True):
+            groups[index] = group
+        return replace(self, groups=groups)
 
     def joined(self, other: "RolloutBatch") -> "RolloutBatch":
         """Return all groups of both, and the sums of what was counted."""
@@ -178,18 +182,15 @@ class StepStats:
 
     def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
         """Add a rollout, whose groups to train on are `trained` since they have advantages."""
-        groups = list(rollout.groups)
-        for index, group in zip(rollout.indices, trained, strict=True):
-            groups[index] = group
-        self.rollout = self.rollout.joined(replace(rollout, groups=groups))
+        self.rollout = self.rollout.joined(rollout.with_advantages(trained))
         self.clock.add(rollout.seconds)
 
 
 def gather_step_stats(stats: StepStats) -> StepStats:
     """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
-    own = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
-    sampler, failed, dropped, seconds = zip(*distributed.gathered(own, "step"), strict=True)
-    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for one in seconds for phase in one}
+    local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
+    sampler, failed, dropped, seconds = zip(*distributed.gathered(local, "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
     rollout = replace(
         stats.rollout, stats=sum(sampler, SamplerStats()), failed=_sum_by_name(*failed), dropped=sum(dropped)
     )
@@ -197,7 +198,7 @@ def gather_step_stats(stats: StepStats) -> StepStats:
 
 
 def _sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: sum(each.get(name, 0) for each in counts) for one in counts for name in one}
+    return {name: sum(each.get(name, 0) for each in counts) for name in dict.fromkeys(chain(*counts))}
 
 
 class PackedGroups:

@@ -102,14 +102,16 @@ def turn_advantages(
         penalties: what is subtracted from the reward of each token, one array per completion.
     """
     weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
-    given = penalties or [np.zeros(n) for n in x.lengths]
+    subtracted = penalties or [np.zeros(n) for n in x.lengths]
     tables, index = [np.zeros((0, x.rewards.shape[1]))], 0
     for group, totals in zip(x.groups, x.rewards, strict=True):
         rewards = [
             turn_rewards(c, total, weight, penalty)
-            for c, total, penalty in zip(group.completions, totals, given[index:], strict=False)
+            for c, total, penalty in zip(group.completions, totals, subtracted[index:], strict=False)
         ]
-        tables.append(_by_turn([turn_returns(one, algorithm.turn_gamma) for one in rewards], x.rewards.shape[1]))
+        tables.append(
+            _by_turn([turn_returns(of_turns, algorithm.turn_gamma) for of_turns in rewards], x.rewards.shape[1])
+        )
         index += len(rewards)
     computed = compute(np.concatenate(tables)).astype(np.float32)
     of_groups = np.split(computed, np.cumsum([len(table) for table in tables[1:]])[:-1])
@@ -138,8 +140,8 @@ def turn_rewards(
     ends, episode = _turn_ends(completion), completion.episode
     rewards = np.zeros(len(ends))
     if episode is not None and episode.reward is not None:
-        own = episode.turn_rewards[: len(ends)]
-        rewards[: len(own)] = weight * np.array(own)
+        of_turns = episode.turn_rewards[: len(ends)]
+        rewards[: len(of_turns)] = weight * np.array(of_turns)
     rewards[-1] += total - rewards.sum()
     rewards -= [penalty[start:end].sum() for start, end in pairwise([0, *ends])]
     return rewards if not np.isnan(total) else np.full(len(ends), np.nan)
@@ -159,8 +161,8 @@ def _turn_of_tokens(completion: Completion) -> np.ndarray:
 def _by_turn(returns: Sequence[Float[np.ndarray, "K"]], size: int) -> Float[np.ndarray, "K G"]:
     """Return the returns of a group's episodes by turn, NaN where an episode has no such turn, for `size` episodes."""
     table = np.full((max(map(len, returns)), size), np.nan)
-    for number, one in enumerate(returns):
-        table[: len(one), number] = one
+    for number, of_turns in enumerate(returns):
+        table[: len(of_turns), number] = of_turns
     return table
 
 

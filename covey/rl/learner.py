@@ -196,17 +196,18 @@ class Learner(Keywords, ABC):
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
         whatever the slices and shares.
         """
-        start, own = distributed.share(prompts.examples)
+        start, local = distributed.share(prompts.examples)
         groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
         with clock("rollout"):
             first = prompts.first + start
-            for part in slices(own, self.sizes.rollout):
+            for part in slices(local, self.sizes.rollout):
                 groups += self.cluster.generate(part, self.config.num_generations, step=prompts.step, first=first)
                 first += len(part)
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
-        kept = groups if self.algorithm.needs_critic else [group for group in groups if len(group.completions) > 1]
-        return RolloutBatch(kept, stats=stats, dropped=len(groups) - len(kept), seconds=clock.seconds)
+        comparable = [g for g in groups if self.algorithm.needs_critic or len(g.completions) > 1]
+        dropped = len(groups) - len(comparable)
+        return RolloutBatch(comparable, stats=stats, dropped=dropped, seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
@@ -231,8 +232,8 @@ class Learner(Keywords, ABC):
             missing = max(wanted - len(differing), 0)
             may_go_on = missing and rollout.rounds + 1 < self.algorithm.max_sampling_rounds
             if not may_go_on or not (fresh := next_prompts(missing)):
-                kept = differing + tied[:missing]
-                return replace(rollout, kept=kept, tied=missing, replaced=num_sampled - wanted)
+                indices = differing + tied[:missing]
+                return replace(rollout, indices=indices, tied=missing, replaced=num_sampled - wanted)
             more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
             rollout = replace(rollout.joined(self.score(self.sample(more))), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
@@ -379,8 +380,8 @@ class Learner(Keywords, ABC):
                 where="training.queueing",
             )
 
-    def _reward_fns(self, given: RewardFns) -> list[RewardFn]:
-        several = [given] if callable(given) or isinstance(given, str) else given
+    def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
+        several = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else reward_fns
         functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
         if (environments := self.cluster.rollout.environments) is not None and environments.scores:
             functions.insert(0, environment_reward(environments.name))
@@ -446,8 +447,8 @@ class Learner(Keywords, ABC):
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
         if held_out is not None and record.due(self.cluster.config.training_config.eval_every_n_steps):
             self.on_phase("evaluate")
-            found = self.evaluate(held_out).summary()
-            record.metrics.update({f"eval/{name}": float(value) for name, value in found.items() if value is not None})
+            summary = self.evaluate(held_out).summary()
+            record.metrics.update({f"eval/{name}": float(x) for name, x in summary.items() if x is not None})
         self.history.rows.append(record.metrics)
         for observer in self.observers:
             observer(record)
@@ -522,5 +523,5 @@ class FailureCounts:
 def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:
     if reward_fns is not None and reward_funcs is not None:
         raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
-    given = reward_funcs if reward_fns is None else reward_fns
-    return () if given is None else given
+    chosen = reward_funcs if reward_fns is None else reward_fns
+    return () if chosen is None else chosen

@@ -67,8 +67,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         scored = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
-    kept = np.concatenate([_kept_mass(c) for g in groups for c in g.completions])
-    metrics |= {"sampling/mass_kept": float(kept.mean())} if kept.size else {}
+    mass = np.concatenate([_kept_mass(c) for g in groups for c in g.completions])
+    metrics |= {"sampling/mass_kept": float(mass.mean())} if mass.size else {}
     completions = [c for g in groups for c in g.completions]
     return metrics | episode_metrics([(c, c.episode) for c in completions if c.episode is not None])
 
@@ -77,11 +77,13 @@ def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str,
     """Compute turns, branches, tokens, seconds and tool calls of completions in an environment; nothing for none."""
     if not episodes:
         return {}
-    calls, failures = (sum(getattr(one, name) for _, one in episodes) for name in ("tool_calls", "tool_failures"))
+    calls, failures = (
+        sum(getattr(episode, name) for _, episode in episodes) for name in ("tool_calls", "tool_failures")
+    )
     branches = [len(c.branches) for c, _ in episodes if c.branches is not None]
-    found = {"env/branches": float(np.mean(branches))} if branches else {}
-    found |= _own_numbers([episode.numbers for _, episode in episodes])
-    return found | {
+    return {
+        **({"env/branches": float(np.mean(branches))} if branches else {}),
+        **_own_numbers([episode.numbers for _, episode in episodes]),
         "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
         "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
         "env/done": float(np.mean([episode.done for _, episode in episodes])),
@@ -105,15 +107,17 @@ def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     combine = {"min": np.min, "max": np.max}
     values = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
-    return {name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)(found)) for name, found in values.items()}
+    return {
+        name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)(of_updates)) for name, of_updates in values.items()
+    }
 
 
 def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
     """Return the metrics of dynamic sampling: prompt batches sampled, groups replaced, and tied groups kept when the
     budget was spent.
     """
-    found = {"rounds": rounds, "replaced": replaced, "tied": tied}
-    return {f"dynamic_sampling/{name}": float(value) for name, value in found.items()}
+    counts = {"rounds": rounds, "replaced": replaced, "tied": tied}
+    return {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
 
 def work_metrics(
@@ -133,8 +137,8 @@ def work_metrics(
 
 def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
     """Compute the probability mass that truncation kept, at each sampled token of the completion."""
-    kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
-    return kept if completion.mask is None else kept[completion.mask]
+    mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
+    return mass if completion.mask is None else mass[completion.mask]
 
 
 def _distinct_share(group: Group) -> float:

@@ -84,8 +84,8 @@ class ClusterConfig(Config):
         if jax.process_count() == 1:
             return not self.shares_weights
         used = {role: _devices(self.mesh(role)) for role in Role}
-        own = set().union(*(used[role] for role in PER_PROCESS_ROLES))
-        return all(own.isdisjoint(devices) for role, devices in used.items() if role not in PER_PROCESS_ROLES)
+        local = set().union(*(used[role] for role in PER_PROCESS_ROLES))
+        return all(local.isdisjoint(devices) for role, devices in used.items() if role not in PER_PROCESS_ROLES)
 
     @property
     def runs_ahead(self) -> bool:

@@ -45,8 +45,8 @@ def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
         RecipeError: sizes are below 1 or above the step; one error lists them all, each with its arithmetic.
     """
     step = training.prompts_per_step
-    given = {stage: getattr(training, f"{stage}_micro_batch_size") for stage in STAGES}
-    sizes = {stage: step if size is None else size for stage, size in given.items()}
+    settings = {stage: getattr(training, f"{stage}_micro_batch_size") for stage in STAGES}
+    sizes = {stage: step if size is None else size for stage, size in settings.items()}
     bad = {stage: size for stage, size in sizes.items() if not 1 <= size <= step}
     raise_together([_size_error(stage, size, step, num_generations) for stage, size in bad.items()])
     return StageSizes(**sizes)

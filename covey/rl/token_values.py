@@ -162,9 +162,9 @@ class Shown(NamedTuple):
 def longest_shown(config: RolloutConfig, num_generations: int, row_length: int) -> Rows:
     """Return the rows of the completions that are scored where prompt and completions are as long as they may be."""
     tokens, none = np.zeros(config.max_new_tokens, np.int32), np.zeros(0, np.float32)
-    one = Completion(tokens, none, none, FinishReason.LENGTH)
+    completion = Completion(tokens, none, none, FinishReason.LENGTH)
     prompt = np.zeros(config.max_prompt_length, np.int32)
-    return choose(Group("", prompt, (one,) * num_generations), row_length).rows
+    return choose(Group("", prompt, (completion,) * num_generations), row_length).rows
 
 
 def choose(group: Group, row_length: int, one_length: bool = False) -> Shown:

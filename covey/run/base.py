@@ -265,8 +265,8 @@ class Run(ABC, Generic[RecipeT]):
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
         self.findings.end()
-        report = self.folder.given / REPORT if self.reports.write() else ""
-        self.progress.done(summary, self.folder.given, report, chat=not is_from_python(self.recipe))
+        report = self.folder.path_as_given / REPORT if self.reports.write() else ""
+        self.progress.done(summary, self.folder.path_as_given, report, chat=not is_from_python(self.recipe))
         return summary
 
     def _begin_summary(self) -> dict[str, Any]:
@@ -280,9 +280,9 @@ class Run(ABC, Generic[RecipeT]):
         }
 
     def write(self, record: StepRecord) -> None:
-        """Write a step's metrics to the folder and to the trackers."""
+        """Write a step to the folder, and its metrics to the trackers."""
         record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
-        self.folder.write_metrics(record.metrics)
+        self.folder.write_step(record)
         self.resources.trackers.log(record.step, record.metrics)
 
     def after_step(self, record: StepRecord) -> None:
@@ -387,8 +387,8 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:
-    command = f"{COMMANDS[recipe.method]} --resume {folder.given} --max-steps MORE"
-    longer = f"{command}; to evaluate: covey eval {folder.given}"
+    command = f"{COMMANDS[recipe.method]} --resume {folder.path_as_given} --max-steps MORE"
+    longer = f"{command}; to evaluate: covey eval {folder.path_as_given}"
     if is_from_python(recipe):
         longer = "make a new learner with a larger max_steps, and give it the same out"
     progress.message(f"this run is finished: it has made its {folder.last} steps")

@@ -67,8 +67,8 @@ class Lineage:
         """Repository of the base on the hub, `org/name`; None when it is a path."""
         if self.base in sources.NAMED_MODELS:
             return sources.NAMED_MODELS[self.base].repo
-        found = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
-        return found[1] if found else None
+        match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
+        return match[1] if match else None
 
     def origin(self) -> str | None:
         """Exact weights of the base, where they are public: one name may stand for several versions."""
@@ -306,5 +306,5 @@ def _hub_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
-        told = f"{what} failed: {type(error).__name__}: {reason:.300}"
-        raise CoveyError(told, fix="check the name, your right to write there, and the network") from error
+        message = f"{what} failed: {type(error).__name__}: {reason:.300}"
+        raise CoveyError(message, fix="check the name, your right to write there, and the network") from error

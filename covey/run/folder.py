@@ -24,13 +24,14 @@ from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import check_no_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
+from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
 from covey.parallel import distributed
 from covey.parallel.checks import versions
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import claim, release
-from covey.types import Group, TokenValues
+from covey.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     Attributes:
         path: the absolute path, because a reward function may change the working directory.
-        given: the path as the user wrote it.
+        path_as_given: the path as the user wrote it.
         writes: whether this process writes.
         last: step of the last checkpoint at the start; None when there is none.
         resume_at: step that the run resumes from; None for a new run.
@@ -59,7 +60,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     """
 
     def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, step_files: Sequence[str] = ()):
-        self.path, self.given, self.saves, self.resuming = out.absolute(), out, saves, resuming
+        self.path, self.path_as_given, self.saves, self.resuming = out.absolute(), out, saves, resuming
         self.writes = distributed.is_first()
         self.last = distributed.agreed(saves.latest(), "last checkpoint")
         self.saved = self.last if resuming else None
@@ -94,22 +95,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 where=str(self.path),
             )
 
-    def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Write the row of a step."""
-        self.metrics = metrics
+    def write_step(self, record: StepRecord) -> None:
+        """Write the row of a step, its completions and its token values."""
+        self.metrics = record.metrics
         if self._writer is not None:
             self.check_not_replaced()
-            self._writer.step(metrics)
-
-    def write_samples(self, step: int, groups: Iterable[Group]) -> None:
-        """Write the completions of a step."""
-        if self._writer is not None:
-            self._writer.samples(step, groups)
-
-    def write_token_values(self, step: int, values: Iterable[TokenValues]) -> None:
-        """Write the token values of a step."""
-        if self._writer is not None:
-            self._writer.token_values(step, values)
+            self._writer.step(record.metrics)
+            self._writer.samples(record.step, record.groups)
+            self._writer.token_values(record.step, record.token_values)
 
     def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
         """Write the completions of the evaluation `name`, and which of them are right."""
@@ -153,7 +146,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     check_not_url(out)
     text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
     check_no_secrets(text)
-    made = writes and claim(path, CHECKPOINTS)
+    claimed = writes and claim(path, CHECKPOINTS)
     with Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, address=_address(path, recipe)) as saves:
         if writes:
             replace_file(path / RECIPE, text.encode())
@@ -165,7 +158,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
             stepped = folder is not None and folder.metrics  # even if the files were lost since
             if saves.holds() and not (stepped or (path / BAD).exists()):
                 saves.release()
-                release(path, made)
+                release(path, claimed)
             raise
 
 
@@ -209,7 +202,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         content = file.read()
     try:
         summary = json.loads(content)
-        wrong = _unlike_a_summary(summary)
+        wrong = _find_fault(summary)
     except (ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong:
@@ -222,11 +215,11 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return dict(summary)
 
 
-def _unlike_a_summary(found: Any) -> str:
+def _find_fault(summary: Any) -> str:
     """Explain why JSON is not a valid summary of a run, as far as it is used; empty when it is."""
-    if not isinstance(found, dict) or not isinstance(found.get("before", ""), dict | None):
+    if not isinstance(summary, dict) or not isinstance(summary.get("before", ""), dict | None):
         return "it is no mapping with the figures under before"
-    figures = found["before"] or {}
+    figures = summary["before"] or {}
     strange = [name for name, value in figures.items() if isinstance(value, bool) or not isinstance(value, Figure)]
     return f"before.{strange[0]} is {figures[strange[0]]!r}, which is no number" if strange else ""
 
@@ -236,17 +229,20 @@ Figure = int | float | None
 
 
 def describe_environment() -> dict[str, str]:
-    """Return names and texts; nothing in them names the machine or its user."""
+    """Describe software and devices by name; no text names the machine or its user."""
     devices = jax.devices()
-    found = {"covey": __version__, "commit": _commit(), **versions(), "python": platform.python_version()}
-    found |= {
+    described = {
+        "covey": __version__,
+        "commit": _commit(),
+        **versions(),
+        "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})",
         "processes": str(jax.process_count()),
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in described.items() if text}
 
 
 def _commit() -> str:

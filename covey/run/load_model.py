@@ -159,14 +159,14 @@ def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None
 
 
 def _is_same_local(then: str, now: str) -> bool:
-    begun, found = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
-    if begun is None or found is None or begun["adapter"] != found["adapter"]:
+    first, second = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
+    if first is None or second is None or first["adapter"] != second["adapter"]:
         return False
-    if begun["digest"] is None and begun["path"] == found["path"]:
+    if first["digest"] is None and first["path"] == second["path"]:
         recorded = "the run recorded the path of its weights and no digest"
-        log.warning(f"{recorded}: assuming that those at {found['path']} are the same")
+        log.warning(f"{recorded}: assuming that those at {second['path']} are the same")
         return True
-    return begun["digest"] == found["digest"]
+    return first["digest"] == second["digest"]
 
 
 def use_compilation_cache() -> None:

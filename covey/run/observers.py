@@ -77,7 +77,7 @@ class CompileCounter:
         self._seconds, self._new = 0.0, Counter()
         self._last.append(new)
         self._steps += 1
-        compiling = sum(bool(found) for found in self._last)
+        compiling = sum(bool(programs) for programs in self._last)
         if self._steps >= WARM_UP_STEPS + LOOK_BACK and compiling > LOOK_BACK / 2 and not self._warned:
             self._warned = True
             counts = sum(self._last, Counter[str]())
@@ -156,7 +156,7 @@ class ReportWriter:
         except Exception as error:  # a report is a by-product, and the run goes on without it
             failure = f"{REPORT} could not be written: {type(error).__name__}: {error}"
             if failure != self._failure:
-                log.warning(f"{failure}; the run goes on, and covey report {self._folder.given} tries again")
+                log.warning(f"{failure}; the run goes on, and covey report {self._folder.path_as_given} tries again")
             self._failure = failure
             return False
         finally:
@@ -170,7 +170,7 @@ class ReportWriter:
 def memory_in_use() -> int:
     """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
     stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
-    used = [int(found["bytes_in_use"]) for found in stats if found and "bytes_in_use" in found]
+    used = [int(each["bytes_in_use"]) for each in stats if each and "bytes_in_use" in each]
     return max(used) if used else int(psutil.Process().memory_info().rss)
 
 

@@ -129,6 +129,7 @@ def _files(*optional: str) -> list[str]:
     return [f"{file.name}/" if file.is_folder else file.name for file in written]
 
 
-def preview_to_json(found: Preview) -> dict[str, Any]:
+def preview_to_json(preview: Preview) -> dict[str, Any]:
     """Return a preview as JSON-serialisable values."""
-    return vars(found) | {"tokens": list(found.tokens), "unfit": dict(found.unfit), "budget": dict(found.budget)}
+    lists = {"tokens": list(preview.tokens), "unfit": dict(preview.unfit), "budget": dict(preview.budget)}
+    return vars(preview) | lists

@@ -137,12 +137,6 @@ class RLRun(Run[Recipe]):
         self.learner.rehearse(self.loader.rows)
         return super()._evaluate_before()
 
-    def write(self, record: StepRecord) -> None:
-        """Write a step's metrics, completions and token values to the folder."""
-        super().write(record)
-        self.folder.write_samples(record.step, record.groups)
-        self.folder.write_token_values(record.step, record.token_values)
-
     def show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics, _lines(record.groups))
 

@@ -78,11 +78,11 @@ def _describe(name: str, saved: Settings, now: Settings) -> str:
 
 def _earlier_values(saved: Settings, now: Settings) -> Settings:
     """Return the earlier values that the run continues with, and report each."""
-    found = {name: earlier.value for name, earlier in BEFORE_IT_EXISTED.items() if name not in saved}
-    found = {name: value for name, value in found.items() if now.get(name) == value}
-    for name, value in found.items():
+    values = {name: earlier.value for name, earlier in BEFORE_IT_EXISTED.items() if name not in saved}
+    values = {name: value for name, value in values.items() if now.get(name) == value}
+    for name, value in values.items():
         log.warning(f"this run is older than the setting {name}, and continues with {value}, as it began")
-    return found
+    return values
 
 
 @dataclass(frozen=True)
