@@ -239,6 +239,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
     settings = [f"{name}={place}" for name, place in models.items()]
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
+    settings.append("grpo.reward_weights=[1, 0.5, 2]")  # the last is the weight of the reward model
     settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
     monkeypatch.setattr(Learner, "train", one_more_step)
     monkeypatch.setattr(RLRun, "step_files", ())

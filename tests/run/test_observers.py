@@ -165,7 +165,7 @@ def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> 
 @pytest.fixture
 def folder(tmp_path: Path) -> Any:
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart")))
-    return SimpleNamespace(path=tmp_path, given=Path("runs/a"), writes=True)
+    return SimpleNamespace(path=tmp_path, path_as_given=Path("runs/a"), writes=True)
 
 
 @pytest.fixture
