@@ -78,13 +78,13 @@ def check_not_url(folder: str | Path) -> None:
     Raises:
         CoveyError: it is one; the error tells the way round.
     """
-    found = re.match(r"([a-z][a-z0-9]+):/", str(folder))
-    if found is None:
+    scheme = re.match(r"([a-z][a-z0-9]+):/", str(folder))
+    if scheme is None:
         return
-    tools = {"s3": "mount-s3 or s3fs", "gs": "gcsfuse"}.get(found[1], "its file system driver")
-    alone = "; --training.checkpoint-path puts the checkpoints alone there" if found[1] == "gs" else ""
+    tools = {"s3": "mount-s3 or s3fs", "gs": "gcsfuse"}.get(scheme[1], "its file system driver")
+    alone = "; --training.checkpoint-path puts the checkpoints alone there" if scheme[1] == "gs" else ""
     raise CoveyError(
-        f"run folders are not written to {found[1]}:// addresses",
+        f"run folders are not written to {scheme[1]}:// addresses",
         want="a folder; for several machines one that all of them share",
         fix=f"mount the bucket ({tools}) and name the mounted folder, or copy whole steps from a local folder{alone}",
         where=str(folder),
@@ -208,11 +208,11 @@ def replace_file(file: Path, data: bytes, durable: bool = True) -> None:
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of a killed process with the same number
-    with open_below(file.parent, temporary.name, "xb") as draft:
-        draft.write(data)
-        draft.flush()
+    with open_below(file.parent, temporary.name, "xb") as file_object:
+        file_object.write(data)
+        file_object.flush()
         if durable:
-            os.fsync(draft.fileno())
+            os.fsync(file_object.fileno())
     os.replace(temporary, file)
 
 

@@ -237,12 +237,12 @@ def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
     from covey.train.storage import make_folder
 
     out = new_run_folder(recipe)
-    while not (made := make_folder(out.absolute())) and recipe.out is None:
+    while not (created := make_folder(out.absolute())) and recipe.out is None:
         out = new_run_folder(recipe)
-    place = out.absolute()  # a reward function may change the working directory meanwhile
+    path = out.absolute()  # a reward function may change the working directory meanwhile
     try:
         yield out
     finally:
-        if made:
+        if created:
             with suppress(OSError):  # not empty
-                place.rmdir()
+                path.rmdir()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from covey.cli.parse import Line
 from covey.display import echo, make_console, printable
@@ -28,10 +28,10 @@ def compare(line: Line) -> None:
     settings = {row["name"]: row["values"] for row in settings_table(runs) if row["differs"]}
     results = results_table(runs)
     if "--json" in line.options:
-        figures = {name: [one and one._asdict() for one in row] for name, row in results.items()}
+        figures = {name: [figure and figure._asdict() for figure in row] for name, row in results.items()}
         states = [run.state for run in runs]
-        found: dict[str, Any] = {"runs": line.arguments, "states": states}
-        print(json.dumps(found | {"settings": settings, "results": figures}))
+        result = {"runs": line.arguments, "states": states, "settings": settings, "results": figures}
+        print(json.dumps(result))
         return
     _print(runs, settings, results)
 

@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     """Subject of a check, its result, and the fix (empty when all is well)."""
 
     subject: str
-    found: str
+    result: str
     fix: str = ""
 
 
@@ -33,7 +33,7 @@ def doctor(line: Line) -> int:
     for check in CHECKS:
         for finding in check():
             mark = Text("warn", "yellow") if finding.fix else Text("ok  ", "green")
-            console.print(Text.assemble(mark, f"  {finding.subject:<10} {finding.found}"), soft_wrap=True)
+            console.print(Text.assemble(mark, f"  {finding.subject:<10} {finding.result}"), soft_wrap=True)
             if finding.fix:
                 console.print(Text(f"{'':<17}fix: {finding.fix}"), soft_wrap=True)
             works = works and not (finding.subject == "jax" and finding.fix)
@@ -81,8 +81,8 @@ def _jax() -> Iterator[Finding]:
     yield Finding("jax", f"{jax.__version__}, {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
     for name in ("float32", "bfloat16"):
         try:
-            one = jnp.ones((8, 8), name)
-            right = float(jnp.matmul(one, one, preferred_element_type=jnp.float32)[0, 0]) == 8.0
+            ones = jnp.ones((8, 8), name)
+            right = float(jnp.matmul(ones, ones, preferred_element_type=jnp.float32)[0, 0]) == 8.0
         except Exception as error:  # an unsupported type is a finding, whatever exception it raises
             yield Finding(name, f"not supported: {error}", f"do not set model.dtype {name}")
         else:

@@ -4,9 +4,9 @@ Nothing is written and no update is made; of the model a dry run reads only the 
 """
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from covey.cli.checks import check_run, check_source, new_run_folder
 from covey.cli.parse import Line, missing_argument
@@ -39,21 +39,19 @@ def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
     loaded = recipe.load(source, line.settings, kind)
     check_run(loaded)
     out = new_run_folder(loaded)
-    resolved = list(resolve_settings(loaded, recipe.places_of(source, line.settings)))
-    outline, found = _look_ahead(loaded)
+    settings = list(resolve_settings(loaded, recipe.places_of(source, line.settings)))
+    outline, preview = _look_ahead(loaded)
     if "--json" in line.options:
         from covey.run.preview import preview_to_json
 
-        listed = [one._asdict() for one in resolved]
-        held = {"bytes": outline.memory["actor"], "what": LIMITS, "left_out": outline.left_out}
-        held |= {"bytes_of_rollout": outline.memory["rollout"]} if "rollout" in outline.memory else {}
-        echo(json.dumps({"settings": listed, **preview_to_json(found), "memory": held, "out": str(out)}))
+        memory = {"bytes": outline.memory["actor"], "what": LIMITS, "left_out": outline.left_out}
+        memory |= {"bytes_of_rollout": outline.memory["rollout"]} if "rollout" in outline.memory else {}
+        result = {"settings": [setting._asdict() for setting in settings], **preview_to_json(preview)}
+        echo(json.dumps(result | {"memory": memory, "out": str(out)}))
         return
-    _print_settings(resolved)
-    _print_prompt(found)
-    _print_size(loaded, found)
-    _print_memory(outline, source)
-    _print_files(out, found, outline)
+    files = f"files     {out}: {' '.join(preview.files)}"
+    for text in chain(_settings(settings), _data(loaded, preview), _resources(source, files, outline)):
+        echo(text)
 
 
 def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "Preview"]:
@@ -66,59 +64,40 @@ def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "P
     from covey.plan.plan import outline_for
     from covey.run.preview import preview
 
-    found = preview(loaded)
-    return outline_for(loaded, target), found
+    return outline_for(loaded, target), preview(loaded)
 
 
-def _print_settings(resolved: Sequence[ResolvedSetting]) -> None:
-    echo("settings")
-    for name, value, origin in resolved:
-        echo(f"  {name:<42} {_shown(value):<28} {origin}")
+def _settings(settings: Sequence[ResolvedSetting]) -> Iterator[str]:
+    """Yield the settings with their origin, line by line."""
+    yield "settings"
+    for name, value, origin in settings:
+        text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+        yield f"  {name:<42} {text:<28} {origin}"
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+def _data(loaded: recipe.Recipe | recipe.SFTRecipe, preview: "Preview") -> Iterator[str]:
+    """Yield the first prompt, with its completion if that is learnt, and the sizes of data, steps and run."""
+    ids = " ".join(map(str, preview.tokens[:MAX_TOKENS_SHOWN]))
+    more = " …" if len(preview.tokens) > MAX_TOKENS_SHOWN else ""
+    yield from ("", f"first prompt, {len(preview.tokens)} tokens: {ids}{more}")
+    yield from (f"  | {line}" for line in preview.prompt.splitlines())
+    if preview.completion is not None:
+        yield "its completion, which is learnt"
+        yield from (f"  | {line}" for line in preview.completion.splitlines())
+    unfit = "".join(f", {count} {what}" for what, count in preview.unfit.items() if count)
+    yield from ("", f"data      {preview.rows:,} training rows{unfit}; {preview.held_out:,} held out")
+    yield "step      " + "; ".join(f"{name} {count:,}" for name, count in preview.budget.items())
+    by_epochs = f"training.num_epochs {loaded.training.num_epochs} over the data"
+    yield f"steps     {preview.steps:,}: {'training.max_steps' if loaded.training.max_steps else by_epochs}"
 
 
-def _print_prompt(found: "Preview") -> None:
-    ids = " ".join(map(str, found.tokens[:MAX_TOKENS_SHOWN]))
-    more = " …" if len(found.tokens) > MAX_TOKENS_SHOWN else ""
-    echo(f"\nfirst prompt, {len(found.tokens)} tokens: {ids}{more}", keep="\n")
-    _print_indented(found.prompt)
-    if found.completion is not None:
-        echo("its completion, which is learnt")
-        _print_indented(found.completion)
+def _resources(source: str, files: str, outline: "Outline") -> Iterator[str]:
+    """Yield the memory of the run, its files and its checkpoints on the disk."""
+    from covey.plan.outline import disk_line, memory_lines
 
-
-def _print_indented(text: str) -> None:
-    for line in text.splitlines():
-        echo(f"  | {line}")
-
-
-def _print_size(loaded: recipe.Recipe | recipe.SFTRecipe, found: "Preview") -> None:
-    unfit = "".join(f", {count} {what}" for what, count in found.unfit.items() if count)
-    echo(f"\ndata      {found.rows:,} training rows{unfit}; {found.held_out:,} held out", keep="\n")
-    echo("step      " + "; ".join(f"{name} {count:,}" for name, count in found.budget.items()))
-    limit, epochs = loaded.training.max_steps, loaded.training.num_epochs
-    echo(
-        f"steps     {found.steps:,}: {'training.max_steps' if limit else f'training.num_epochs {epochs} over the data'}"
-    )
-
-
-def _print_memory(outline: "Outline", source: str) -> None:
-    from covey.plan.outline import memory_lines
-
-    for name, line in zip(("memory", ""), memory_lines(outline), strict=False):
-        echo(f"{name:<10}{line}")
-    echo(f"          {LIMITS}: covey plan {source} compiles them and gives the peak")
-
-
-def _print_files(out: Path, found: "Preview", outline: "Outline") -> None:
-    from covey.plan.outline import disk_line
-
-    echo(f"files     {out}: {' '.join(found.files)}")
-    echo(f"          {disk_line(outline)}")
-    echo("nothing was written")
+    yield from (f"{name:<10}{line}" for name, line in zip(("memory", ""), memory_lines(outline), strict=False))
+    yield f"          {LIMITS}: covey plan {source} compiles them and gives the peak"
+    yield from (files, f"          {disk_line(outline)}", "nothing was written")
 
 
 def plan(line: Line) -> None:

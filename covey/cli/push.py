@@ -27,8 +27,7 @@ def push(line: Line) -> int:
         raise CoveyError(what, want="hf:org/name", fix=line.command.usage[0])
     options = build_settings(ExportOptions, line)
     shard_bytes = options.shard_bytes
-    if not recipe.is_run(run):
-        raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=str(run))
+    recipe.require_run(run)
     check_source(str(run))
     records = records_of(run, line.options)
     for text in describe(run, target[1], records, options.format):
@@ -49,10 +48,10 @@ def records_of(run: Path, switches: Container[str]) -> list[RunFile]:
     Raises:
         ResumeError: one of them is a link.
     """
-    chosen = {"always": True, "unless --no-report": "--no-report" not in switches}
-    chosen |= {"with --samples": "--samples" in switches, "never": False}
-    listed = [file for file in RUN_FILES if chosen[file.publish]]
-    return [file for file in listed if has_file(run, file.name) or file.name == REPORT]
+    published = {"always": True, "unless --no-report": "--no-report" not in switches}
+    published |= {"with --samples": "--samples" in switches, "never": False}
+    files = [file for file in RUN_FILES if published[file.publish]]
+    return [file for file in files if has_file(run, file.name) or file.name == REPORT]
 
 
 def describe(run: Path, repository: str, records: Sequence[RunFile], form: str) -> list[str]:

@@ -57,8 +57,8 @@ def show_signal(line: Line) -> None:
     examples = [_example(group, index) for group, index in choose_examples(scored)]
     if "--json" in line.options:
         origin = samples or loaded.model.source
-        found = {**signal.to_json(), "examples": examples, "not_included": not_included(loaded)}
-        echo(json.dumps({"recipe": loaded.name, "samples": origin, **found}))
+        result = {"recipe": loaded.name, "samples": origin, **signal.to_json()}
+        echo(json.dumps(result | {"examples": examples, "not_included": not_included(loaded)}))
     else:
         _print(signal, examples, not_included(loaded))
 
@@ -170,10 +170,10 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
         f"{signal.completions} completions of {signal.groups} prompts, {signal.truncated:.0%} cut at the limit\n",
         keep="\n",
     )
-    width = max(len(one.name) for one in signal.functions)
+    width = max(len(function.name) for function in signal.functions)
     echo(f"{'function':<{width}}  {'mean':>8}  {'spread':>8}  {'differ':>6}  {'scored':>6}  {'failed':>6}")
-    for one in signal.functions:
-        echo(f"{one.name:<{width}}  {_row(one)}")
+    for function in signal.functions:
+        echo(f"{function.name:<{width}}  {_row(function)}")
     if missing:
         echo(f"not included: {', '.join(missing)}; a run adds to the reward what they give")
     echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores\n", keep="\n")
@@ -185,11 +185,11 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
         echo(f"try: {signal.setting}: {signal.advice}")
 
 
-def _row(one: "FunctionSignal") -> str:
-    mean, spread = ("none" if value is None else f"{value:.3f}" for value in (one.mean, one.within_std))
-    return f"{mean:>8}  {spread:>8}  {one.informative:>6.0%}  {one.scored:>6}  {one.failed:>6}"
+def _row(function: "FunctionSignal") -> str:
+    mean, spread = ("none" if value is None else f"{value:.3f}" for value in (function.mean, function.within_std))
+    return f"{mean:>8}  {spread:>8}  {function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
 
 
 def _excerpt(text: str) -> str:
-    shown = printable(text.strip())
-    return shown if len(shown) <= WIDTH else f"{shown[: WIDTH // 2]} … {shown[-WIDTH // 2 :]}"
+    text = printable(text.strip())
+    return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"

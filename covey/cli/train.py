@@ -1,8 +1,8 @@
 """Execute `covey train` and `covey sft`: begin a run, or resume one."""
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from covey.cli.checks import (
@@ -50,48 +50,45 @@ def _train(kind: type[recipe.RecipeT], line: Line) -> None:
 
 
 def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
-    out, here = new_run_folder(settings), Path.cwd()  # first: it takes less time than the other checks
+    out = new_run_folder(settings)  # first: it takes less time than the other checks
     check_run(settings)
     from covey import run
     from covey.parallel import distributed
 
-    try:
-        with distributed.start(), ExitStack() as stack:
-            if distributed.is_first():
-                out = stack.enter_context(reserve_run_folder(settings))
-            out = distributed.agreed(out, "run folder")
-            if isinstance(settings, recipe.SFTRecipe):
-                run.train_sft(settings, out)
-            else:
-                run.train(settings, out)
-    except KeyboardInterrupt:
-        _print_resume_command(settings.method, out, here)
-        raise
+    with distributed.start(), ExitStack() as stack:
+        if distributed.is_first():
+            out = stack.enter_context(reserve_run_folder(settings))
+        out = distributed.agreed(out, "run folder")
+        stack.enter_context(print_resume_command(settings.method, out))
+        if isinstance(settings, recipe.SFTRecipe):
+            run.train_sft(settings, out)
+        else:
+            run.train(settings, out)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:
-    if not recipe.is_run(folder):
-        raise CoveyError("this is no run folder: it has no recipe.yaml", want="the folder of a run", where=folder)
+    recipe.require_run(folder)
     if recipe.kind_of(folder) is not kind:
         raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
     if recipe.load_any(folder, changes).out != recipe.load_any(folder).out:
         raise CoveyError("--out beside --resume", fix="leave it out: a run goes on in its own folder", where=folder)
-    here = Path.cwd()
     from covey import run
     from covey.parallel import distributed
 
+    resume = run.resume_sft if kind is recipe.SFTRecipe else run.resume
+    with distributed.start(), print_resume_command(kind.method, Path(folder)):
+        resume(Path(folder), changes)
+
+
+@contextmanager
+def print_resume_command(method: str, run: Path) -> Iterator[None]:
+    """Print the command that resumes `run` if the context is interrupted after a checkpoint. The path in it is relative
+    to the working directory at the start.
+    """
+    here = Path.cwd()
     try:
-        with distributed.start():
-            if kind is recipe.SFTRecipe:
-                run.resume_sft(Path(folder), changes)
-            else:
-                run.resume(Path(folder), changes)
+        yield
     except KeyboardInterrupt:
-        _print_resume_command(kind.method, Path(folder), here)
+        if has_checkpoint(here / run):
+            echo(f"\ngo on with: {recipe.COMMANDS[method]} --resume {run}", keep="\n", file=sys.stderr)
         raise
-
-
-def _print_resume_command(method: str, run: Path, here: Path) -> None:
-    """Print the command that resumes `run`, with a path relative to `here`, the working directory at the start."""
-    if has_checkpoint(here / run):
-        echo(f"\ngo on with: {recipe.COMMANDS[method]} --resume {run}", keep="\n", file=sys.stderr)

@@ -19,7 +19,7 @@ from covey.cli.parse import Line
 from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
-from covey.errors import STOPPED, CoveyError
+from covey.errors import STOPPED
 from covey.monitor.formats import duration
 from covey.monitor.progress import Progress, SampleLine
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
@@ -158,9 +158,9 @@ def _show_end(run: WatchedRun, progress: WatchedProgress, once: bool) -> None:
     echo(f"go on with: {resume_command(run.folder)}")
 
 
-def _figures(found: Any) -> dict[str, Any]:
+def _figures(summary: Any) -> dict[str, Any]:
     """Return the numbers in a mapping that is not trusted."""
-    entries = found.items() if isinstance(found, dict) else ()
+    entries = summary.items() if isinstance(summary, dict) else ()
     return {name: value if is_count(value) else number(value) for name, value in entries if number(value) is not None}
 
 
@@ -168,9 +168,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     """Return the method, the task and `training.show` of the recipe, unchecked: another version of Covey may have
     written it.
     """
-    if not recipe.is_run(folder):
-        want = "the folder of a run, as covey train and covey sft write it"
-        raise CoveyError(f"this is no run folder: it has no {RECIPE}", want=want, where=str(folder))
+    recipe.require_run(folder)
     path = folder / RECIPE
     tree = strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)).tree
     tree = tree if isinstance(tree, dict) else {}

@@ -178,6 +178,17 @@ def is_run(folder: str | Path) -> bool:
     return has_file(Path(folder), RUN_RECIPE)
 
 
+def require_run(folder: str | Path) -> None:
+    """Check that `folder` is a run folder.
+
+    Raises:
+        RecipeError: it has no recipe.
+    """
+    if not is_run(folder):
+        what, want = f"this is no run folder: it has no {RUN_RECIPE}", "the folder of a run"
+        raise RecipeError(what, want=want, where=str(folder))
+
+
 def chain_of_runs(source: str) -> tuple[list[Path], str]:
     """Follow `model.source` from run to run; return the runs, the last one first, and the model that the first of them
     began with. A source that is no run has no runs.

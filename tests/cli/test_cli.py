@@ -422,13 +422,13 @@ def test_doctor_says_what_holds_for_the_programs_of_a_model(monkeypatch, lacking
     (finding,) = doctor._programs()
     engine = "wasm" if lacking else "child"
     if "no packages" in lacking:
-        assert "lacks protections on this system: landlock" in finding.found
+        assert "lacks protections on this system: landlock" in finding.result
         assert "wasm" in finding.fix
     else:
-        assert finding.found.startswith(
+        assert finding.result.startswith(
             f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}"
         )
-        assert finding.found.endswith("; without landlock" if lacking else "seccomp")
+        assert finding.result.endswith("; without landlock" if lacking else "seccomp")
 
 
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
