@@ -5,7 +5,6 @@ In: the files of a run that is finished, still running or stopped: `recipe.yaml`
 or a value of another form is left out and counted. This module does not import JAX.
 """
 
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.files import open_or_empty
 from covey.monitor.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
+from covey.monitor.status import read_object
 from covey.train.json_lines import is_count, number, parse_line
 
 Row = Mapping[str, Any]
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> RunData:
         steps=curves.steps,
         seconds=curves.seconds,
         series=curves.series,
-        summary=_summary(folder / SUMMARY),
+        summary=read_object(folder / SUMMARY) or {},
         before=list(read_lines(folder / BEFORE, unreadable)),
         after=list(read_lines(folder / AFTER, unreadable)),
         unreadable=unreadable,
@@ -183,16 +183,6 @@ def read_curves(rows: Iterable[Row]) -> Curves:
                 at.append(step)
                 values.append(value)
     return Curves(steps, seconds, {name: Series(*points) for name, points in series.items()})
-
-
-def _summary(path: Path) -> Mapping[str, Any]:
-    file = open_or_empty(path.parent, path.name)
-    try:
-        with file:
-            found = json.loads(file.read() or b"{}")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def points_per_series(count: int, longest: int) -> int:

@@ -21,6 +21,7 @@ from covey.config.schema import PPOConfig
 from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.report.diagnosis.features import JUMPS
+from covey.report.diagnosis.rule import Case
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -461,9 +462,11 @@ def test_features_of_the_rules_exist() -> None:
     """Each is known in one of the histories above: a name that is no feature would never be."""
     histories = [above for above, _ in (*EDGES.values(), *SUPERVISED.values(), *NOTED.values())]
     histories.append(history(eval__reward=step(0.3, 0.9)))
-    cases = [*JUMPS, *(case for rule in RULES for case in rule.cases)]
+    cases = list(JUMPS)
+    for rule in RULES:
+        cases += [rule.cases] if isinstance(rule.cases, Case) else rule.cases
     paths = {path for case in cases for one in (*case.when, *case.unless) for path in (one.feature, one.unit) if path}
-    paths |= {name for case in cases for part in case.words for _, name, _, _ in Formatter().parse(part) if name}
+    paths |= {name for case in cases for _, name, _, _ in Formatter().parse(case.words) if name}
     assert {path for path in paths if all(one.feature(path) is None for one in histories)} == set()
 
 

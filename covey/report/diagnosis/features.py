@@ -456,31 +456,29 @@ ENTROPY_SOARED = at_least("entropy.since_start.factor", ENTROPY_HIGH)
 
 JUMPS = (
     Case(
-        ["completions cut off {completions/clipped_ratio.since_start.shares}"],
+        "completions cut off {completions/clipped_ratio.since_start.shares}",
         [at_least("completions/clipped_ratio.since_start.difference", JUMP)],
     ),
     Case(
-        ["mean length {completions/mean_length.since_start}"],
+        "mean length {completions/mean_length.since_start}",
         [
             at_least("completions/mean_length.since_start.ratio", LENGTH_JUMP),
             at_least("completions/mean_length.since_start.errors", FALL_ERRORS),
         ],
     ),
     Case(
-        ["mean length {completions/mean_length.since_start}"],
+        "mean length {completions/mean_length.since_start}",
         [
             at_most("completions/mean_length.since_start.ratio", 1 / LENGTH_JUMP),
             at_most("completions/mean_length.since_start.errors", -FALL_ERRORS),
         ],
     ),
-    Case(["entropy {entropy.since_start}"], [ENTROPY_FELL]),
-    Case(["entropy {entropy.since_start}"], [ENTROPY_SOARED]),
-    Case(["KL {kl.last.mean:.3g} nats per token in {kl.last.span}"], [at_least("kl.last.mean", KL_HIGH)]),
+    Case("entropy {entropy.since_start}", [ENTROPY_FELL]),
+    Case("entropy {entropy.since_start}", [ENTROPY_SOARED]),
+    Case("KL {kl.last.mean:.3g} nats per token in {kl.last.span}", [at_least("kl.last.mean", KL_HIGH)]),
     Case(
-        [
-            "gradient norm {grad_norm.start.mean:.3g} in the first step, {grad_norm.peak.mean:.3g} in step "
-            "{grad_norm.peak.first}"
-        ],
+        "gradient norm {grad_norm.start.mean:.3g} in the first step, {grad_norm.peak.mean:.3g} in step "
+        "{grad_norm.peak.first}",
         [at_least("grad_norm.peak.mean", SPIKE, "grad_norm.start.mean"), above("grad_norm.start.mean", 0)],
     ),
 )

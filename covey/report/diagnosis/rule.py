@@ -69,13 +69,14 @@ class Case(NamedTuple):
     """One way to meet a rule.
 
     Attributes:
-        words: what was seen, in parts with features in braces. A part with an unknown feature is left out, and if that
-            is the first one, the case is not met. A format is one of Python's; `share`; or what joins a list.
+        words: what was seen, with features in braces. A part, up to the next `|`, is left out if one of its features is
+            unknown; if that is the first part, the case is not met. A format is one of Python's; `share`; or what
+            joins a list.
         when: conditions that all hold.
         unless: conditions of which none holds.
     """
 
-    words: Sequence[str]
+    words: str
     when: Sequence[Condition] = ()
     unless: Sequence[Condition] = ()
 
@@ -83,7 +84,7 @@ class Case(NamedTuple):
         """Return what was seen in `run`; "" if the case is not met."""
         if not all(one.holds(run) for one in self.when) or any(one.holds(run) for one in self.unless):
             return ""
-        first, *others = (_Words(run).text(part) for part in self.words)
+        first, *others = map(_Words(run).text, self.words.split("|"))
         return first and "".join([first, *others])
 
 
@@ -95,7 +96,7 @@ class Rule(NamedTuple):
         title: what was found, as a sentence.
         threshold: from when on it counts, in words.
         rows: number of steps from which it is judged.
-        cases: ways to meet it, of which the first one that is met gives the evidence.
+        cases: the way to meet it, or ways, of which the first one that is met gives the evidence.
         fix: setting to change, and how.
         settings: names of the settings in `fix`.
         methods: training methods that it is for.
@@ -108,7 +109,7 @@ class Rule(NamedTuple):
     title: str
     threshold: str
     rows: int
-    cases: Sequence[Case]
+    cases: Case | Sequence[Case]
     fix: str
     settings: tuple[str, ...]
     methods: tuple[str, ...] = ("rl",)
@@ -118,7 +119,9 @@ class Rule(NamedTuple):
 
     def evidence(self, run: Features) -> str:
         """Return the evidence that `run` meets the rule; "" if it does not, or is too short."""
-        cases = self.cases if len(run) >= self.rows else ()
+        if len(run) < self.rows:
+            return ""
+        cases = [self.cases] if isinstance(self.cases, Case) else self.cases
         return next((text for case in cases if (text := case.evidence(run))), "")
 
 

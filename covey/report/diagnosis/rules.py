@@ -66,13 +66,12 @@ EVAL_LOSS_RISE, EVAL_LOSS_NATS = 0.05, 0.02
 BOTH, SFT = ("rl", "sft"), ("sft",)
 ROSE, CRITIC, ONE_REWARD = equal("reward.rose", True), equal("has_critic", True), equal("has_one_reward", True)
 NO_REWARD, NO_RATE = equal("only_reward", 0), equal("learning_rate.peak.mean", 0)
-AND_REWARD = "; the mean reward went {reward.change}"
-AT_RATE = ", at a learning rate of {learning_rate.peak.mean:.3g}"
+AND_REWARD = "|; the mean reward went {reward.change}"
+AT_RATE = "|, at a learning rate of {learning_rate.peak.mean:.3g}"
 CUT = (
-    "completions were cut off",
-    " at {longest}",
-    ": {completions/clipped_ratio.last.mean:share} in {completions/clipped_ratio.last.span}, "
-    "{completions/clipped_ratio.first.mean:share} in {completions/clipped_ratio.first.span}",
+    "completions were cut off| at {longest}|: {completions/clipped_ratio.last.mean:share} in "
+    "{completions/clipped_ratio.last.span}, {completions/clipped_ratio.first.mean:share} in "
+    "{completions/clipped_ratio.first.span}"
 )
 MANY_CUT = (
     at_least("completions/clipped_ratio.last.mean", MOST_CUT),
@@ -81,9 +80,8 @@ MANY_CUT = (
 FINISHED_WITHOUT_REWARD = at_least("finished_without_reward", MIN_UNREWARDED)
 """Answers that were finished had no reward either."""
 TIES = (
-    "{frac_reward_zero_std.last.mean:share} of the groups",
-    " of {run.group_size}",
-    " had equal rewards in {frac_reward_zero_std.last.span}, {frac_reward_zero_std.whole.mean:share} in the whole run",
+    "{frac_reward_zero_std.last.mean:share} of the groups| of {run.group_size}| had equal rewards in "
+    "{frac_reward_zero_std.last.span}, {frac_reward_zero_std.whole.mean:share} in the whole run"
 )
 TIED = (
     [at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED) for when in ("last", "whole")],
@@ -98,10 +96,9 @@ GROUPS_TELL_NOTHING = (CRITIC, ONE_REWARD, ROSE)
 """Conditions under which groups of equal rewards are no problem of their own."""
 EASY = at_least("reward.last.mean", EASY_RATIO, "reward.spread")
 ACCURACY_FELL = (
-    "the held-out accuracy was {held_out_accuracy.early.mean:share} after step "
-    "{held_out_accuracy.early.first}, {held_out_accuracy.late.mean:share} after step "
-    "{held_out_accuracy.late.first}",
-    ", while the training reward went {reward.change}",
+    "the held-out accuracy was {held_out_accuracy.early.mean:share} after step {held_out_accuracy.early.first}, "
+    "{held_out_accuracy.late.mean:share} after step {held_out_accuracy.late.first}|, while the training reward went "
+    "{reward.change}"
 )
 ACCURACY_FALL = below("held_out_accuracy.errors", -EVAL_ERRORS)
 HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0)
@@ -127,14 +124,10 @@ RULES = (
         "Updates were skipped because they were not finite",
         "any skipped update",
         0,
-        [
-            Case(
-                [
-                    "{skipped.positive_count} of {run.steps.size} steps had an update that was not finite, the "
-                    "first of them step {skipped.first_positive}"
-                ]
-            )
-        ],
+        Case(
+            "{skipped.positive_count} of {run.steps.size} steps had an update that was not finite, the "
+            "first of them step {skipped.first_positive}"
+        ),
         "lower the optimizer's learning_rate or max_grad_norm; model.dtype float32. The batches are in the folder bad/",
         ("training.actor_optimizer.learning_rate", "model.dtype", "training.actor_optimizer.max_grad_norm"),
         BOTH,
@@ -144,18 +137,14 @@ RULES = (
         "The sampler and the trainer disagree about the probability of tokens",
         f"their log-probs differ by at least {DISAGREEMENT} nats per token on average, over {FIRST} and {LAST}",
         MIN_ROWS,
-        [
-            Case(
-                [
-                    "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average "
-                    "in {sampling/logp_difference/mean.last.span}"
-                ],
-                [
-                    at_least("sampling/logp_difference/mean.first.mean", DISAGREEMENT),
-                    at_least("sampling/logp_difference/mean.last.mean", DISAGREEMENT),
-                ],
-            )
-        ],
+        Case(
+            "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average "
+            "in {sampling/logp_difference/mean.last.span}",
+            [
+                at_least("sampling/logp_difference/mean.first.mean", DISAGREEMENT),
+                at_least("sampling/logp_difference/mean.last.mean", DISAGREEMENT),
+            ],
+        ),
         "find the cause first: model.compute_dtype float32, no model.quantize; then grpo.correction token_truncate",
         ("model.compute_dtype", "model.quantize", "grpo.correction"),
         explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
@@ -165,7 +154,7 @@ RULES = (
         "No completion was scored",
         f"the reward is missing in every step, {MIN_ROWS} or more",
         MIN_ROWS,
-        [Case(["reward is missing in all {run.steps.size} steps"], [at_most("reward.count", 0)])],
+        Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0)]),
         "rewards: see why the functions return None for every completion",
         ("rewards",),
         explains=("answers cut off", "samples too similar"),
@@ -175,15 +164,10 @@ RULES = (
         "The reward is the same for every completion, so nothing is learnt",
         f"every completion of every step has one reward that is not 0, over {MIN_ROWS} steps or more",
         MIN_ROWS,
-        [
-            Case(
-                [
-                    "every completion of {reward.count} steps scored {only_reward:.3g}",
-                    " ({scored_samples} completions)",
-                ],
-                unless=[NO_REWARD],
-            )
-        ],
+        Case(
+            "every completion of {reward.count} steps scored {only_reward:.3g}| ({scored_samples} completions)",
+            unless=[NO_REWARD],
+        ),
         "rewards: see in samples.jsonl whether the completions deserve the same reward. If not, correct the "
         "function; if so, use easier or harder prompts (data)",
         ("rewards", "data.path"),
@@ -192,16 +176,13 @@ RULES = (
     Rule(
         "temperature too high",
         "The sampling temperature is too high",
-        f"rollout.temperature is above 1, {NO_RISE}, and it is less than {percent(HOT_SHARE)} of the reward of "
-        f"the evaluation before training (3 standard errors); or rollout.temperature is at least {HOT:g} and "
-        f"{NO_RISE}",
+        f"rollout.temperature is above 1, {NO_RISE}, and it is less than {percent(HOT_SHARE)} of the reward of the "
+        f"evaluation before training (3 standard errors); or rollout.temperature is at least {HOT:g} and {NO_RISE}",
         MIN_ROWS,
         [
             Case(
-                [
-                    "the reward was {since_evaluation.early.mean:.3g} in the evaluation before training and "
-                    "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}"
-                ],
+                "the reward was {since_evaluation.early.mean:.3g} in the evaluation before training and "
+                "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}",
                 [
                     above("temperature", 1),
                     below("since_evaluation.errors", -3),
@@ -211,10 +192,8 @@ RULES = (
                 unless=[ROSE],
             ),
             Case(
-                [
-                    "the samples are drawn at temperature {temperature:.3g}, and the reward is "
-                    "{reward.last.mean:.3g} in {reward.last.span}"
-                ],
+                "the samples are drawn at temperature {temperature:.3g}, and the reward is "
+                "{reward.last.mean:.3g} in {reward.last.span}",
                 [at_least("temperature", HOT)],
                 unless=[ROSE],
             ),
@@ -229,13 +208,11 @@ RULES = (
         f"the entropy has risen to {BONUS_RISE} times that of {FIRST} ({FALL_ERRORS:g} standard errors) under "
         f"grpo.entropy_bonus, and {NO_RISE}",
         TREND_ROWS,
-        [
-            Case(
-                ["the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}", AND_REWARD],
-                [at_least("entropy.change.ratio", BONUS_RISE), at_least("entropy.change.errors", FALL_ERRORS)],
-                unless=[ROSE, equal("entropy_bonus", 0)],
-            )
-        ],
+        Case(
+            "the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}" + AND_REWARD,
+            [at_least("entropy.change.ratio", BONUS_RISE), at_least("entropy.change.errors", FALL_ERRORS)],
+            unless=[ROSE, equal("entropy_bonus", 0)],
+        ),
         "lower grpo.entropy_bonus, or set it to 0",
         ("grpo.entropy_bonus",),
         explains=("learning rate too high", *SPOILED),
@@ -243,24 +220,19 @@ RULES = (
     Rule(
         "samples too similar",
         "The completions of a group are too similar",
-        f"groups have at most {FEW_DISTINCT} different completions on average, in the first step, {FIRST} and "
-        f"{LAST}; fewer than {percent(MOST_CUT)} of the completions of the first step are cut off; and "
-        f"{NO_RISE}",
+        f"groups have at most {FEW_DISTINCT} different completions on average, in the first step, {FIRST} and {LAST}; "
+        f"fewer than {percent(MOST_CUT)} of the completions of the first step are cut off; and {NO_RISE}",
         MIN_ROWS,
-        [
-            Case(
-                [
-                    "a group of {run.group_size} completions had {distinct_texts.last.mean:.3g} different texts on "
-                    "average in {distinct_texts.last.span}"
-                ],
-                [
-                    at_least("run.group_size", 2),
-                    *(at_most(f"distinct_texts.{when}.mean", FEW_DISTINCT) for when in ("start", "first", "last")),
-                ],
-                # completions of a few tokens are alike for lack of room
-                unless=[ROSE, at_least("completions/clipped_ratio.start.mean", MOST_CUT)],
-            )
-        ],
+        Case(
+            "a group of {run.group_size} completions had {distinct_texts.last.mean:.3g} different texts on "
+            "average in {distinct_texts.last.span}",
+            [
+                at_least("run.group_size", 2),
+                *(at_most(f"distinct_texts.{when}.mean", FEW_DISTINCT) for when in ("start", "first", "last")),
+            ],
+            # completions of a few tokens are alike for lack of room
+            unless=[ROSE, at_least("completions/clipped_ratio.start.mean", MOST_CUT)],
+        ),
         "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p",
         ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
         explains=("learning rate too high", "groups too small", "entropy collapse", "learning rate too low"),
@@ -275,15 +247,12 @@ RULES = (
         f"token, gradient norm to {SPIKE:g} times its first value",
         TREND_ROWS,
         [
-            Case(["the mean reward fell {reward.fall}", AT_RATE, "; {jumps:; }"], unless=[NO_RATE]),
+            Case("the mean reward fell {reward.fall}" + AT_RATE + "|; {jumps:; }", unless=[NO_RATE]),
             *(
                 Case(
-                    [
-                        "nothing was gained",
-                        " at a learning rate of {learning_rate.peak.mean:.3g}",
-                        AND_REWARD,
-                        "; {jumps:; }",
-                    ],
+                    "nothing was gained| at a learning rate of {learning_rate.peak.mean:.3g}"
+                    + AND_REWARD
+                    + "|; {jumps:; }",
                     [at_least("jump_count", 2), violent],
                     unless=[NO_RATE, ROSE],
                 )
@@ -304,17 +273,16 @@ RULES = (
     Rule(
         "learning rate too high",
         "The learning rate is too high",
-        f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, "
-        f"{percent(LOSS_RISE / 2)} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
-        f"{LOSS_TWICE:g} times the first loss",
+        f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, {percent(LOSS_RISE / 2)} of "
+        f"the first loss, and {FALL_ERRORS:g} standard errors; or it is {LOSS_TWICE:g} times the first loss",
         TREND_ROWS,
         [
             Case(
-                ["the loss rose {loss.since_start}", AT_RATE],
+                "the loss rose {loss.since_start}" + AT_RATE,
                 [at_least("loss.last.lower_end", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
             ),
             Case(
-                ["the loss rose {loss.since_lowest}", AT_RATE],
+                "the loss rose {loss.since_lowest}" + AT_RATE,
                 [
                     above("loss.since_lowest.difference", LOSS_RISE, "loss.since_lowest.early.size"),
                     above("loss.since_lowest.difference", LOSS_RISE / 2, "loss.start.mean"),
@@ -324,11 +292,7 @@ RULES = (
         ],
         "lower training.optimizer.learning_rate by a factor of 3 to 10; then more training.optimizer.warmup_ratio, a "
         "lower training.optimizer.max_grad_norm",
-        (
-            "training.optimizer.learning_rate",
-            "training.optimizer.warmup_ratio",
-            "training.optimizer.max_grad_norm",
-        ),
+        ("training.optimizer.learning_rate", "training.optimizer.warmup_ratio", "training.optimizer.max_grad_norm"),
         SFT,
         explains=("overfitting", "learning rate too low"),
     ),
@@ -340,10 +304,10 @@ RULES = (
         TREND_ROWS,
         [
             Case(
-                ["the KL grew {kl.since_middle} nats per token", AND_REWARD],
+                "the KL grew {kl.since_middle} nats per token" + AND_REWARD,
                 [at_least("kl.last.mean", KL_HIGH), at_least("kl.last.mean", KL_GROWTH, "kl.since_middle.early.size")],
             ),
-            Case(["the KL grew {kl.since_middle} nats per token", AND_REWARD], [at_least("kl.last.mean", KL_FAR)]),
+            Case("the KL grew {kl.since_middle} nats per token" + AND_REWARD, [at_least("kl.last.mean", KL_FAR)]),
         ],
         "raise grpo.beta, or set grpo.kl_target; then lower training.actor_optimizer.learning_rate, "
         "training.actor_optimizer.max_grad_norm or grpo.epsilon",
@@ -387,11 +351,9 @@ RULES = (
         MIN_ROWS,
         [
             Case(
-                [
-                    "{none_of_all} in {run.steps.size} steps had a reward other than 0",
-                    "; the success rate is below {success_bound:share} (95 % confidence)",
-                    "; {completions/clipped_ratio.nonzero_mean:share} of them were cut off",
-                ],
+                "{none_of_all} in {run.steps.size} steps had a reward other than 0"
+                "|; the success rate is below {success_bound:share} (95 % confidence)"
+                "|; {completions/clipped_ratio.nonzero_mean:share} of them were cut off",
                 [condition],
                 unless=[below("samples", MIN_UNREWARDED)],
             )
@@ -405,25 +367,20 @@ RULES = (
     Rule(
         "entropy collapse",
         "The entropy has collapsed",
-        f"over {LAST} the entropy is at most {percent(COLLAPSED)} of that of {FIRST}, "
-        f"{percent(MOST_TIED)} of the groups have equal rewards, and groups differ by {percent(STUCK)} "
-        "of the spread of completions or more",
+        f"over {LAST} the entropy is at most {percent(COLLAPSED)} of that of {FIRST}, {percent(MOST_TIED)} of the "
+        f"groups have equal rewards, and groups differ by {percent(STUCK)} of the spread of completions or more",
         TREND_ROWS,
-        [
-            Case(
-                [
-                    "the entropy fell {entropy.change}, and {frac_reward_zero_std.last.mean:share} of the groups had "
-                    "equal rewards in {frac_reward_zero_std.last.span}"
-                ],
-                [
-                    at_most("entropy.change.ratio", COLLAPSED),
-                    below("entropy.change.difference", 0),
-                    at_least("frac_reward_zero_std.last.mean", MOST_TIED),
-                    at_least("group_spread.last.mean", STUCK, "reward.spread"),
-                ],
-                unless=[CRITIC],
-            )
-        ],
+        Case(
+            "the entropy fell {entropy.change}, and {frac_reward_zero_std.last.mean:share} of the groups had "
+            "equal rewards in {frac_reward_zero_std.last.span}",
+            [
+                at_most("entropy.change.ratio", COLLAPSED),
+                below("entropy.change.difference", 0),
+                at_least("frac_reward_zero_std.last.mean", MOST_TIED),
+                at_least("group_spread.last.mean", STUCK, "reward.spread"),
+            ],
+            unless=[CRITIC],
+        ),
         "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p; grpo.epsilon_high above "
         "grpo.epsilon; a small grpo.entropy_bonus; grpo.max_sampling_rounds; a lower learning rate",
         (
@@ -441,9 +398,8 @@ RULES = (
     Rule(
         "groups too small",
         "Few groups have a signal",
-        f"at least {percent(MOST_TIED)} of the groups have equal rewards, over {LAST} and over the whole run, "
-        f"and {NO_RISE}; {percent(MOST_TIED_SMALL)} for groups of at most {SMALL}, after "
-        f"{LONG_ROWS} steps",
+        f"at least {percent(MOST_TIED)} of the groups have equal rewards, over {LAST} and over the whole run, and "
+        f"{NO_RISE}; {percent(MOST_TIED_SMALL)} for groups of at most {SMALL}, after {LONG_ROWS} steps",
         MIN_ROWS,
         [Case(TIES, tied, unless=[*GROUPS_TELL_NOTHING, EASY]) for tied in TIED],
         "raise grpo.num_generations; replace such groups with grpo.max_sampling_rounds; easier prompts (data); a "
@@ -456,7 +412,7 @@ RULES = (
         f"one reward function has risen by {GAIN_ERRORS:g} standard errors and another has fallen by {FALL_ERRORS:g}, "
         f"both by {percent(MIN_FALL)} of their spread over completions",
         TREND_ROWS,
-        [Case(["{opposed.up} rose {opposed.rise}, and {opposed.down} fell {opposed.fall}"])],
+        Case("{opposed.up} rose {opposed.rise}, and {opposed.down} fell {opposed.fall}"),
         "read the samples; then correct the rewards, or their grpo.reward_weights; a higher grpo.beta",
         ("rewards", "grpo.reward_weights", "grpo.beta"),
         explains=("length without reward", "overfitting"),
@@ -467,7 +423,7 @@ RULES = (
         f"the held-out accuracy is {EVAL_ERRORS:g} standard errors below its best, and the reward has risen, "
         "in training and on held-out prompts",
         TREND_ROWS,
-        [Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL, HELD_OUT_REWARD_ROSE])],
+        Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL, HELD_OUT_REWARD_ROSE]),
         "read the samples; then correct the rewards, so that they ask for what evaluation.accuracy measures",
         ("rewards", "evaluation.accuracy"),
     ),
@@ -476,7 +432,7 @@ RULES = (
         "Held-out results fall while training rewards rise (overfitting)",
         f"the held-out accuracy is {EVAL_ERRORS:g} standard errors below its best, and the training reward has risen",
         TREND_ROWS,
-        [Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL], unless=[HELD_OUT_REWARD_ROSE])],
+        Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL], unless=[HELD_OUT_REWARD_ROSE]),
         "more or other prompts (data); fewer training.max_steps; training.keep_best eval/accuracy; a higher grpo.beta",
         ("data.path", "training.max_steps", "training.keep_best", "grpo.beta"),
     ),
@@ -486,23 +442,19 @@ RULES = (
         f"the last held-out loss is above the lowest by {percent(EVAL_LOSS_RISE)} and "
         f"{EVAL_LOSS_NATS} nats, and the training loss has fallen since",
         0,
-        [
-            Case(
-                [
-                    "the held-out loss was {held_out_loss.change.early.mean:.3g} after step "
-                    "{held_out_loss.change.early.first} and is {held_out_loss.change.late.mean:.3g} after step "
-                    "{held_out_loss.change.late.first}, while the training loss went from "
-                    "{held_out_loss.training.early.mean:.3g} to {held_out_loss.training.late.mean:.3g}"
-                ],
-                [
-                    at_least("held_out_loss.rise", EVAL_LOSS_NATS),
-                    at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.change.early.mean"),
-                    at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.gain"),
-                    below("loss.change.difference", 0),
-                    below("held_out_loss.training.difference", 0),
-                ],
-            )
-        ],
+        Case(
+            "the held-out loss was {held_out_loss.change.early.mean:.3g} after step "
+            "{held_out_loss.change.early.first} and is {held_out_loss.change.late.mean:.3g} after step "
+            "{held_out_loss.change.late.first}, while the training loss went from "
+            "{held_out_loss.training.early.mean:.3g} to {held_out_loss.training.late.mean:.3g}",
+            [
+                at_least("held_out_loss.rise", EVAL_LOSS_NATS),
+                at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.change.early.mean"),
+                at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.gain"),
+                below("loss.change.difference", 0),
+                below("held_out_loss.training.difference", 0),
+            ],
+        ),
         "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a "
         "lower training.optimizer.learning_rate, more training.optimizer.weight_decay",
         (
@@ -520,16 +472,14 @@ RULES = (
         "Completions grow longer without more reward",
         f"the mean length is {LENGTH_JUMP} times that of {FIRST} ({FALL_ERRORS:g} standard errors), and {NO_RISE}",
         TREND_ROWS,
-        [
-            Case(
-                ["the mean length went {completions/mean_length.change} tokens", AND_REWARD],
-                [
-                    at_least("completions/mean_length.change.ratio", LENGTH_JUMP),
-                    at_least("completions/mean_length.change.errors", FALL_ERRORS),
-                ],
-                unless=[ROSE],
-            )
-        ],
+        Case(
+            "the mean length went {completions/mean_length.change} tokens" + AND_REWARD,
+            [
+                at_least("completions/mean_length.change.ratio", LENGTH_JUMP),
+                at_least("completions/mean_length.change.errors", FALL_ERRORS),
+            ],
+            unless=[ROSE],
+        ),
         "grpo.algorithm dr_grpo, or grpo.aggregate constant, which do not favour long answers; grpo.overlong_buffer",
         ("grpo.algorithm", "grpo.aggregate", "grpo.overlong_buffer"),
     ),
@@ -538,16 +488,11 @@ RULES = (
         "Many tokens are clipped",
         f"over {LAST} at least {percent(CLIPPED)} of the tokens are clipped, for ratios of single tokens",
         MIN_ROWS,
-        [
-            Case(
-                [
-                    "{clip_ratio/region_mean.last.mean:share} of the tokens were clipped in "
-                    "{clip_ratio/region_mean.last.span}"
-                ],
-                [at_least("clip_ratio/region_mean.last.mean", CLIPPED)],
-                unless=[equal("has_sequence_ratio", True)],
-            )
-        ],
+        Case(
+            "{clip_ratio/region_mean.last.mean:share} of the tokens were clipped in {clip_ratio/region_mean.last.span}",
+            [at_least("clip_ratio/region_mean.last.mean", CLIPPED)],
+            unless=[equal("has_sequence_ratio", True)],
+        ),
         "lower training.actor_optimizer.learning_rate; fewer grpo.num_iterations; or grpo.algorithm cispo or sapo, "
         "which do not set gradients to 0",
         ("training.actor_optimizer.learning_rate", "grpo.num_iterations", "grpo.algorithm"),
@@ -555,13 +500,12 @@ RULES = (
     Rule(
         "learning rate too low",
         "The learning rate is too low",
-        f"after {LONG_ROWS} steps or more neither the reward nor, by {percent(STILL)}, entropy and "
-        f"length have changed, although groups have a signal; the reward is known to {percent(POWER)} of the "
-        "spread of completions",
+        f"after {LONG_ROWS} steps or more neither the reward nor, by {percent(STILL)}, entropy and length have "
+        f"changed, although groups have a signal; the reward is known to {percent(POWER)} of the spread of completions",
         LONG_ROWS,
         [
             Case(
-                ["the mean reward went {reward.change}", ", the entropy {entropy.change}", AT_RATE],
+                "the mean reward went {reward.change}|, the entropy {entropy.change}" + AT_RATE,
                 [
                     below("reward.change.errors", 3),
                     above("reward.change.errors", -3),
@@ -590,15 +534,10 @@ RULES = (
         "The learning rate is too low",
         f"after {LONG_ROWS} steps or more the loss has changed by less than {percent(FLAT_LOSS)}",
         LONG_ROWS,
-        [
-            Case(
-                ["the loss went {loss.change}", AT_RATE],
-                [
-                    at_least("loss.change.early.mean", 0.1),
-                    at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean"),
-                ],
-            )
-        ],
+        Case(
+            "the loss went {loss.change}" + AT_RATE,
+            [at_least("loss.change.early.mean", 0.1), at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean")],
+        ),
         "raise training.optimizer.learning_rate by a factor of 3 to 10",
         ("training.optimizer.learning_rate",),
         SFT,
@@ -609,17 +548,12 @@ RULES = (
         "The critic predicts nothing",
         f"over {LAST} the explained variance is 0 or less, after {LONG_ROWS} steps or more, and {NO_RISE}",
         LONG_ROWS,
-        [
-            Case(
-                [
-                    "explained variance {critic/explained_variance.last.mean:.3g} in "
-                    "{critic/explained_variance.last.span}",
-                    AND_REWARD,
-                ],
-                [at_most("critic/explained_variance.last.mean", 0)],
-                unless=[ROSE],
-            )
-        ],
+        Case(
+            "explained variance {critic/explained_variance.last.mean:.3g} in {critic/explained_variance.last.span}"
+            + AND_REWARD,
+            [at_most("critic/explained_variance.last.mean", 0)],
+            unless=[ROSE],
+        ),
         "raise training.critic_optimizer.learning_rate; more training.prompts_per_step",
         ("training.critic_optimizer.learning_rate", "training.prompts_per_step"),
         level=NOTE,
@@ -641,12 +575,7 @@ RULES = (
         "One part of the reward was never reached",
         f"a reward function gives 0 to every completion, over {MIN_ROWS} steps or more, while others vary",
         MIN_ROWS,
-        [
-            Case(
-                ["0 for every completion in all {run.steps.size} steps: {unrewarding:, }"],
-                unless=[ONE_REWARD],
-            )
-        ],
+        [Case("0 for every completion in all {run.steps.size} steps: {unrewarding:, }", unless=[ONE_REWARD])],
         "rewards: if it is a penalty, all is well; if not, easier prompts or a part with steps on the way",
         ("rewards",),
         level=NOTE,
@@ -657,15 +586,11 @@ RULES = (
         "Truncation removes much of what the policy would sample",
         f"over {LAST} at most {percent(LEAST_KEPT)} of the probability is kept by top-k, top-p and min-p",
         MIN_ROWS,
-        [
-            Case(
-                [
-                    "{sampling/mass_kept.last.mean:share} of the probability is kept on average in "
-                    "{sampling/mass_kept.last.span}"
-                ],
-                [below("sampling/mass_kept.last.mean", LEAST_KEPT)],
-            )
-        ],
+        Case(
+            "{sampling/mass_kept.last.mean:share} of the probability is kept on average in "
+            "{sampling/mass_kept.last.span}",
+            [below("sampling/mass_kept.last.mean", LEAST_KEPT)],
+        ),
         "loosen rollout.top_k, rollout.top_p and rollout.min_p, or accept that training is that much off-policy",
         ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
         level=NOTE,
