@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
 from covey.errors import STOPPED
+from covey.monitor.displays import SampleLine
 from covey.monitor.formats import duration
-from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.progress import Progress
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
 from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
 from covey.train.json_lines import is_count, number
@@ -55,7 +56,7 @@ class WatchedProgress(Progress):
         if beat is None:
             return own
         running = self.run.state == RUNNING
-        now = replace(beat.status, step=max(own.step, beat.status.step), left=own.left if running else 0.0)
+        now = replace(beat, step=max(own.step, beat.step), left=own.left if running else 0.0)
         now = replace(now, total=max(now.total, now.step) if now.total else 0)
         now = replace(now, tokens_per_second=own.tokens_per_second or now.tokens_per_second)
         return now if running else replace(now, phase=self.run.state, done=0, parts=0, compiling=0, phase_seconds=0.0)
@@ -70,7 +71,7 @@ class WatchedProgress(Progress):
 
     def show_steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Show new steps as lines."""
-        self.total = self.run.heartbeat.status.total if self.run.heartbeat else 0
+        self.total = self.run.heartbeat.total if self.run.heartbeat else 0
         samples = self._samples_by_step()
         for row in rows:
             self.step(row, samples.get(int(row["step"]), ()))
@@ -83,7 +84,8 @@ class WatchedProgress(Progress):
         if (new := f"{self.run.state} {status.step} {status.activity}") == self._printed:
             return
         self._printed = new
-        state: dict[str, Any] = {"run": str(self.run.folder), "state": self.run.state, **asdict(status)}
+        figures = {field.name: getattr(status, field.name) for field in fields(Status)}
+        state: dict[str, Any] = {"run": str(self.run.folder), "state": self.run.state, **figures}
         state |= {"reason": beat.reason if beat else "", "heartbeat": beat.now if beat else None}
         state |= {"metrics": dict(self._rows[-1]) if self._rows else {}}
         print(json.dumps(mask_secrets(state), allow_nan=False), flush=True)
@@ -124,8 +126,8 @@ def watch(folder: Path, once: bool = False, as_json: bool = False, console: Cons
         with nullcontext() if once or as_json else progress:
             (progress.print_state if as_json else progress.begin)(run.look())
             while run.state == RUNNING and not once:
-                if not as_json and run.heartbeat and run.heartbeat.status.phase:
-                    progress.phase(run.heartbeat.status.phase)
+                if not as_json and run.heartbeat and run.heartbeat.phase:
+                    progress.phase(run.heartbeat.phase)
                 time.sleep(INTERVAL)
                 (progress.print_state if as_json else progress.show_steps)(run.look())
         if not as_json:

@@ -1,22 +1,43 @@
-"""Show a run on a terminal: a table of its steps that scrolls by, and below it two lines that say what it does now.
+"""Displays of a run: lines of a log file, a table of steps above two live lines of a terminal, an output of a notebook.
 
-In: rows of metrics and a `Status`. Out: lines for rich, none wider than the terminal. What does not fit is left out,
-the least important first. Names of metrics and phases are untrusted: characters that are not printable are shown as
-escapes, and nothing is read as markup.
+In: rows of metrics and a `Status`. Out: text, on terminals and in notebooks no line wider than the screen: what does
+not fit is left out, the least important first. Names of metrics and phases and texts of the model are untrusted:
+characters that are not printable are shown as escapes, and nothing is read as markup.
 """
 
+import html
+import io
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from threading import Timer
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.panel import Panel
 from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.monitor.formats import ASCII_SPARKS, SPARKS, duration, in_unit, size, sparkline
+from covey.monitor.formats import TEXT_WIDTH, duration, excerpt, in_unit, size, sparkline
 from covey.monitor.status import Status
 
+HEARTBEAT = 15.0
+"""Interval in seconds between the progress lines of a long phase in a log file."""
+SLOW_COMPILE = 5.0
+"""Number of seconds after which a log file says that a program is being compiled."""
+NOTEBOOK_LINES = 30
+"""Number of lines that a notebook shows above the status."""
+NOTEBOOK_INTERVAL = 0.5
+"""Minimum number of seconds between two drawings of the same output of a notebook."""
+NARROW = 80
+"""Width of a terminal, in cells, below which the line of a sample leaves out its prompt."""
 HEADER_EVERY = 20
 """Number of rows of the table after which its header is repeated."""
 GAP = "  "
@@ -27,6 +48,169 @@ BAR_WIDTHS = (8, 48)
 SPARK_WIDTHS = (8, 40)
 """Smallest and largest width of the plot of the headline metric, in cells."""
 SPINNER = "|/-\\"
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """One completion as a display shows it."""
+
+    prompt: str
+    text: str
+    reward: float
+
+
+class LogDisplay:
+    """Display in a log file, one line per step. A phase is told once between two evaluations, a long one now and then.
+
+    Args:
+        console: where to print.
+        view: view of the present state.
+        headline: the metric that is shown first.
+        show: further metrics on the line of a step, where the row has them.
+    """
+
+    def __init__(self, console: Console, view: "StatusView", headline: str, show: Sequence[str]):
+        self.console, self.view, self.headline, self._show = console, view, headline, show
+        self._started = self._spoken = time.monotonic()
+        self._announced: set[str] = set()
+        self._slow_compile = Timer(0, self.stamp)
+
+    def open(self) -> None:
+        """Begin to show the status, where it is shown in place."""
+
+    def close(self) -> None:
+        """Show the status no longer."""
+        self._slow_compile.cancel()
+
+    def changed(self) -> None:
+        """Tell a new phase, a long one now and then, and a program that takes long to compile."""
+        status = self.view.status()
+        self._slow_compile.cancel()
+        if status.phase and status.phase not in self._announced:
+            self._announced.add(status.phase)
+            self.stamp()
+        elif status.compiling:
+            self._slow_compile = Timer(SLOW_COMPILE, self.stamp)
+            self._slow_compile.daemon = True
+            self._slow_compile.start()
+        elif time.monotonic() - self._spoken >= HEARTBEAT:
+            self.stamp()
+
+    def stamp(self, text: str = "") -> None:
+        """Print `text`, or what the run does, with the time."""
+        self.line(f"[{time.monotonic() - self._started:6.1f}s] {text or self.view.status().activity}")
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self._spoken = time.monotonic()
+        self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def step(self, row: Mapping[str, float], total: int, left: float) -> None:
+        """Show a step of `total`, of which `left` seconds are left."""
+        columns = {"step": _count(row, total)}
+        for name in (self.headline, *ALWAYS, *self._show, "tokens_per_second"):
+            if name in row:
+                columns.setdefault(name, _cell(row, name, self.headline))
+        columns |= {"left": duration(left)} if left else {}
+        self.line("  ".join(f"{name} {value}" for name, value in columns.items()))
+
+    def evaluation(self, lines: Iterable[str]) -> None:
+        """Show the results of an evaluation."""
+        self._announced.clear()
+        for line in lines:
+            self.line(line)
+
+    def samples(self, samples: Sequence[SampleLine]) -> None:
+        """Show the best and the worst of `samples`."""
+        for line in extremes(samples):
+            self.line(line)
+
+    def done(self, text: str) -> None:
+        """Show the end of the run."""
+        self.console.print(Text(text), soft_wrap=True)
+
+
+class LiveDisplay(LogDisplay):
+    """Display on a terminal, or in a notebook: a table of the steps scrolls by above the status, drawn in place."""
+
+    def __init__(self, console: Console, view: "StatusView", headline: str, show: Sequence[str]):
+        self.live: Live | NotebookOutput = Live(console=console, get_renderable=lambda: view, transient=True)
+        if console.is_jupyter:
+            plain: Any = partial(Console, width=console.width, color_system=None, force_jupyter=False)
+            self.live = NotebookOutput(NOTEBOOK_LINES, partial(_drawn, view.still(), plain(file=io.StringIO())))
+            console = plain(file=self.live)
+        super().__init__(console, view, headline, show)
+        self._table = StepTable(headline, show)
+
+    def open(self) -> None:
+        self.live.start()
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def changed(self) -> None:
+        self.live.refresh()
+
+    def step(self, row: Mapping[str, float], total: int, left: float) -> None:
+        for line in self._table.lines(row, total, self.console.width):
+            self._fitted_line(line)
+
+    def samples(self, samples: Sequence[SampleLine]) -> None:
+        for line in extremes(samples, self.console.width):
+            self._fitted_line(Text(printable(line)))
+
+    def _fitted_line(self, line: Text) -> None:
+        """Print a line that is no wider than the screen."""
+        self.console.print(line, no_wrap=True, overflow="ellipsis")
+
+    def done(self, text: str) -> None:
+        self.close()
+        self.console.print(Panel(Text(text), title="done", title_align="left"))
+
+
+def _drawn(view: "StatusView", console: Console) -> str:
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
+
+
+class NotebookOutput(io.TextIOBase):
+    """Output of the running cell that is replaced as a run goes on. It is a file, whose latest lines are shown as text,
+    never as markup, with the methods of rich's `Live`, whose output would fill the notebook.
+
+    Args:
+        lines: number of lines that are shown.
+        draw: returns what is shown below them.
+    """
+
+    def __init__(self, lines: int, draw: Callable[[], str] = str):
+        self._latest: deque[str] = deque(maxlen=lines)
+        self._draw, self._due = draw, 0.0
+        self._handle: Any = None
+
+    def write(self, text: str) -> int:
+        self._latest.extend(text.splitlines())
+        self.refresh()
+        return len(text)
+
+    def start(self) -> None:
+        """Wait for the first text."""
+
+    def stop(self) -> None:
+        """Show the last text."""
+        self.refresh(now=True)
+
+    def refresh(self, now: bool = False) -> None:
+        """Show the latest text, unless one was shown very recently and `now` is not set."""
+        if not now and time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + NOTEBOOK_INTERVAL
+        text = "\n".join([*self._latest, self._draw()]).rstrip("\n")
+        bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self._handle is None:
+            self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
 
 
 class StepTable:
@@ -53,15 +237,15 @@ class StepTable:
             width: width of the terminal, in cells.
         """
         self._measured |= row.keys() & set(self._names)
-        step = f"{int(row['step'])}/{total}" if total else f"{int(row['step'])}"
+        step = _count(row, total)
         first = max(len(f"{total}/{total}"), len(step), len("step"))
         names = self._fitting(width - first)
-        header = tuple(_aligned(self._label(name), self._width(name)) for name in names)
+        header = tuple(self._aligned(name, self._label(name)) for name in names)
         if header != self._header or self._rows % HEADER_EVERY == 0:
             yield Text(_cut(GAP.join((f"{'step':>{first}}", *header)), width), style="dim", no_wrap=True)
             self._header, self._rows = header, 0
         self._rows += 1
-        cells = (_aligned(self._cell(name, row), self._width(name)) for name in names)
+        cells = (self._aligned(name, _cell(row, name, self._headline) if name in row else "-") for name in names)
         yield Text(_cut(GAP.join((f"{step:>{first}}", *cells)), width), no_wrap=True)
 
     def _fitting(self, width: int) -> list[str]:
@@ -80,16 +264,11 @@ class StepTable:
         return max(expected, cell_len(self._label(name)))
 
     def _label(self, name: str) -> str:
-        shown = printable(LABELS.get(name) or name.removesuffix("/mean").rpartition("/")[2] or name)
-        return shown if cell_len(shown) <= LONGEST_NAME else set_cell_size(shown, LONGEST_NAME - 1) + "…"
+        return _cut(printable(LABELS.get(name) or name.removesuffix("/mean").rpartition("/")[2] or name), LONGEST_NAME)
 
-    def _cell(self, name: str, row: Mapping[str, float]) -> str:
-        if name not in row:
-            return "-"
-        if name != self._headline:
-            return in_unit(name, row[name])
-        error = row.get(f"{name}_error")
-        return f"{row[name]:.3f}" + ("" if error is None else f" ±{error:.3f}")
+    def _aligned(self, name: str, text: str) -> str:
+        """Align `text` to the right of the column `name`."""
+        return " " * (self._width(name) - cell_len(text)) + text
 
 
 class StatusView:
@@ -99,20 +278,24 @@ class StatusView:
         status: returns the state at each drawing.
         headline: name of the metric that is plotted.
         values: values of this metric by step; they may grow.
-        moving: whether a sign moves while the run goes on; False for a single drawing.
+        moving: whether a sign moves while the run goes on.
     """
 
     def __init__(self, status: Callable[[], Status], headline: str, values: Sequence[float], moving: bool = True):
-        self._status, self._headline, self._values, self._moving = status, headline, values, moving
+        self.status, self._headline, self._values, self._moving = status, headline, values, moving
+
+    def still(self) -> "StatusView":
+        """Return the view for a single drawing."""
+        return StatusView(self.status, self._headline, self._values, moving=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        status, width = self._status(), options.max_width
+        status, width = self.status(), options.max_width
         facts = fitting(_facts(status), width - BAR_WIDTHS[0] - len(GAP) if status.total else width)
         line = _bar(status, min(width - cell_len(facts) - len(GAP), BAR_WIDTHS[1]), options.ascii_only)
         yield line.append(facts, style="default")
-        yield self._activity(status, width, ASCII_SPARKS if options.ascii_only else SPARKS)
+        yield self._activity(status, width, options.ascii_only)
 
-    def _activity(self, status: Status, width: int, marks: str) -> Text:
+    def _activity(self, status: Status, width: int, ascii_only: bool) -> Text:
         """Return the line with the phase and the plot."""
         sign = f"{SPINNER[int(4 * time.monotonic()) % 4]} " if self._moving else ""
         since = f" {duration(status.phase_seconds)}" if status.phase and status.phase_seconds >= 3 else ""
@@ -121,7 +304,7 @@ class StatusView:
         name = f"{GAP if phase else ''}{printable(self._headline)} "
         room = min(width - cell_len(phase) - cell_len(name), SPARK_WIDTHS[1])
         if self._values and room >= SPARK_WIDTHS[0]:
-            line.append(f"{name}{sparkline(self._values, marks, room)}", style="default")
+            line.append(f"{name}{sparkline(self._values, room, ascii_only)}", style="default")
         return line
 
 
@@ -138,6 +321,35 @@ def fitting(parts: Iterable[tuple[int, str]], width: int) -> str:
     while len(shown) > 1 and cell_len(GAP.join(text for _, text in shown)) > width:
         shown.remove(max(shown))
     return _cut(GAP.join(text for _, text in shown), width)
+
+
+def extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:
+    """Return the best and the worst of `samples`, one line each; `width` cells wide if that is not 0."""
+    if not samples:
+        return []
+    rank = lambda sample: sample.reward if math.isfinite(sample.reward) else -math.inf  # noqa: E731
+    both = (("best ", max(samples, key=rank)), ("worst", min(samples, key=rank)))
+    return [_sample_line(f"  {name} {sample.reward:+.2f}  ", sample, width) for name, sample in both]
+
+
+def _sample_line(start: str, sample: SampleLine, width: int) -> str:
+    arrow, dots = "  →  ", len(" … ")
+    if 0 < width < NARROW:
+        return f"{start}{excerpt(sample.text, max(width - len(start) - dots, 0))}"
+    room = min((width - len(start) - len(arrow)) // 2 - dots if width else TEXT_WIDTH, TEXT_WIDTH)
+    return f"{start}{excerpt(sample.prompt, room)}{arrow}{excerpt(sample.text, room)}"
+
+
+def _count(row: Mapping[str, float], total: int) -> str:
+    return f"{int(row['step'])}/{total}" if total else f"{int(row['step'])}"
+
+
+def _cell(row: Mapping[str, float], name: str, headline: str) -> str:
+    """Return the value of `name` as text; that of the headline has its standard error with it."""
+    if name != headline:
+        return in_unit(name, row[name])
+    error = row.get(f"{name}_error")
+    return f"{row[name]:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
 def _bar(status: Status, width: int, ascii_only: bool) -> Text:
@@ -162,15 +374,12 @@ def _facts(status: Status) -> list[tuple[int, str]]:
     ]
 
 
-def _aligned(text: str, width: int) -> str:
-    """Align `text` to the right of `width` cells."""
-    return " " * (width - cell_len(text)) + text
-
-
 def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)) + "…"
 
 
+ALWAYS = ("frac_reward_zero_std", "completions/mean_length")
+"""Metrics after the headline on the line of a step in a log file."""
 STANDARD = (
     "completions/mean_length",
     "frac_reward_zero_std",
@@ -181,7 +390,7 @@ STANDARD = (
     "grad_norm",
     "learning_rate",
 )
-"""Metrics of the columns after those that the run names, the most important first."""
+"""Metrics of the columns of a terminal after those that the run names, the most important first."""
 LABELS = {
     "completions/mean_length": "length",
     "completions/clipped_ratio": "clipped",

@@ -13,7 +13,7 @@ TEXT_WIDTH = 160
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 
 
-def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> str:
+def sparkline(values: Sequence[float], width: int = 40, ascii_only: bool = False) -> str:
     """Draw `values` as a row of at most `width` marks, averaged and scaled from their lowest to their highest.
 
     >>> sparkline([0.0, 0.5, 1.0])
@@ -22,7 +22,7 @@ def sparkline(values: Sequence[float], marks: str = SPARKS, width: int = 40) -> 
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    parts = min(width, len(finite))
+    marks, parts = ASCII_SPARKS if ascii_only else SPARKS, min(width, len(finite))
     edges = [round(i * len(finite) / parts) for i in range(parts + 1)]
     means = [statistics.fmean(finite[a:b]) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
@@ -54,25 +54,6 @@ def excerpt(text: str, width: int = TEXT_WIDTH) -> str:
     return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
 
 
-def share(value: float) -> str:
-    """Format a share as a percentage.
-
-    >>> share(0.125)
-    '12.5%'
-    """
-    return f"{100 * value:.1f}%"
-
-
-def clock(seconds: float) -> str:
-    """Format a time in minutes and seconds.
-
-    >>> clock(9.6), clock(3725)
-    ('10s', '62m05s')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
 def duration(seconds: float) -> str:
     """Format a time of any length in its two largest units.
 
@@ -80,7 +61,8 @@ def duration(seconds: float) -> str:
     ('10s', '2m05s', '1h02m', '1d01h')
     """
     if round(seconds) < 3600:
-        return clock(seconds)
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours}h{minutes:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24:02d}h"
 

@@ -1,15 +1,15 @@
 """The record of a step, its observers, and the history of the metrics: for reinforcement and supervised learning."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
-from covey.monitor.notebook import NotebookOutput, in_notebook
+from covey.monitor.displays import NOTEBOOK_LINES, NotebookOutput
 from covey.types import Group, TokenValues
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class History:
 
 
 class StepLines:
-    """Observer that prints one line per step. In a notebook one output has the last `KEPT_LINES` lines.
+    """Observer that prints one line per step. In a notebook one output has the last `NOTEBOOK_LINES` lines.
 
     Args:
         names: metrics on the line, where the step has them.
@@ -108,8 +108,7 @@ class StepLines:
 
     def __init__(self, names: Iterable[str]):
         self._names = tuple(names)
-        self._output = NotebookOutput() if in_notebook() else None
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._output = NotebookOutput(NOTEBOOK_LINES) if Console().is_jupyter else None
 
     def __call__(self, record: StepRecord) -> None:
         """Show the step."""
@@ -118,9 +117,6 @@ class StepLines:
         if self._output is None:
             print(line, flush=True)
             return
-        self._lines.append(line)
-        self._output.show("\n".join(self._lines), now=record.step >= record.total)
-
-
-KEPT_LINES = 20
-"""Number of steps that a notebook shows."""
+        self._output.write(line)
+        if record.step >= record.total:
+            self._output.stop()

@@ -6,7 +6,6 @@ since the last look. The files are untrusted: what has another form is left out.
 NumPy.
 """
 
-import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -64,43 +63,37 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    """Content of `heartbeat.json`.
+class Heartbeat(Status):
+    """Status of a run as its `heartbeat.json` tells it.
 
     Attributes:
-        status: what the run did at that moment.
         now: time at which it was written, in seconds since 1970.
         host: name of the machine.
         ended: how the run has ended; empty while it goes on.
         reason: signal or error that ended it.
     """
 
-    status: Status
-    now: float
-    host: str
-    ended: str
-    reason: str
+    now: float = 0.0
+    host: str = ""
+    ended: str = ""
+    reason: str = ""
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """Read the heartbeat of the run in `folder`; None if there is none, or none that can be read."""
-    found = _read_object(folder / HEARTBEAT)
-    if found is None:
+    if (entries := read_object(folder / HEARTBEAT)) is None:
         return None
-    text = {name: found[name] for name in ("phase", "host", "ended", "reason") if isinstance(found.get(name), str)}
-    now, since = number(found.get("now")) or 0.0, number(found.get("since")) or 0.0
-    figures: dict[str, Any] = {"phase": text.get("phase", ""), "phase_seconds": max(now - since, 0.0)}
-    for field in fields(Status):
-        if field.name not in figures and (value := number(found.get(field.name))) is not None and value >= 0:
-            figures[field.name] = int(value) if field.type is int else value
-    ended = text.get("ended", "")
-    return Heartbeat(
-        status=Status(**figures),
-        now=now,
-        host=text.get("host", ""),
-        ended=ended if ended in (FINISHED, STOPPED, FAILED) else "",
-        reason=text.get("reason", ""),
-    )
+    values: dict[str, Any] = {}
+    for field in fields(Heartbeat):
+        entry = entries.get(field.name)
+        if field.type is str and isinstance(entry, str):
+            values[field.name] = entry
+        elif field.type is not str and (value := number(entry)) is not None and value >= 0:
+            values[field.name] = int(value) if field.type is int else value
+    values["phase_seconds"] = max(values.get("now", 0.0) - (number(entries.get("since")) or 0.0), 0.0)
+    if values.get("ended") not in (FINISHED, STOPPED, FAILED):
+        values["ended"] = ""
+    return Heartbeat(**values)
 
 
 class WatchedRun:
@@ -144,7 +137,7 @@ class WatchedRun:
 
     def summary(self) -> Mapping[str, Any]:
         """Return the content of `summary.json`; empty while there is none."""
-        return _read_object(self.folder / SUMMARY) or {}
+        return read_object(self.folder / SUMMARY) or {}
 
     def _read_state(self) -> None:
         beat = read_heartbeat(self.folder)
@@ -193,14 +186,10 @@ class NewLines:
                 yield line
 
 
-def _read_object(file: Path) -> dict[str, Any] | None:
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Read a file that holds one JSON object; None if there is none, or none that can be read."""
     try:
-        content = open_below(file.parent, file.name)
+        with open_below(file.parent, file.name) as content:
+            return parse_line(content.read(MAX_LINE))
     except OSError:
         return None
-    try:
-        with content:
-            found = json.loads(content.read(MAX_LINE))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

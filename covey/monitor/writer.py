@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +35,7 @@ written as JSON escapes.
 """
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Append to the metrics and samples of one run folder. A context manager; not thread-safe.
 
     Write a step's rows and `sync` them before saving its checkpoint, so that no row of a checkpoint is missing.
@@ -53,8 +53,7 @@ class MetricsWriter:
             ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / METRICS, folder / SAMPLES, folder / TOKENS]
-        for file in files:
+        for file in (folder / METRICS, folder / SAMPLES, folder / TOKENS):
             if resume_at is not None:
                 truncate_rows(file, resume_at, must_reach=file.name in must_reach)
             elif has_file(folder, file.name) and file.stat().st_size:
@@ -62,33 +61,31 @@ class MetricsWriter:
                     "there are rows of another run here", fix="another folder, or resume", where=str(file)
                 )
         self._folder = folder
-        self._metrics, self._samples = (self._open(name) for name in (METRICS, SAMPLES))
-        self._tokens: IO[bytes] | None = None
+        self._files = {name: self._open(name) for name in (METRICS, SAMPLES)}
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
-        self._append(self._metrics, encode_row(row))
+        self._append(METRICS, [row])
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Append every completion of the step's scored groups."""
-        self._append(self._samples, b"".join(encode_row(row) for row in sample_rows(step, groups)))
+        self._append(SAMPLES, sample_rows(step, groups))
 
     def token_values(self, step: int, values: Iterable[TokenValues]) -> None:
         """Append the token values of a step; the file is made with the first of them."""
-        if rows := b"".join(encode_row(token_row(step, one)) for one in values):
-            self._tokens = self._tokens or self._open(TOKENS)
-            self._append(self._tokens, rows)
+        self._append(TOKENS, (token_row(step, completion) for completion in values))
 
     def _open(self, name: str) -> IO[bytes]:
         return open_below(self._folder, name, "ab", buffering=0)
 
-    @property
-    def _files(self) -> list[IO[bytes]]:
-        return [self._metrics, self._samples, *([self._tokens] if self._tokens else [])]
-
-    def _append(self, file: IO[bytes], rows: bytes) -> None:
-        with self._writing(file, f"{len(rows):,} bytes"):
-            left = memoryview(rows)
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        if not (encoded := b"".join(map(encode_row, rows))):
+            return
+        if name not in self._files:
+            self._files[name] = self._open(name)
+        file = self._files[name]
+        with self._writing(file, f"{len(encoded):,} bytes"):
+            left = memoryview(encoded)
             while left:  # a full disk accepts a part, and refuses the next
                 left = left[file.write(left) :]
         if not is_open_at(file, Path(file.name)):
@@ -113,20 +110,17 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Sync the rows and the directory entries of their files to disk."""
-        for file in self._files:
+        for file in self._files.values():
             with self._writing(file, "the last rows"):
                 os.fsync(file.fileno())
         sync(self._folder)
 
     def close(self) -> None:
         """Sync the rows to disk and close the files."""
-        for file in self._files:
+        for file in self._files.values():
             if not file.closed:
                 os.fsync(file.fileno())
                 file.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -252,13 +252,13 @@ def test_the_heartbeat_of_a_run_is_read_back(tmp_path: Path) -> None:
     status = Status(step=3, total=9, phase="x", compiling=1, seconds=5.5, left=2.0, tokens_per_second=7.0, memory=8)
     with Watchdog(tmp_path, 0, every=0.01, status=lambda: status) as watchdog:
         watchdog.phase("update")
-        while (found := read_heartbeat(tmp_path)) is None or found.status.phase != "update":
+        while (found := read_heartbeat(tmp_path)) is None or found.phase != "update":
             time.sleep(0.01)
     assert not found.ended
     ended = read_heartbeat(tmp_path)
     assert ended is not None
     assert ended.ended == FINISHED
-    assert (ended.status.step, ended.status.compiling, ended.status.memory) == (3, 1, 8)
+    assert (ended.step, ended.compiling, ended.memory) == (3, 1, 8)
     with pytest.raises(CoveyError), Watchdog(tmp_path, 0, status=lambda: status):
         raise CoveyError("the disk is full", fix="make room")
     failed = read_heartbeat(tmp_path)

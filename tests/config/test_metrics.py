@@ -113,6 +113,7 @@ def test_the_screen_has_the_names_of_the_files() -> None:
     }  # fmt: skip
     out = io.StringIO()
     with Progress(9, Console(file=out, width=300), show=("kl", "clip_ratio/region_mean", "time/rollout")) as progress:
+        progress.steps_before = 2
         progress.step(row)
         progress.evaluation("before", {"format_accuracy": 0.5, "samples": 4})
         progress.done({"before": {"format_accuracy": 0.5}, "after": {"format_accuracy": 0.75}})

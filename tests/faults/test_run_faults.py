@@ -344,8 +344,8 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
     assert limits == [77]
     beat = read_heartbeat(tmp_path / "run")
     assert beat is not None
-    assert (beat.ended, beat.status.step, beat.status.total) == ("finished", 1, 1)
-    assert beat.status.memory > 100_000_000
+    assert (beat.ended, beat.step, beat.total) == ("finished", 1, 1)
+    assert beat.memory > 100_000_000
 
 
 # --- room

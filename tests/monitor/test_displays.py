@@ -9,9 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.displays import SampleLine, StatusView, StepTable
+from covey.monitor.progress import Progress
 from covey.monitor.status import Status
-from covey.monitor.terminal import StatusView, StepTable
 
 ROW = {"step": 37, "reward": 1.375, "reward_error": 0.0625, "kl": 0.0123, "step_time": 12.5, "tokens_per_second": 58.0}
 ROW |= {"frac_reward_zero_std": 0.125, "completions/mean_length": 31.0, "completions/clipped_ratio": 0.02}

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from covey.display import printable
+from covey.monitor.displays import NotebookOutput, SampleLine
 from covey.monitor.formats import excerpt, sparkline
-from covey.monitor.notebook import NotebookOutput
-from covey.monitor.progress import Progress, SampleLine
+from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
 
 SAMPLES = [
@@ -101,7 +101,7 @@ def test_the_live_view_ends_when_the_run_fails():
     progress = Progress(3, terminal())
     with pytest.raises(ZeroDivisionError), progress:
         raise ZeroDivisionError
-    assert not progress._live.is_started
+    assert not progress.display.live.is_started
 
 
 def test_a_row_with_little_in_it_is_shown_too():
@@ -190,7 +190,7 @@ def test_time_left_is_that_of_the_steps_without_compilation_as_soon_as_there_is_
 
 def test_a_log_is_told_of_a_program_that_takes_long_to_compile(monkeypatch):
     console = plain()
-    monkeypatch.setattr("covey.monitor.progress.SLOW_COMPILE", 0.1)
+    monkeypatch.setattr("covey.monitor.displays.SLOW_COMPILE", 0.1)
     with Progress(3, console) as progress:
         progress.phase("update")
         for number in (1, 2, 3):
@@ -268,64 +268,51 @@ def test_what_cannot_be_seen_is_escaped():
     assert excerpt("x" * 500, width=10) == "xxxxx … xxxxx"
 
 
-class NotebookSpy:
-    """What a cell shows after each drawing."""
+@pytest.fixture
+def drawn(monkeypatch):
+    """What the one output of a notebook shows after each drawing."""
+    bundles = []
+    handle = SimpleNamespace(update=lambda bundle, raw: bundles.append(bundle))
+    display = lambda bundle, raw, display_id: bundles.append(bundle) or handle  # noqa: E731
+    monkeypatch.setattr("covey.monitor.displays.import_module", lambda name: SimpleNamespace(display=display))
+    return bundles
 
-    def __init__(self):
-        self.drawn = []
 
-    def show(self, text, now=False):
-        self.drawn.append(text)
-
-
-@pytest.mark.slow
-def test_a_notebook_has_one_output_that_stays_short(monkeypatch):
-    spy = NotebookSpy()
-    monkeypatch.setattr("covey.monitor.progress.NotebookOutput", lambda: spy)
+def test_a_notebook_has_one_output_that_stays_short(monkeypatch, drawn):
+    monkeypatch.setattr("covey.monitor.displays.NOTEBOOK_INTERVAL", 0.0)
     console = Console(file=io.StringIO(), force_jupyter=True, width=80)
     with Progress(500, console) as progress:
         progress.evaluation("before", {"reward": 0.5})
-        for step in range(1, 301):
+        for step in range(1, 51):
             progress.phase("update")
             progress.compiling(1)
             progress.step(row(step), SAMPLES)
-        progress.done({"steps": 300, "seconds": 9.0}, "runs/a", chat=False)
+        progress.done({"steps": 50, "seconds": 9.0}, "runs/a", chat=False)
     assert console.file.getvalue() == ""
-    last = spy.drawn[-1].splitlines()
+    last = drawn[-1]["text/plain"].splitlines()
     assert len(last) <= 32
-    assert any(line.split()[:1] == ["300/500"] for line in last)
-    assert any("300/500  " in line and "left" in line for line in last)
+    assert any(line.split()[:1] == ["50/500"] for line in last)
+    assert any("50/500  " in line and "left" in line for line in last)
     assert not any("covey chat" in line or "\x1b" in line for line in last)
-    assert any("update: compiling program 1" in text for text in spy.drawn)
+    assert any("update: compiling program 1" in bundle["text/plain"] for bundle in drawn)
 
 
-@pytest.mark.slow
-def test_an_output_is_not_drawn_too_often(monkeypatch):
-    now, drawn = 0.0, []
-
-    class Handle:
-        def update(self, bundle, raw):
-            drawn.append(bundle)
-
-    def display(bundle, raw, display_id):
-        drawn.append(bundle)
-        return Handle()
-
-    monkeypatch.setattr("covey.monitor.notebook.time.monotonic", lambda: now)
-    monkeypatch.setattr("covey.monitor.notebook.import_module", lambda name: SimpleNamespace(display=display))
-    output = NotebookOutput()
+def test_an_output_is_not_drawn_too_often(monkeypatch, drawn):
+    now = 0.0
+    monkeypatch.setattr("covey.monitor.displays.time.monotonic", lambda: now)
+    output = NotebookOutput(2)
     for text in ("<b>1</b>", "2", "3"):
-        output.show(text)
+        output.write(text)
         now += 0.2
-    output.show("4", now=True)
-    assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "4"]
+    output.stop()
+    assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "2\n3"]
     assert drawn[0]["text/html"] == "<pre>&lt;b&gt;1&lt;/b&gt;</pre>"
-    monkeypatch.setattr("covey.monitor.record.in_notebook", lambda: True)
+    monkeypatch.setattr("covey.monitor.record.Console", lambda: SimpleNamespace(is_jupyter=True))
     lines = StepLines(("reward",))
     for step in range(1, 101):
         now += 1.0
         lines(StepRecord(step, 1, 100, {"reward": 0.5}))
-    assert len(drawn[-1]["text/plain"].splitlines()) == 20
+    assert len(drawn[-1]["text/plain"].splitlines()) == 30
     assert drawn[-1]["text/plain"].endswith("step 100/100  reward 0.5")
 
 

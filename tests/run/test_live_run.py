@@ -45,7 +45,7 @@ def test_a_run_is_drawn_watched_and_found_dead(tmp_path: Path) -> None:
         rows = run.look()
         assert run.state == RUNNING
         assert run.heartbeat is not None
-        assert run.heartbeat.status.total == 400
+        assert run.heartbeat.total == 400
         assert {row["step"] for row in rows} >= {1, 2, 3}
     finally:
         process.kill()
