@@ -23,7 +23,7 @@ from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.plan.roofline import peaks
+from covey.plan.roofline import machine_peaks
 from covey.types import Completion, FinishReason, Group
 
 Name = TypeVar("Name", bound=Hashable)
@@ -128,7 +128,7 @@ class Result:
             are counted.
         facts: further numbers of each variant.
         checks: that the variants computed the same thing.
-        limits: seconds that the work would take at this machine's peaks (see `counting` and `peaks`).
+        limits: seconds that the work would take at this machine's peaks (see `plan.work` and `machine_peaks`).
     """
 
     seconds: dict[str, list[float]]
@@ -173,7 +173,7 @@ def tell(result: Result, part: str, settings: Settings) -> None:
     asked, tokens = settings.asked, f"; {result.tokens} completion tokens" if result.tokens else ""
     print(f"\n{part}: " + ", ".join(f"{k} {v}" for k, v in asked.items()) + tokens)
     _print_table(variants)
-    measured = {"peaks": peaks(settings.dtype).json()} if result.limits else {}
+    measured = {"peaks": machine_peaks(settings.dtype).json()} if result.limits else {}
     tell_json(part, settings, {"tokens": result.tokens, "variants": variants, "checks": result.checks, **measured})
 
 

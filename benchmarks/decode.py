@@ -4,19 +4,20 @@ allows.
 All slots are as far as the middle of a completion, and begin there again at each chunk, so every step is the same work.
 A step must read all weights and what its tokens may see of the cache, and must make their products; the longer of the
 two is the limit. Reading is measured by streaming an array, products by as many vectors times weights that no cache
-holds (`peaks`). A model that fits into the processor's cache can be faster than that.
+holds (`machine_peaks`). A model that fits into the processor's cache can be faster than that.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
-from covey.plan.counting import Span, decoding
-from covey.plan.roofline import peaks, product_rate
+from covey.plan import roofline
+from covey.plan.work import Span, decoding
 from covey.sampling.logits import SamplingParams
 from covey.sampling.programs import Programs, Slots
 from covey.sampling.scheduler import length_bucket
@@ -25,6 +26,9 @@ BATCHES = (8, 32)
 """Batch sizes that are decoded besides the number of slots of the size."""
 CHUNKS = 4
 """Number of chunks of the largest batch; smaller ones make more, so that all decode as many tokens."""
+
+MOST_KERNELS = 96
+"""Maximum number of kernels in the measurement of products."""
 
 
 class Limits(NamedTuple):
@@ -57,7 +61,25 @@ def limits(settings: Settings, fed: list[Span], batch: int) -> Limits:
     model, dtype = settings.shape.model, settings.dtype
     flops, read = decoding(model, fed, batch, settings.lora, jnp.dtype(dtype).itemsize)
     rate = product_rate(batch, model.hidden_size, model.intermediate_size, dtype)
-    return Limits(read / peaks(dtype).bandwidth, flops / rate)
+    return Limits(read / roofline.machine_peaks(dtype).bandwidth, flops / rate)
+
+
+@cache
+def product_rate(batch: int, width: int, inner: int, dtype: str = "float32") -> float:
+    """Measure the flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that
+    wide, or many with `inner` columns, whichever is faster.
+    """
+    vectors, columns = jnp.ones((batch, width), dtype), roofline.STREAMED // jnp.dtype(dtype).itemsize // width
+    count = max(1, min(columns // inner, MOST_KERNELS))
+    wide = roofline.best_seconds(roofline.product, vectors, jnp.ones((width, columns), dtype)) / columns
+    kernels = [jnp.full((width, inner), float(n), dtype) for n in range(count)]
+    several = roofline.best_seconds(_products, vectors, kernels) / (count * inner)
+    return 2 * batch * width / min(wide, several)
+
+
+@jax.jit
+def _products(vectors: Any, matrices: list[Any]) -> list[Any]:
+    return [roofline.product(vectors, matrix) for matrix in matrices]
 
 
 def _facts(found: Limits, seconds: float, chunks: int, size: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from benchmarks.common import Result, Settings, interleaved
 from benchmarks.decode import limits
 from benchmarks.sizes import Size
 from covey.config.schema import RolloutConfig
-from covey.plan import counting
-from covey.plan.roofline import peaks
+from covey.plan import work
+from covey.plan.roofline import machine_peaks
 from covey.sampling.engine import Request, Sampler
 
 
@@ -47,7 +47,7 @@ def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
     """Return the seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
     c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
     fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
-    prefill = counting.prefill(c, prompts, settings.lora) / peaks(settings.dtype).matmul
+    prefill = work.prefill(c, prompts, settings.lora) / machine_peaks(settings.dtype).matmul
     return prefill + max(limits(settings, fed, slots))
 
 

@@ -22,8 +22,8 @@ from covey.packing.rows import (
     scatter_to_rows,
     split_micro_batches,
 )
-from covey.plan import counting
-from covey.plan.roofline import peaks
+from covey.plan import work
+from covey.plan.roofline import machine_peaks
 from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer
@@ -42,7 +42,7 @@ def measure(settings: Settings) -> Result:
     facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     checks = {"grad_norm_difference": short((max(norms) - min(norms)) / min(norms))}
-    limit = counting.training(settings.shape.model, groups, settings.lora) / peaks(settings.dtype).matmul
+    limit = work.training(settings.shape.model, groups, settings.lora) / machine_peaks(settings.dtype).matmul
     return Result(interleaved(runs, settings.repeat), tokens, facts, checks, dict.fromkeys(runs, limit))
 
 

@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,9 +42,10 @@ class Collective:
     sent: int
     asynchronous: bool = False
 
-    def total_sent(self, turns: int = 1) -> float:
-        """Return the bytes that a device sends in one call; a loop of unknown length has `turns` turns."""
-        return self.sent * math.prod(turns if trips is None else trips for trips in self.loops)
+    @property
+    def total_sent(self) -> float:
+        """Bytes that a device sends in one call; a loop of unknown length has one turn."""
+        return self.sent * math.prod(1 if trips is None else trips for trips in self.loops)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,6 @@ class CompiledProgram:
     kernels: tuple[int, int] = (0, 0)
     unread: bool = False
 
-    def link_bytes(self, turns: int = 1) -> float:
-        """Return the bytes that a device sends in a call; a loop of unknown length has `turns` turns."""
-        return sum(one.total_sent(turns) for one in self.collectives)
-
 
 def compile_program(
     program: Program, read_text: bool, on_host: bool = False, kept: list[Any] | None = None
@@ -95,8 +92,8 @@ def compile_program(
         on_host: whether the device's memory is that of the host, so that the compiler's counts too.
         kept: gets the executable, which otherwise is freed.
     """
-    before = resident() if on_host else 0
-    begin_again()
+    before = process_memory() if on_host else 0
+    reset_peak_memory()
     start = time.monotonic()
     try:
         compiled = program.lower().compile()
@@ -108,47 +105,39 @@ def compile_program(
     seconds = time.monotonic() - start
     if kept is not None:
         kept.append(compiled)
-    compiling = highest() - before if on_host else 0
+    compiling = peak_memory() - before if on_host else 0
     memory: Any = compiled.memory_analysis()
-    found = CompiledProgram(
+    result = CompiledProgram(
         program.name,
         seconds,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         compiling=compiling,
-        kept=max(resident() - before, 0) if on_host and kept is not None else 0,
+        kept=max(process_memory() - before, 0) if on_host and kept is not None else 0,
     )
-    return _with_text_of(found, compiled) if read_text else found
+    return _with_text(result, compiled) if read_text else result
 
 
-def _with_text_of(found: CompiledProgram, compiled: Any) -> CompiledProgram:
+def _with_text(program: CompiledProgram, compiled: Any) -> CompiledProgram:
+    """Add to `program` what the text of the compiled one says."""
     try:
-        text = compiled.as_text()
+        text = hlo.Program(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError:  # a compiler may be newer than the jaxlib that reads what it wrote
-        return replace(found, unread=True)
-    return _with_text(found, text or "")
-
-
-def _with_text(found: CompiledProgram, text: str) -> CompiledProgram:
-    read = hlo.Program(text)
-    by_loop: Counter[tuple[str, tuple[int | None, ...], bool]] = Counter()
-    size, sent = by_loop.copy(), by_loop.copy()
-    for one in read.collectives():
-        key = one.opcode, tuple(loop.trip_count for loop in one.loops), one.asynchronous
-        by_loop[key] += 1
-        size[key] += one.bytes
-        sent[key] += one.sent
+        return replace(program, unread=True)
+    by_loop: dict[tuple[str, hlo.Loops, bool], list[hlo.Instruction]] = defaultdict(list)
+    for one in text.collectives():
+        by_loop[one.opcode, one.loops, one.asynchronous].append(one)
     collectives = tuple(
-        Collective(key[0], key[1], count, size[key], sent[key], asynchronous=key[2]) for key, count in by_loop.items()
+        Collective(opcode, loops, len(group), sum(x.bytes for x in group), sum(x.sent for x in group), asynchronous)
+        for (opcode, loops, asynchronous), group in by_loop.items()
     )
     cycles, kernels = [0, 0], [0, 0]
-    for each in read.instructions:
-        inside = any(loop.trip_count is None for loop in each.loops)
-        cycles[inside] += each.cycles * each.executions
-        kernels[inside] += each.executions if each.opcode == "custom-call" and each.kernel else 0
+    for each in text.instructions:
+        cycles[None in each.loops] += each.cycles * each.executions
+        kernels[None in each.loops] += each.executions * each.kernel
     estimates: dict[str, Any] = {"cycles": tuple(cycles), "kernels": tuple(kernels)} if any(cycles) else {}
-    return replace(found, collectives=collectives, **estimates)
+    return replace(program, collectives=collectives, **estimates)
 
 
 def _refused_bytes(message: str) -> int | None:
@@ -157,30 +146,30 @@ def _refused_bytes(message: str) -> int | None:
     >>> _refused_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm.")
     18790481920
     """
-    found = re.search(r"[Uu]sed ([\d.]+)([KMG]?) of [\d.]+[KMG]? hbm", message)
-    return int(float(found[1]) * UNITS[found[2]]) if found else None
+    used = re.search(r"[Uu]sed ([\d.]+)([KMG]?) of [\d.]+[KMG]? hbm", message)
+    return int(float(used[1]) * UNITS[used[2]]) if used else None
 
 
-def resident() -> int:
+def process_memory() -> int:
     """Return the resident bytes of this process, after free memory went back to the system."""
     release_free_memory()
     return int(psutil.Process().memory_info().rss)
 
 
-def highest() -> int:
-    """Return the most resident bytes of this process since `begin_again`.
+def peak_memory() -> int:
+    """Return the most resident bytes of this process since `reset_peak_memory`.
 
     The kernel keeps them, so that no peak is missed. Where it cannot begin again (systems other than Linux, some
     containers), they are those of the whole life of the process.
     """
     with suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
+        if line := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(line[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def begin_again() -> None:
-    """Let `highest` begin with the memory of now."""
+def reset_peak_memory() -> None:
+    """Let `peak_memory` begin with the memory of now."""
     with suppress(OSError):
         descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
         try:

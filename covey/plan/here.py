@@ -17,7 +17,7 @@ from rich.table import Table
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
-from covey.plan.compiled import begin_again, highest
+from covey.plan.compiled import peak_memory, reset_peak_memory
 from covey.plan.memory import SAMPLING
 from covey.run.base import Run
 from covey.run.rl import RLRun
@@ -91,13 +91,13 @@ class PeakRecorder:
             self.record()
             begin(name)  # may return free memory to the system, which belongs to neither phase
             self._phase = name
-            begin_again()
+            reset_peak_memory()
 
         return phase
 
     def record(self) -> None:
         """Record the phase that ends now."""
-        self.peaks[self._phase] = max(highest(), self.peaks.get(self._phase, 0))
+        self.peaks[self._phase] = max(peak_memory(), self.peaks.get(self._phase, 0))
 
 
 def main(words: list[str]) -> None:

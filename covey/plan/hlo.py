@@ -30,17 +30,8 @@ RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-al
 """Number of times that each collective sends its data around a ring; others send it once to one device."""
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A loop of a program.
-
-    Attributes:
-        name: name of the computation that is its body.
-        trip_count: number of iterations; None where the program computes it.
-    """
-
-    name: str
-    trip_count: int | None
+Loops = tuple[int | None, ...]
+"""Trip counts of the loops around an instruction, outermost first; None where the program computes it."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +42,7 @@ class Instruction:
         opcode: opcode; of an asynchronous pair the first half alone appears, without its `-start`.
         shapes: types of its results, such as `bf16[2,1024]`.
         bytes: size of its results or of its operands, whichever is larger, on one device.
-        loops: loops around it, outermost first.
-        branch: whether it is in a branch of a conditional.
-        op_name: path of the operation in the traced function; empty where the compiler gives none.
+        loops: trip counts of the loops around it.
         cycles: the compiler's estimate for one execution; 0 where it gives none, as for kernels.
         kernel: whether it calls a kernel of Pallas, which has no estimate.
         asynchronous: whether it runs beside other instructions.
@@ -63,9 +52,7 @@ class Instruction:
     opcode: str
     shapes: tuple[str, ...]
     bytes: int
-    loops: tuple[Loop, ...]
-    branch: bool
-    op_name: str
+    loops: Loops
     cycles: int = 0
     kernel: bool = False
     asynchronous: bool = False
@@ -82,12 +69,7 @@ class Instruction:
     @property
     def executions(self) -> int:
         """Number of times it runs; loops of unknown length count once."""
-        return math.prod(loop.trip_count or 1 for loop in self.loops)
-
-    @property
-    def total_bytes(self) -> int:
-        """`bytes` times `executions`."""
-        return self.bytes * self.executions
+        return math.prod(trips or 1 for trips in self.loops)
 
 
 @dataclass(frozen=True)
@@ -111,7 +93,7 @@ class Program:
     @cached_property
     def instructions(self) -> list[Instruction]:
         """Instructions of the program, each once for every place from which its computation is called."""
-        return list(self._walk(self._entry, (), False))
+        return list(self._walk(self._entry, ()))
 
     def collectives(self) -> list[Instruction]:
         """Return the collectives, in program order."""
@@ -125,20 +107,20 @@ class Program:
         """Return the instructions whose results have a single array of more than `size` bytes."""
         return [x for x in self.instructions if any(shape_bytes(shape) > size for shape in x.shapes)]
 
-    def _walk(self, computation: str, loops: tuple[Loop, ...], branch: bool) -> Iterator[Instruction]:
+    def _walk(self, computation: str, loops: Loops) -> Iterator[Instruction]:
         lines = self._computations[computation]
         types, chains = _types(lines), set()
         for line in lines:
             if not line.opcode.endswith("-done"):
-                yield _instruction(line, types, loops, branch)
+                yield _instruction(line, types, loops)
             for fused, inside in self._fused_collectives(line):
                 channel = re.search(r"channel_id=(\d+)", fused.rest)
                 if channel is None or channel[1] not in chains:
-                    yield replace(_instruction(fused, inside, loops, branch), asynchronous=True)
+                    yield replace(_instruction(fused, inside, loops), asynchronous=True)
                 chains |= {channel[1]} if channel else set()
-            inner = (*loops, self._loop(line)) if line.opcode == "while" else loops
+            inner = (*loops, self._trip_count(line)) if line.opcode == "while" else loops
             for called in _called(line):
-                yield from self._walk(called, inner, branch or line.opcode == "conditional")
+                yield from self._walk(called, inner)
 
     def _fused_collectives(self, line: _Line) -> Iterator[tuple[_Line, dict[str, str]]]:
         """Yield the collectives in a fusion, and in the fusions that it contains, with the types beside each."""
@@ -149,10 +131,9 @@ class Program:
                     yield inner, _types(lines)
                 yield from self._fused_collectives(inner)
 
-    def _loop(self, line: _Line) -> Loop:
+    def _trip_count(self, line: _Line) -> int | None:
         known = re.search(r'known_trip_count"?:\{"n":"(\d+)"', line.rest)
-        condition = self._computations[_attributes(line, "condition")[0]]
-        return Loop(_attributes(line, "body")[0], int(known[1]) if known else _bound(condition))
+        return int(known[1]) if known else _bound(self._computations[_attributes(line, "condition")[0]])
 
 
 def shape_bytes(shape: str) -> int:
@@ -213,7 +194,8 @@ def _called(line: _Line) -> list[str]:
             return _attributes(line, "to_apply")
         case "async-start":
             return _attributes(line, "calls")
-    return []
+        case _:
+            return []
 
 
 def _types(lines: list[_Line]) -> dict[str, str]:
@@ -221,17 +203,16 @@ def _types(lines: list[_Line]) -> dict[str, str]:
 
 
 def _attributes(line: _Line, *names: str) -> list[str]:
-    found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^{{}}]*\}}|%?[\w.\-]+)", line.rest)
-    return [name for value in found for name in re.findall(r"[\w.\-]+", value)]
+    values = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^{{}}]*\}}|%?[\w.\-]+)", line.rest)
+    return [name for value in values for name in re.findall(r"[\w.\-]+", value)]
 
 
-def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], branch: bool) -> Instruction:
+def _instruction(line: _Line, types: dict[str, str], loops: Loops) -> Instruction:
     operands = re.findall(r"%([\w.\-]+)", line.rest.partition(")")[0])
     shapes = re.findall(r"\b\w+\[[0-9,]*\]", line.type)
     if line.opcode.endswith("-start") and line.opcode != "all-reduce-start":
         shapes = shapes[len(operands) :]  # the first are the operands again
     size = max(sum(map(shape_bytes, shapes)), sum(shape_bytes(types.get(name, "")) for name in operands))
-    op_name = re.search(r'op_name="([^"]*)"', line.rest)
     opcode = line.opcode.removesuffix("-start")
     cycles = re.search(r'"estimated_cycles":"(\d+)"', line.rest)
     return Instruction(
@@ -239,8 +220,6 @@ def _instruction(line: _Line, types: dict[str, str], loops: tuple[Loop, ...], br
         tuple(shapes),
         size,
         loops,
-        branch,
-        op_name[1] if op_name else "",
         int(cycles[1]) if cycles else 0,
         opcode == "custom-call"
         and re.search(f'custom_call_target="({"|".join(map(re.escape, KERNELS))})"', line.rest) is not None,

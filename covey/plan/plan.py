@@ -1,13 +1,15 @@
 """`make_plan`: compile the programs of a recipe for devices that need not be there, and say what a run of it needs.
 
-Only shapes are used: no weight is read, and no array is made for the run.
+Only shapes are used: no weight is read, and no array is made for the run. The inventory lists every program that a run
+of reinforcement learning compiles with fixed shapes. What a critic, a reward model, a moving reference or an
+environment adds is not among them, and neither are the small programs of loading, for example of new adapters.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +22,19 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES
 from covey.parallel.programs import Program
-from covey.plan.compiled import CompiledProgram, compile_program, resident
-from covey.plan.inventory import Entry, has_token_values, inventory
-from covey.plan.knobs import Turn, search
+from covey.plan.compiled import CompiledProgram, compile_program, process_memory
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Residents, RunResidents, nbytes, run_residents
 from covey.plan.outline import Outline, make_outline
-from covey.plan.roofline import PhaseTime, Rates, peaks, phase_time
+from covey.plan.roofline import PhaseTime, Rates, machine_peaks, phase_time
+from covey.plan.search import Trial, search
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
+from covey.rl.evaluate import evaluation_rollout
 from covey.rl.programs import RLPrograms
 from covey.rl.roles import Role
 from covey.run.programs import policy_programs, supervised_programs
+from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
 from covey.sft.learner import SFTPrograms
 
@@ -44,6 +47,14 @@ Load = Callable[[Sequence[str]], Recipe | SFTRecipe]
 """Function that loads the recipe with further settings, as on the command line."""
 Tell = Callable[[str], None]
 """Function that is told what is being done."""
+RunPrograms = RLPrograms | SFTPrograms
+
+
+class Entry(NamedTuple):
+    """A program of a run, and its shape in words."""
+
+    name: str
+    shape: str
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,8 @@ class Plan:
         programs: the largest that the settings provide for, compiled.
         phases: work and seconds of a step.
         inventory: every program that a run compiles on an accelerator.
-        turns: settings that were tried because the run does not fit; the last fits, if any does.
-        left_out: what is not counted.
+        trials: settings that were tried because the run does not fit; the last fits, if any does.
+        not_counted: what is not counted.
     """
 
     recipe: str
@@ -78,8 +89,8 @@ class Plan:
     programs: Sequence[CompiledProgram]
     phases: Sequence[PhaseTime]
     inventory: Sequence[Entry] = ()
-    turns: Sequence[Turn] = ()
-    left_out: Sequence[str] = ()
+    trials: Sequence[Trial] = ()
+    not_counted: Sequence[str] = ()
 
     @cached_property
     def peaks(self) -> dict[str, int]:
@@ -129,19 +140,16 @@ def make_plan(
     recipe = load(())
     places = place_on(target, recipe.model.mesh, rollout_config(recipe))
     tell("building the programs")
-    made = programs_of(recipe, places)
-    largest = _programs_run(recipe, made)
-    show_outline(_outline(recipe, made))
-    kept: list[Any] = []  # a run keeps its programs, which are part of its process
-    compiled = _compile(largest, target, places.several, tell, kept, places.rollout is not None)
-    residents = _residents(recipe, made).with_programs(_further_programs(made, compiled))
-    process = resident() if target.platform == "cpu" else 0
-    kept.clear()
+    run = programs_of(recipe, places)
+    show_outline(_outline(recipe, run))
+    executables: list[Any] = []  # a run keeps its programs, which are part of its process
+    compiled = _compile(run.called(), target, places, tell, executables)
+    residents = _residents(run).with_programs(_further_programs(run, compiled))
+    process = process_memory() if target.platform == "cpu" else 0
+    executables.clear()
     tell("counting")
-    count = mesh_size(recipe.model.mesh) + rollout_config(recipe).size
-    machine = _machine_of(target, _compute_dtype(recipe, target), count)
     lengths = lengths or expected_lengths(recipe)
-    times = _phase_times(recipe, made, residents, compiled, machine, target, lengths)
+    machine = _machine_of(recipe, target)
     plan = Plan(
         recipe.name,
         target,
@@ -152,11 +160,11 @@ def make_plan(
         residents,
         process,
         compiled,
-        times,
-        inventory(recipe, made) if isinstance(recipe, Recipe) and isinstance(made, RLPrograms) else (),
-        left_out=_left_out(recipe, compiled),
+        _phase_times(recipe, run, residents, compiled, machine, target, lengths),
+        inventory(recipe, run) if isinstance(recipe, Recipe) and isinstance(run, RLPrograms) else (),
+        not_counted=_not_counted(recipe, compiled),
     )
-    return plan if plan.fits else replace(plan, turns=_search(plan, recipe, load, places, tell))
+    return plan if plan.fits else replace(plan, trials=_search(plan, recipe, load, places, tell))
 
 
 def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
@@ -168,56 +176,45 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
     return _outline(recipe, programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe))))
 
 
-def _outline(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> Outline:
-    programs = _programs_run(recipe, made)
-    return make_outline(recipe, made.trainer.trainable, programs, _residents(recipe, made), _left_out(recipe, ()))
+def _outline(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
+    return make_outline(recipe, run.trainer.trainable, run.called(), _residents(run), _not_counted(recipe, ()))
 
 
-def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RLPrograms | SFTPrograms:
+def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
     """Return the programs of a recipe on these devices."""
     if isinstance(recipe, SFTRecipe):
         return supervised_programs(recipe, places.actor, TOTAL_STEPS)
     return policy_programs(recipe, places.actor, TOTAL_STEPS, places.rollout)
 
 
-def _residents(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> RunResidents:
-    rollout = synced = None
-    if isinstance(made, RLPrograms) and not made.config.shares_weights:
-        rollout, synced = made.cluster.rollout.params, split_trainable(made.cluster.rollout.model)[1]
-    return run_residents(made.trainer.params, _programs_run(recipe, made), _has_reference(recipe), rollout, synced)
+def _residents(run: RunPrograms) -> RunResidents:
+    reference, rollout, synced = False, None, None
+    if isinstance(run, RLPrograms):
+        reference = run.has_reference
+        if not run.config.shares_weights:
+            rollout, synced = run.cluster.rollout.params, split_trainable(run.cluster.rollout.model)[1]
+    return run_residents(run.trainer.params, run.called(), reference, rollout, synced)
 
 
-def _further_programs(made: RLPrograms | SFTPrograms, compiled: Sequence[CompiledProgram]) -> int:
+def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> int:
     """Return the bytes of this process that a run's other decode programs keep: each batch size has one, and so has an
     evaluation, which draws otherwise.
     """
-    if isinstance(made, SFTPrograms):
-        return 0
-    return num_batch_sizes(made.scheduler()) * sum(one.kept for one in compiled if one.name == "decode")
-
-
-def _programs_run(recipe: Recipe | SFTRecipe, made: RLPrograms | SFTPrograms) -> list[Program]:
-    """Return the largest programs that a run calls: log-probs only where the algorithm needs them, and token values
-    only where they are asked for.
-    """
-    if isinstance(recipe, SFTRecipe):
-        return made.largest()
-    algorithm = algorithm_of(recipe.grpo)
-    called = {"score": algorithm.needs_old_logps or algorithm.needs_reference, "token values": has_token_values(recipe)}
-    return [program for program in made.largest() if called.get(program.name, True)]
+    decode = sum(one.kept for one in compiled if one.name == "decode")
+    return num_batch_sizes(run.scheduler()) * decode if isinstance(run, RLPrograms) else 0
 
 
 def _compile(
-    programs: Sequence[Program], target: Target, on_mesh: bool, tell: Tell, kept: list[Any], apart: bool = False
+    programs: Sequence[Program], target: Target, places: Places, tell: Tell, executables: list[Any]
 ) -> list[CompiledProgram]:
-    compiled = []
+    compiled, on_host = [], target.platform == "cpu"
+    read_text = places.several or not on_host
     for number, program in enumerate(programs, start=1):
         tell(f"compiling {program.name} ({number} of {len(programs)})")
-        on_host = target.platform == "cpu"
         try:
-            compiled.append(compile_program(program, on_mesh or not on_host, on_host, kept if on_host else None))
+            compiled.append(compile_program(program, read_text, on_host, executables if on_host else None))
         except jax.errors.JaxRuntimeError as error:
-            if not apart:
+            if places.rollout is None:
                 raise
             raise _refused_devices(program, target, str(error)) from error
     return compiled
@@ -234,51 +231,46 @@ def _refused_devices(program: Program, target: Target, reason: str) -> RecipeErr
     )
 
 
-def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, tell: Tell) -> list[Turn]:
+def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, tell: Tell) -> list[Trial]:
     largest_first = sorted(plan.peaks, key=plan.peaks.__getitem__, reverse=True)
     above = [name for name in largest_first if plan.peaks[name] > plan.machine.memory]
     further = plan.residents.of("decode").during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
 
     def peak_with(settings: Sequence[str]) -> int:
-        changed = load(settings)
-        made = programs_of(changed, places)
-        largest = _programs_run(changed, made)
-        residents = _residents(changed, made).with_programs(further)
+        run = programs_of(load(settings), places)
+        residents = _residents(run).with_programs(further)
         tell(f"trying {' '.join(settings)}")
         floor = plan.process + residents.floor
         if floor > plan.machine.memory:  # no program can fit
             return floor
-        again = [compile_program(one, read_text=False) for one in largest if one.name in above]
-        return plan.process + max(residents.peaks(again).values())
+        compiled = [compile_program(program, read_text=False) for program in run.called() if program.name in above]
+        return plan.process + max(residents.peaks(compiled).values())
 
     return search(recipe, above, plan.machine.memory, peak_with)
 
 
 def _phase_times(
     recipe: Recipe | SFTRecipe,
-    made: RLPrograms | SFTPrograms,
+    run: RunPrograms,
     residents: RunResidents,
     compiled: Sequence[CompiledProgram],
     machine: Machine,
     target: Target,
     lengths: Lengths,
 ) -> list[PhaseTime]:
-    count, own, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
-    trainable = nbytes(made.trainer.trainable)
+    count, rollout_count, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
     # The update reads and writes weights and moments, and reads the gradients.
+    trainable = nbytes(run.trainer.trainable)
     moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
-    itemsize = jnp.dtype(recipe.model.dtype).itemsize
-    sampled, copies = _sampled_weights(made)
+    itemsize, on_cpu = jnp.dtype(recipe.model.dtype).itemsize, target.platform == "cpu"
+    sampled, copies, processes = _sampled_weights(run)
     sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, sampled, copies)
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
-    compile_cost = 0.0 if target.platform == "cpu" else math.inf  # there every row has the default length
-    processes = made.num_processes if isinstance(made, RLPrograms) else 1
-    model = made.cluster.program_actor if isinstance(made, RLPrograms) else made.learner.program_model
-    phases = step_phases(recipe, model.config, lengths, sizes, shards, compile_cost, processes)
-    flops, on_cpu = machine.flops[_compute_dtype(recipe, target)], target.platform == "cpu"
+    phases = step_phases(recipe, run.model.config, lengths, sizes, shards, not on_cpu, processes)
+    flops = machine.flops[_compute_dtype(recipe, target)]
 
     def rates(phase: str) -> Rates:
-        devices = own if own and phase == "rollout" else count
+        devices = rollout_count if rollout_count and phase == "rollout" else count
         there = 1 if on_cpu else devices  # virtual devices share one processor
         return Rates(flops * there, machine.bandwidth * there, machine.link, there)
 
@@ -286,52 +278,84 @@ def _phase_times(
     return [phase_time(phase, by_name, machine, rates(phase.name)) for phase in phases]
 
 
-def _sampled_weights(made: RLPrograms | SFTPrograms) -> tuple[float | None, int]:
-    """Return the bytes of the weights on the devices with which one process samples, and the number of copies there."""
-    if isinstance(made, SFTPrograms):
-        return None, 1
-    mesh = made.config.mesh(Role.ROLLOUT)
+def _sampled_weights(run: RunPrograms) -> tuple[float | None, int, int]:
+    """Return the bytes of the weights on the devices with which one process samples, the number of copies there, and
+    the number of processes.
+    """
+    if isinstance(run, SFTPrograms):
+        return None, 1, 1
+    mesh = run.config.mesh(Role.ROLLOUT)
     size, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
-    return float(nbytes(made.cluster.rollout.params) * size), copies
+    return float(nbytes(run.cluster.rollout.params) * size), copies, run.num_processes
 
 
 def _compute_dtype(recipe: Recipe | SFTRecipe, target: Target) -> str:
     return resolve_compute_dtype(recipe.model.compute_dtype, "cuda" if target.platform == "gpu" else target.platform)
 
 
-def _machine_of(target: Target, dtype: str, count: int) -> Machine:
-    """Return one of the devices. A CPU is this one, measured with operands of type `dtype`, and its memory is divided
-    among its `count` virtual devices.
+def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
+    """Return one of the devices. A CPU is this one, measured with operands of the run's type, and its memory is divided
+    among its virtual devices.
     """
     if target.machine in MACHINES:
         return MACHINES[target.machine]
-    found, memory = peaks(dtype), psutil.virtual_memory().total / count
-    flops, source = {dtype: found.matmul}, f"this processor: a large {dtype} product and a sum, measured now"
-    return Machine("cpu", "cpu", flops, found.bandwidth, memory, math.inf, 0.0, CPU_SHARE, source)
+    dtype, count = _compute_dtype(recipe, target), mesh_size(recipe.model.mesh) + rollout_config(recipe).size
+    rates, memory = machine_peaks(dtype), psutil.virtual_memory().total / count
+    source = f"this processor: a large {dtype} product and a sum, measured now"
+    return Machine("cpu", "cpu", {dtype: rates.matmul}, rates.bandwidth, memory, math.inf, 0.0, CPU_SHARE, source)
 
 
-def _has_reference(recipe: Recipe | SFTRecipe) -> bool:
-    """Return whether a frozen copy of all weights is held: under adapters the reference shares the base."""
-    if isinstance(recipe, SFTRecipe) or recipe.model.lora.rank or recipe.model.adapter:
-        return False
-    return algorithm_of(recipe.grpo).needs_reference
-
-
-def _left_out(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:
+def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:
     """Return what a run of the recipe has and its plan does not count."""
     text = "collectives of {}, whose text this jaxlib cannot read"
     unread = [text.format(program.name) for program in compiled if program.unread]
+    parts: dict[str, Any]
     if isinstance(recipe, SFTRecipe):
-        return unread + (["answers in evaluations"] if recipe.evaluation.answers else [])
-    envs = ["programs that append an environment's responses"] if recipe.envs.environment or recipe.envs.tools else []
-    critic = ["the critic"] if algorithm_of(recipe.grpo).needs_critic else []
-    overlap = ["the time that sampling takes beside training, on devices of its own"] if _overlaps(recipe) else []
-    return unread + envs + critic + overlap + (["the reward model"] if recipe.reward_model else [])
+        parts = {"answers in evaluations": recipe.evaluation.answers}
+    else:
+        # A run with devices of its own for the rollout samples a part of its step while it trains on another.
+        overlaps = recipe.role_to_mesh.rollout.size and recipe.training.queueing != "sync"
+        parts = {
+            "programs that append an environment's responses": recipe.envs.environment or recipe.envs.tools,
+            "the critic": algorithm_of(recipe.grpo).needs_critic,
+            "the time that sampling takes beside training, on devices of its own": overlaps,
+            "the reward model": recipe.reward_model,
+        }
+    return unread + [name for name, there in parts.items() if there]
 
 
-def _overlaps(recipe: Recipe) -> bool:
-    """Return whether a run samples a part of its step while it trains on another."""
-    return bool(recipe.role_to_mesh.rollout.size) and recipe.training.queueing != "sync"
+def inventory(recipe: Recipe, run: RLPrograms) -> list[Entry]:
+    """Return the programs of a run of `recipe`; none where shapes follow the lengths, as on a CPU."""
+    return [*_training_programs(recipe, run), *_sampling_programs(recipe, run)] if run.cluster.fixed_shapes else []
+
+
+def _training_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:
+    rows = [f"{count} rows of {length}" for count, length in run.row_sizes()]
+    algorithm = algorithm_of(recipe.grpo)
+    yield Entry("optimizer state", "")
+    yield Entry("zero gradients", "")
+    yield from (Entry("gradients", shape) for shape in rows)
+    yield Entry("apply", "")
+    if algorithm.needs_reference:
+        yield from (Entry("score of the reference", shape) for shape in rows)
+        if recipe.model.adapter or run.has_reference:
+            yield Entry("copy for the reference", "")
+    if algorithm.needs_old_logps:
+        yield from (Entry("score", shape) for shape in rows)
+    if run.has_token_values:
+        yield Entry("token values", "{} rows of {}".format(*run.token_value_size()))
+
+
+def _sampling_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:
+    scheduler, evaluation = run.scheduler(), recipe.evaluation
+    slots = f"{len(scheduler.slots)} slots of {scheduler.cache_length}"
+    yield Entry("weights to sample with", "")
+    yield Entry("prefill", "{} prompts of {}".format(*scheduler.prefill_shape))
+    yield from (Entry(name, slots) for name in ("empty cache", "admit", "decode"))
+    # Evaluations that draw with other settings than training share a program.
+    evaluated, trained = evaluation_rollout(evaluation, recipe.rollout), recipe.rollout
+    if evaluation.preset == "all" or SamplingParams.from_config(evaluated) != SamplingParams.from_config(trained):
+        yield Entry("decode with other settings", slots)
 
 
 def num_batch_sizes(scheduler: Scheduler) -> int:

@@ -6,7 +6,7 @@ what JAX reaches here, not what a data sheet says. The best of some calls counts
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from covey.plan.work import BLOCKS_VISITED, KERNEL_SHARE, Call, Phase
 CALLS = 8
 STREAMED = 256 * 2**20
 """Number of bytes that are read: more than any cache holds."""
-MOST_KERNELS = 96
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _link_bytes(program: CompiledProgram, call: Call, waited: bool) -> float:
     those of all calls.
     """
     return sum(
-        one.total_sent() * (call.turns if call.turns and None in one.loops else call.count)
+        one.total_sent * (call.turns if call.turns and None in one.loops else call.count)
         for one in program.collectives
         if not (waited and one.asynchronous)
     )
@@ -104,49 +103,27 @@ def _cycles(program: CompiledProgram, call: Call) -> float:
 
 
 @dataclass(frozen=True)
-class Peaks:
+class MachinePeaks:
     """Rates of a large square product in flops/s, and of reading in bytes/s."""
 
     matmul: float
     bandwidth: float
 
-    def json(self) -> dict[str, float]:
-        """Return the rates in GF/s and GB/s."""
-        return {name: float(f"{value / 1e9:.4g}") for name, value in asdict(self).items()}
-
 
 @cache
-def peaks(dtype: str = "float32") -> Peaks:
+def machine_peaks(dtype: str = "float32") -> MachinePeaks:
     """Measure the peaks of the default device, with operands of `dtype`."""
     side = 2048 if jax.default_backend() == "cpu" else 8192
     square = jnp.ones((side, side), dtype)
     streamed, matrix = jnp.ones(STREAMED // 4), jnp.ones((1024, STREAMED // 4096))
-    reading = min(_best(jax.jit(jnp.sum), streamed), _best(_product, jnp.ones((1, 1024)), matrix))
-    return Peaks(2 * side**3 / _best(_product, square, square), STREAMED / reading)
+    reading = min(best_seconds(jax.jit(jnp.sum), streamed), best_seconds(product, jnp.ones((1, 1024)), matrix))
+    return MachinePeaks(2 * side**3 / best_seconds(product, square, square), STREAMED / reading)
 
 
-@cache
-def product_rate(batch: int, width: int, inner: int, dtype: str = "float32") -> float:
-    """Measure the flops/s of `batch` vectors of `width` numbers times weights that no cache holds: one kernel that
-    wide, or many with `inner` columns, whichever is faster.
-    """
-    vectors, columns = jnp.ones((batch, width), dtype), STREAMED // jnp.dtype(dtype).itemsize // width
-    count = max(1, min(columns // inner, MOST_KERNELS))
-    wide = _best(_product, vectors, jnp.ones((width, columns), dtype)) / columns
-    kernels = [jnp.full((width, inner), float(n), dtype) for n in range(count)]
-    several = _best(_products, vectors, kernels) / (count * inner)
-    return 2 * batch * width / min(wide, several)
+product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32))
 
 
-_product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32))
-
-
-@jax.jit
-def _products(vectors: Any, matrices: list[Any]) -> list[Any]:
-    return [_product(vectors, matrix) for matrix in matrices]
-
-
-def _best(call: Callable[..., Any], *operands: Any) -> float:
+def best_seconds(call: Callable[..., Any], *operands: Any) -> float:
     """Return the seconds of the fastest call, without the first, which compiles."""
     jax.block_until_ready(call(*operands))
     seconds = []

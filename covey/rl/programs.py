@@ -6,6 +6,8 @@ be there: a mesh may be made of the devices of a description (`jax.experimental.
 
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import has_lora
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.programs import Program
@@ -14,7 +16,7 @@ from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
-from covey.rl.token_values import longest_shown
+from covey.rl.token_values import interval, longest_shown
 from covey.sampling.scheduler import Scheduler
 
 
@@ -29,14 +31,14 @@ class RLPrograms:
 
     Attributes:
         trainer: the actor's.
-        rollout_params: shapes of the weights that a rollout samples with.
+        rollout_params: weights that a rollout samples with.
     """
 
     def __init__(self, cluster: RLCluster, grpo: GRPOConfig, *, total_steps: int, is_async: bool = False):
         self.cluster, self.config, self.grpo, self.is_async = cluster, cluster.config, grpo, is_async
         self.trainer = cluster.trainer or cluster.make_trainer(grpo, total_steps)
         self.rollout_params = cluster.rollout.sampling_params()
-        self._sampler = cluster.rollout.sampler
+        self._sampler, self._algorithm = cluster.rollout.sampler, algorithm_of(grpo)
 
     def score(self, count: int, length: int) -> Program:
         """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
@@ -48,8 +50,8 @@ class RLPrograms:
 
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
-        rows, algorithm = abstract_rows(count, length, rows_placement(self.trainer.params)), algorithm_of(self.grpo)
-        batch = abstract_policy_batch(rows, old_logps=algorithm.needs_old_logps, ref_logps=algorithm.needs_reference)
+        rows, a = abstract_rows(count, length, rows_placement(self.trainer.params)), self._algorithm
+        batch = abstract_policy_batch(rows, old_logps=a.needs_old_logps, ref_logps=a.needs_reference)
         return self.trainer.programs.gradients_program(batch)
 
     def apply(self) -> Program:
@@ -77,6 +79,23 @@ class RLPrograms:
         prompts = min(stage_sizes(self.config.training_config, samples).rollout, fraction)
         lengths = [config.max_prompt_length] * prompts
         return self._sampler.scheduler(self.rollout_params, lengths, [samples] * prompts, is_async=self.is_async)
+
+    @property
+    def model(self) -> Decoder:
+        """The policy, on accelerators with stacks of layers."""
+        return self.cluster.program_actor
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a copy of all weights is held as reference; under adapters it shares the base."""
+        return self._algorithm.needs_reference and not has_lora(self.model)
+
+    @property
+    def has_token_values(self) -> bool:
+        """Whether the run comes to a step with token values."""
+        training = self.config.training_config
+        every = interval(training, self.grpo.num_generations, training.max_steps or 1)
+        return every > 0 and (training.max_steps is None or every <= training.max_steps)
 
     @property
     def num_processes(self) -> int:
@@ -115,3 +134,11 @@ class RLPrograms:
             *self.insert(*slots, *scheduler.prefill_shape),
             self.decode(*slots),
         ]
+
+    def called(self) -> list[Program]:
+        """Return those of `largest` that a run calls: log-probs only where the algorithm needs them, and token values
+        only where they are asked for.
+        """
+        scored = self._algorithm.needs_old_logps or self._algorithm.needs_reference
+        called = {"score": scored, "token values": self.has_token_values}
+        return [program for program in self.largest() if called.get(program.name, True)]

@@ -215,6 +215,8 @@ class SFTPrograms:
 
     def __init__(self, learner: SFTLearner, total_steps: int):
         self.learner, self.trainer = learner, learner.prepare(total_steps)
+        self.model = learner.program_model
+        self.called = self.largest  # a run calls all of them
 
     def loss(self, count: int, length: int) -> Program:
         """Return the program of the held-out loss of `count` rows of `length` tokens."""

@@ -16,7 +16,7 @@ from covey.config.recipe import Recipe
 from covey.packing import rows
 from covey.parallel import sharding
 from covey.parallel.mesh import mesh_from_config
-from covey.plan.inventory import inventory
+from covey.plan.plan import inventory
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluate
 from covey.rl.grpo import GRPOLearner

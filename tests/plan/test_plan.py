@@ -1,7 +1,6 @@
 """A plan of a tiny recipe on this CPU, end to end, and the parts that it is made of."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,13 +22,12 @@ from covey.parallel import make_mesh
 from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
-from covey.plan.counting import weights_in_products
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Residents, nbytes, run_residents
 from covey.plan.outline import Outline
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.topologies import Places
-from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases
+from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases, weights_in_products
 from covey.rl.programs import RLPrograms
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -48,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of this CPU from one small call."""
     monkeypatch.setattr(roofline, "STREAMED", 2**20)
     monkeypatch.setattr(roofline, "CALLS", 1)
-    roofline.peaks.cache_clear()
+    roofline.machine_peaks.cache_clear()
 
 
 def load(more: Sequence[str], mesh: Sequence[str] = ()) -> recipe.Recipe:
@@ -94,7 +92,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert "Not counted: the time that sampling takes beside training" in out
     assert "completions of 3" in out
     assert "40% of the roofline" in out
-    small = replace(made, machine=replace(made.machine, memory=1.0), turns=())
+    small = replace(made, machine=replace(made.machine, memory=1.0), trials=())
     table.show(small, Console(width=120))
     assert "does not fit: peak" in capsys.readouterr().out
 
@@ -169,15 +167,15 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
 
 def test_token_values_are_planned_where_a_run_computes_them() -> None:
     every = lambda n: load([f"training.token_values_every_n_steps={n}"])  # noqa: E731
-    made = plan.programs_of(every(1), Places(jax.devices()[0]))
-    names = {n: [one.name for one in plan._programs_run(every(n), made)] for n in (0, 1, 10**6)}
-    assert ["token values" in names[n] for n in (0, 1, 10**6)] == [False, True, False]
-    assert made.largest()[1].args[1].tokens.shape == (1, 64)
+    runs = [plan.programs_of(every(n), Places(jax.devices()[0])) for n in (0, 1, 10**6)]
+    called = [{program.name: program for program in run.called()} for run in runs]
+    assert ["token values" in programs for programs in called] == [False, True, False]
+    assert called[1]["token values"].args[1].tokens.shape == (1, 64)
 
 
 def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
     sizes = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4)
-    one, two = (step_phases(load([]), SHAPE, Lengths(16, 8), sizes, 1, 0.0, count)[0] for count in (1, 2))
+    one, two = (step_phases(load([]), SHAPE, Lengths(16, 8), sizes, 1, False, count)[0] for count in (1, 2))
     assert two.flops == one.flops
     assert two.calls["decode"].turns == one.calls["decode"].turns / 2
     assert two.bytes - one.bytes == 1000  # of a prefill in each
@@ -212,7 +210,7 @@ def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:
     made = lowered.compile()
     found = compile_program(program, read_text=True)
     assert (found.arguments, found.unread, found.collectives, found.cycles) == (4000, True, (), None)
-    left = plan._left_out(load([]), [found])
+    left = plan._not_counted(load([]), [found])
     assert left == ["collectives of apply, whose text this jaxlib cannot read"]
 
 
@@ -224,9 +222,9 @@ def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monke
     apply: Any = SimpleNamespace(name="apply")
     words = "compiler for v5e:4x4 refuses apply: INTERNAL: RET_CHECK failure\n.*a block of chips"
     with pytest.raises(RecipeError, match=words):
-        plan._compile([apply], parse_target("v5e:4x4"), True, lambda text: None, [], apart=True)
+        plan._compile([apply], parse_target("v5e:4x4"), Places(*[make_mesh()] * 2), lambda text: None, [])
     with pytest.raises(jax.errors.JaxRuntimeError):
-        plan._compile([apply], parse_target("v5e:4x4"), True, lambda text: None, [])
+        plan._compile([apply], parse_target("v5e:4x4"), Places(make_mesh()), lambda text: None, [])
 
 
 def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
@@ -253,8 +251,8 @@ def test_rows_are_those_of_the_machine_and_their_head_is_computed_in_chunks() ->
     sizes, lengths = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4), Lengths(16, 128)
     more = ["training.row_length=1024", "training.max_tokens_per_micro_batch=8192", "training.prompts_per_step=7"]
     update = partial(step_phases, load([*more, "grpo.num_generations=5"]), SHAPE, lengths, sizes, 1)
-    assert update(math.inf)[-1].calls["gradients"] == Call(1, turns=7)
-    assert update(0.0)[-1].calls["gradients"] == Call(1, turns=8)
+    assert update(True)[-1].calls["gradients"] == Call(1, turns=7)
+    assert update(False)[-1].calls["gradients"] == Call(1, turns=8)
 
 
 def test_seconds_are_those_of_what_binds() -> None:

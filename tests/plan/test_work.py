@@ -13,7 +13,7 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
-from covey.plan.counting import decoding, forward, training
+from covey.plan.work import decoding, forward, training
 from covey.types import Completion, FinishReason, Group
 
 MODEL = ModelConfig(
