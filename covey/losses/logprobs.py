@@ -30,6 +30,7 @@ from covey.models.layers import apply_softcap, project
 from covey.models.lora import has_lora
 from covey.packing.rows import Rows, tree_attention
 
+Arrays = tuple[Array, ...]
 CHUNK_SIZE = 1024
 """Number of tokens whose logits exist on a device at one time."""
 BLOCK_SIZE = 4096
@@ -118,8 +119,8 @@ def _forward(
     head: HeadConfig, weight: Array, hidden: Array, target: Array, scored: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     layout, head = _layout(head, weight, hidden)
-    compute = partial(_forward_device, head, layout)
-    logps, entropy, logsumexp = layout.run(compute, weight, (hidden, target), scored)
+    score = partial(_score_device, head, layout, partial(_chunk_logps, head, layout), 3, 0)
+    (logps, entropy, logsumexp), _ = layout.run(score, weight, (hidden, target), scored)
     return (logps, entropy), (weight, hidden, target, scored, logsumexp, entropy)
 
 
@@ -131,18 +132,31 @@ def _layout(head: HeadConfig, weight: Array, hidden: Array) -> tuple[VocabLayout
     return layout, head
 
 
-def _forward_device(
-    head: HeadConfig, layout: VocabLayout, weight: Array, rows: tuple[Array, Array], scored: Array
-) -> tuple[Array, ...]:
-    """Compute log-probs, entropies and logsumexps of a device's own rows."""
+def _score_device(
+    head: HeadConfig,
+    layout: VocabLayout,
+    score_chunk: Callable[[VocabPart, Array, Array], tuple[Arrays, Arrays]],
+    num_scores: int,
+    num_grads: int,
+    weight: Array,
+    rows: tuple[Array, Array],
+    scored: Array,
+) -> tuple[Arrays, Arrays]:
+    """Apply `score_chunk` to a device's own rows, in chunks.
+
+    `score_chunk` takes the device's part of the head, hidden states and targets. It returns `num_scores` numbers of
+    each token, and `num_grads` gradients in the hidden states, of the part of the vocabulary alone.
+    """
     hidden, target = rows[0], layout.gather_rows(rows[1])
     part, zeros = layout.take_part(weight), jnp.zeros(target.shape, jnp.float32)
 
-    def chunk(columns: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
-        return _chunk_logps(head, layout, part, layout.gather_rows(columns(hidden)), columns(target))
+    def chunk(columns: Callable[[Array], Array]) -> tuple[Arrays, Arrays]:
+        scores, grads = score_chunk(part, layout.gather_rows(columns(hidden)), columns(target))
+        return scores, tuple(map(layout.sum_rows, grads))
 
-    out = _map_chunks(head, target.shape, scored, chunk, (zeros, zeros, zeros))
-    return tuple(map(layout.own_rows, out))
+    init = (zeros,) * num_scores, (jnp.zeros(hidden.shape, jnp.float32),) * num_grads
+    scores, grads = _map_chunks(head, target.shape, scored, chunk, init)
+    return tuple(map(layout.own_rows, scores)), grads
 
 
 def _map_chunks(head: HeadConfig, shape: tuple[int, ...], scored: Array, chunk: Any, init: Any) -> Any:
@@ -202,15 +216,17 @@ class _SoftmaxSums(NamedTuple):
 
 def _chunk_logps(
     head: HeadConfig, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
-) -> tuple[Array, Array, Array]:
-    """Compute log-probs, entropies and logsumexps of one chunk of tokens, block by block over the vocabulary."""
+) -> tuple[Arrays, Arrays]:
+    """Compute log-probs, entropies and logsumexps of one chunk of tokens, block by block over the vocabulary; no
+    gradients.
+    """
 
     def body(b: Array, sums: _SoftmaxSums) -> _SoftmaxSums:
         (logits, _), (_, new_columns) = _block_logits_vjp(head, part, hidden, b)
         return sums.add_block(logits, new_columns, True)[0]
 
     sums: _SoftmaxSums = jax.lax.fori_loop(0, _num_blocks(head, part), body, _SoftmaxSums.zeros(target.shape))
-    return sums.combine(layout)[0].finalize(layout.sum(_target_logits(head, part, hidden, target)))
+    return sums.combine(layout)[0].finalize(layout.sum(_target_logits(head, part, hidden, target))), ()
 
 
 def _backward(head: HeadConfig, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -297,31 +313,15 @@ def _frozen_forward(
     head: HeadConfig, entropy_gradient: bool, weight: Array, hidden: Array, target: Array, scored: Array
 ) -> tuple[Any, Any]:
     layout, head = _layout(head, weight, hidden)
-    compute = partial(_frozen_forward_device, head, entropy_gradient, layout)
-    logps_and_entropy, hidden_grads = layout.run(compute, weight, (hidden, target), scored)
+    score_chunk = partial(_chunk_logps_and_grads, head, entropy_gradient, layout)
+    score = partial(_score_device, head, layout, score_chunk, 2, 1 + entropy_gradient)
+    logps_and_entropy, hidden_grads = layout.run(score, weight, (hidden, target), scored)
     return logps_and_entropy, (hidden_grads, jnp.zeros((), hidden.dtype))
-
-
-def _frozen_forward_device(
-    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, weight: Array, rows: Any, scored: Array
-) -> Any:
-    """Compute log-probs, entropies and their gradients in the hidden states, of a device's own rows."""
-    hidden, target = rows[0], layout.gather_rows(rows[1])
-    part, zeros = layout.take_part(weight), jnp.zeros(target.shape, jnp.float32)
-
-    def chunk(columns: Callable[[Array], Array]) -> Any:
-        gathered = layout.gather_rows(columns(hidden))
-        scores, grads = _chunk_logps_and_grads(head, entropy_gradient, layout, part, gathered, columns(target))
-        return scores, tuple(map(layout.sum_rows, grads))
-
-    hidden_grads = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
-    scores, hidden_grads = _map_chunks(head, target.shape, scored, chunk, ((zeros, zeros), hidden_grads))
-    return tuple(map(layout.own_rows, scores)), hidden_grads
 
 
 def _chunk_logps_and_grads(
     head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
-) -> Any:
+) -> tuple[Arrays, Arrays]:
     """Compute log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
