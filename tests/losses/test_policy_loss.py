@@ -167,15 +167,6 @@ def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
     assert "clip_ratio/low_mean" in with_ratios
 
 
-def test_a_correction_has_no_gradient_and_leaves_the_kl_alone() -> None:
-    x = replace(BASE, correction="token_truncate", correction_cap=9.0)
-    value, grad, metric_sums = single(x, -1.0, rollout_logps=-1.0 - np.log(3.0), ref_logps=-2.0)
-    plain, plain_grad, _ = single(BASE, -1.0, ref_logps=-2.0)
-    assert value - plain == pytest.approx(-2.0, rel=1e-5)  # −3·A instead of −A
-    assert grad - plain_grad == pytest.approx(-2.0, rel=1e-5)
-    assert finished(metric_sums)["sampling/correction/mean"] == pytest.approx(3.0, rel=1e-5)
-
-
 @pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
     for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):

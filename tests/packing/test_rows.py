@@ -130,27 +130,24 @@ def test_rows_that_fill_up_a_micro_batch_see_themselves_alone() -> None:
     np.testing.assert_array_equal(allowed[1], np.eye(64, dtype=bool))
 
 
-def test_rows_hold_768_tokens_unless_told_otherwise() -> None:
-    groups = random_groups([(40, [100] * 9)])
-    assert pack(groups).tokens.shape == pack(groups, 768).tokens.shape
-    assert pack(groups, 1024).tokens.shape == (1, 1024)
-
-
-def test_a_prompt_stands_once_for_its_group() -> None:
-    """The trap: the prompt repeated for each of its samples."""
-    rows = pack(random_groups([(100, [10] * 8)]))
-    assert (rows.group_ids > 0).sum() == 100 + 8 * 9
-
-
-def test_a_group_too_long_for_a_row_is_split_and_its_prompt_repeated() -> None:
-    rows = pack(random_groups([(40, [30] * 6)]), row_length=128)
-    assert rows.tokens.shape == (2, 128)
-    assert ((rows.group_ids > 0) & (rows.input_segment_ids == 0)).sum() == 2 * 40
-
-
-def test_a_group_that_is_split_is_split_evenly() -> None:
-    rows = pack(random_groups([(128, [64] * 8)]), row_length=512)
-    assert rows.tokens.shape == (2, 384)
+@pytest.mark.parametrize(
+    ("shape", "settings", "rows", "prompt_tokens"),
+    [
+        ((100, [10] * 8), {}, (1, 192), 100),  # the trap: the prompt repeated for each of its samples
+        ((40, [100] * 9), {"row_length": 1024}, (1, 1024), 40),
+        ((40, [100] * 9), {}, (3, 384), 120),  # 768 tokens at most unless told otherwise; the prompt in each part
+        ((40, [30] * 6), {"row_length": 128}, (2, 128), 80),
+        ((128, [64] * 8), {"row_length": 512}, (2, 384), 256),  # split evenly
+        ((400, [300, 10]), {"row_length": 128}, (1, 768), 400),  # a sample longer than the row raises it
+        ((900, [120] * 8), {"row_length": 2048, "max_tokens": 2048}, (1, 2048), 900),  # beyond the last bucket
+    ],
+)
+def test_a_group_is_in_one_row_or_is_split_with_its_prompt_repeated(
+    shape: tuple[int, list[int]], settings: dict[str, int], rows: tuple[int, int], prompt_tokens: int
+) -> None:
+    packed = pack(random_groups([shape]), **settings)  # type: ignore[arg-type]
+    assert packed.tokens.shape == rows
+    assert ((packed.group_ids > 0) & (packed.input_segment_ids == 0)).sum() == prompt_tokens
 
 
 @pytest.mark.parametrize("prompts", [(60, 120), (100, 200)])
@@ -167,17 +164,6 @@ def test_what_is_left_of_a_long_group_fills_up_the_rows_of_others(prompts: tuple
         positions.append(rows.tokens.size / sum(prompt + sum(row) for prompt, row in shape))
     assert np.mean(wastes) < 0.1
     assert np.mean(positions) < 1.25
-
-
-def test_a_sample_longer_than_the_row_raises_it() -> None:
-    rows = pack(random_groups([(400, [300, 10])]), row_length=128)
-    assert rows.tokens.shape[1] == 768
-
-
-def test_a_long_group_stays_whole_in_rows_as_long_as_were_asked_for() -> None:
-    """The trap: lengths beyond the last bucket are never tried."""
-    rows = pack(random_groups([(900, [120] * 8)]), row_length=2048, max_tokens=2048)
-    assert rows.tokens.shape == (1, 2048)
 
 
 def test_another_row_length_pays_only_in_a_long_run_of_a_model_that_takes_longer_than_the_compiler() -> None:
@@ -262,12 +248,9 @@ def test_padding_fraction_by_hand() -> None:
     rows = pack(random_groups([(10, [6])]))
     assert padding_fraction(rows) == pytest.approx(1 - 15 / 64)
     assert padding_fraction(rows, rows_at_once=2) == pytest.approx(1 - 15 / 128)
-
-
-def test_the_rows_that_fill_up_the_last_micro_batch_are_padding_too() -> None:
-    rows = pack(random_groups([(32, [33])] * 3), 64, packing="dense")
-    assert padding_fraction(rows) == pytest.approx(0, abs=0.01)
-    assert padding_fraction(rows, rows_at_once=2) == pytest.approx(1 / 4, abs=0.01)
+    full = pack(random_groups([(32, [33])] * 3), 64, packing="dense")
+    assert padding_fraction(full) == pytest.approx(0, abs=0.01)
+    assert padding_fraction(full, rows_at_once=2) == pytest.approx(1 / 4, abs=0.01)
 
 
 @pytest.mark.slow
