@@ -11,7 +11,7 @@ from covey.display import echo, make_console, printable
 if TYPE_CHECKING:
     from rich.table import Table  # late in what follows: mistakes are answered without it
 
-    from covey.report.comparison import Figure
+    from covey.report.results import Figure
     from covey.report.run_data import RunData
 
 
@@ -21,7 +21,7 @@ def compare(line: Line) -> None:
     Raises:
         CoveyError: one of them is no run folder.
     """
-    from covey.report.comparison import results_table, settings_table  # late, here and below: they need NumPy
+    from covey.report.results import results_table, settings_table  # late, here and below: they need NumPy
     from covey.report.run_data import read_run
 
     runs = [read_run(Path(folder)) for folder in line.arguments]

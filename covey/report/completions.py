@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from covey.files import open_below, open_or_empty
-from covey.report.run_data import Row, coarse_to_fine, spread
+from covey.files import open_or_empty
+from covey.report.run_data import Row, coarse_to_fine, read_lines, spread
 from covey.report.texts import Mask, Prompts, completion_form, number_json, script_json, size_of, text_json
 from covey.train.json_lines import is_count, number, parse_line
 from covey.types import FinishReason
@@ -23,6 +23,15 @@ GROUPS_PER_STEP = 4
 TRIED = 16
 """Number of groups from whose size that of the others is estimated."""
 
+MAX_TOKEN_BYTES = 800_000
+"""Maximum size in bytes of the token values of a page, of all runs together; completions have that much less room."""
+MAX_TOKENS = 512
+"""Maximum number of tokens of a completion."""
+VALUES = ("logps", "change", "entropy", "kl")
+"""Values of each token, in the order of the page."""
+
+Place = tuple[int, int]
+"""Step and number of a group."""
 _KEY = re.compile(rb'\{"step": (\d{1,15}), "group": (\d{1,9}),')
 
 
@@ -64,13 +73,11 @@ def collect(
         total, kept: numbers of steps and of groups, in the file and on the page.
     """
     index = locate(file, unreadable)
-    if not index:
-        return script_json({"prompts": [], "rewards": [], "steps": [], "total": _counts(0, 0), "kept": _counts(0, 0)})
     by_step: dict[int, list[Location]] = {}
     for location in index:
         by_step.setdefault(location.step, []).append(location)
     found: dict[int, dict[int, str]] = {}
-    with open_below(file.parent, file.name) as lines:
+    with open_or_empty(file.parent, file.name) as lines:
         table, left = _Table(lines, mask), budget
         wanted = [location for location in index if (location.step, location.group) in first]
         others = _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget))
@@ -94,21 +101,20 @@ def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
     """Return where each group of `file` lies. The beginning of a line tells its step and group; a line that begins
     otherwise is parsed.
     """
-    found: list[Location] = []
-    last, start, place = None, 0, 0
+    groups: list[Location] = []
+    place = 0
     with open_or_empty(file.parent, file.name) as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 break
-            key = _key(line)
-            if key != last:
-                if last is not None:
-                    found.append(Location(*last, start, place))
-                last, start = key, place
-            if key is None:
+            start, place = place, place + len(line)
+            if (key := _key(line)) is None:
                 unreadable[file.name] = unreadable.get(file.name, 0) + 1
-            place += len(line)
-    return found if last is None else [*found, Location(*last, start, place)]
+            elif groups and (*key, start) == (groups[-1].step, groups[-1].group, groups[-1].stop):
+                groups[-1] = groups[-1]._replace(stop=place)
+            else:
+                groups.append(Location(*key, start, place))
+    return groups
 
 
 def read_group(lines: IO[bytes], location: Location) -> list[Row]:
@@ -193,3 +199,71 @@ def _counts(steps: int, groups: int) -> dict[str, int]:
 
 def _number(value: Any) -> str:
     return number_json(number(value))
+
+
+def keep_token_values(
+    file: Path, budget: int, unreadable: dict[str, int], mask: Mask = lambda value: value
+) -> tuple[dict[Place, str], int]:
+    """Return the token values of `file` that fit in `budget` bytes, as JSON by group, and the number of all groups.
+
+    A group is a list of `[sample, texts, advantage, log-probs, changes, entropies, KL, inserted]`: `advantage` is one
+    number or one per token; the lists of values have null where a row has none; `inserted` has the indices of the
+    tokens that a tool or an environment inserted. A completion whose text has a secret in it is left out, because the
+    secret would be spread over its tokens.
+    """
+    groups: dict[Place, list[Row]] = {}
+    for row in read_lines(file, unreadable):
+        step, group = row.get("step"), row.get("group")
+        if is_count(step) and is_count(group) and _texts(row) is not None:
+            groups.setdefault((step, group), []).append(row)
+    kept: dict[Place, str] = {}
+    places = sorted(groups)
+    for place in (places[i] for i in coarse_to_fine(len(places))):
+        encoded = [found for row in groups[place] if (found := _token_values(row, mask))]
+        group = f"[{','.join(encoded)}]"
+        budget -= size_of(group) + 20
+        if budget < 0:
+            break
+        if encoded:
+            kept[place] = group
+    return kept, len(groups)
+
+
+def token_values_json(groups: Mapping[Place, str], total: int) -> str:
+    """Return the groups as the page reads them: `groups` by `step-group`, and the number of all of them."""
+    entries = ",".join(f'"{step}-{group}":{values}' for (step, group), values in sorted(groups.items()))
+    return f'{{"groups":{{{entries}}},"total":{total}}}'
+
+
+def _token_values(row: Row, mask: Mask) -> str:
+    """Return the values of one completion as JSON; empty where they are not shown."""
+    texts, sample = _texts(row), row.get("sample")
+    assert texts is not None, "rows without texts are left out before"
+    joined = "".join(texts)
+    if not is_count(sample) or mask(joined) != joined:
+        return ""
+    count = len(texts)
+    advantage = row.get("advantage")
+    shown = _numbers(advantage, count) if isinstance(advantage, list) else number_json(number(advantage))
+    values = ",".join(_numbers(row.get(name), count) for name in VALUES)
+    sampled = row.get("sampled")
+    inserted = [i for i, flag in enumerate(sampled[:count]) if flag == 0] if isinstance(sampled, list) else []
+    return f"[{sample},[{','.join(map(text_json, texts))}],{shown},{values},{script_json(inserted)}]"
+
+
+def _texts(row: Row) -> Sequence[str] | None:
+    texts = row.get("texts")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        return None
+    return texts[:MAX_TOKENS]
+
+
+def _numbers(values: Any, count: int) -> str:
+    """Return one number per token as JSON; null if there are not so many."""
+    if not isinstance(values, list) or len(values) < count:
+        return "null"
+    return f"[{','.join(_three_digits(number(value)) for value in values[:count])}]"
+
+
+def _three_digits(value: float | None) -> str:
+    return "null" if value is None else f"{value:.3g}"

@@ -6,7 +6,7 @@ worse or equal by its mean.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from covey.config.metrics import metric
@@ -22,22 +22,20 @@ SAMPLES = 4
 
 def figures(run: RunData) -> list[dict[str, Any]]:
     """Return the metrics of the evaluations before and after training: name, unit, meaning, both values."""
-    before, after = (_figures_of(run.summary.get(name)) for name in ("before", "after"))
+    before, after = run.evaluation("before"), run.evaluation("after")
     rows = []
     for name in {**before, **after}:
         row = metric(f"eval/{name.rpartition('/')[2]}")
-        if name in COUNTS or not (row or "/" in name or name in ("loss", "perplexity")):
-            continue
-        unit, meaning, lower = (row.unit, row.meaning, row.lower_is_better) if row else ("", "", False)
-        values = {"before": before.get(name), "after": after.get(name)}
-        rows.append({"name": name, "unit": unit, "meaning": meaning, "lower": lower, **values})
+        if name not in COUNTS and (row or "/" in name):
+            unit, meaning, lower = (row.unit, row.meaning, row.lower_is_better) if row else ("", "", False)
+            values = {"before": before.get(name), "after": after.get(name)}
+            rows.append({"name": name, "unit": unit, "meaning": meaning, "lower": lower, **values})
     return rows
 
 
 def counts(run: RunData) -> dict[str, Any]:
     """Return the numbers of completions and examples of both evaluations, and the standard errors of the accuracy."""
-    both = {when: _figures_of(run.summary.get(when)) for when in ("before", "after")}
-    return {name: [both["before"].get(name), both["after"].get(name)] for name in COUNTS}
+    return {name: [run.evaluation(when).get(name) for when in ("before", "after")] for name in COUNTS}
 
 
 def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> str:
@@ -126,11 +124,6 @@ def _change(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
 
 def _completion(row: Row) -> list[Any]:
     return [completion_form(row), number(row.get("reward")), right(row)]
-
-
-def _figures_of(evaluation: Any) -> Mapping[str, float]:
-    found = evaluation if isinstance(evaluation, dict) else {}
-    return {name: value for name, raw in found.items() if (value := number(raw)) is not None}
 
 
 COUNTS = ("samples", "examples", "error")

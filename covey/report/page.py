@@ -8,7 +8,6 @@ show every text as text. All of the content of run folders is untrusted.
 import base64
 import hashlib
 import html
-import json
 import math
 import re
 from collections import Counter
@@ -23,10 +22,10 @@ from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import open_below, replace_file
-from covey.report import completions, evaluation, token_values
+from covey.report import completions, evaluation
 from covey.report.charts import charts_for
-from covey.report.comparison import settings_table
 from covey.report.diagnosis import Finding, RunHistory, diagnose
+from covey.report.results import as_text, settings_table
 from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
 from covey.report.texts import script_json, size_of
 from covey.train.json_lines import is_count, number
@@ -36,6 +35,15 @@ GENERATOR = '<meta name="generator" content="Covey'
 MAX_DIGITS = 10
 """Maximum number of significant digits of a value of a curve."""
 UPLOT = "uPlot-1.6.32"
+FACTS = {
+    "model": "model",
+    "data": "data",
+    "data_digest": "data digest",
+    "environment": "environment",
+    "programs": "programs compiled",
+    "best": "best checkpoint",
+}
+"""Entries of the summary that the page shows, with their labels."""
 SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
 """Names of the page's own scripts, in the order in which they are joined."""
 
@@ -51,7 +59,7 @@ def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding]
     """
     runs = [read_run(folder) for folder in folders]
     page = build_page(runs, diagnose_runs(runs) if findings is None else findings)
-    _refuse_other_file(out)
+    check_replaceable(out)
     replace_file(out, page)
     return len(page)
 
@@ -65,8 +73,12 @@ def diagnose_runs(runs: Sequence[RunData]) -> list[Finding]:
     return [replace(finding, title=f"{name}: {finding.title}") for name, findings in named for finding in findings]
 
 
-def _refuse_other_file(out: Path) -> None:
-    """Refuse to replace anything that is no report."""
+def check_replaceable(out: Path) -> None:
+    """Check that nothing but a report is at `out`.
+
+    Raises:
+        CoveyError: it has no folder, or something else is there.
+    """
     if not out.parent.is_dir():
         raise CoveyError("there is no such folder", fix="make it first, or name another file", where=str(out.parent))
     if out.is_dir():
@@ -122,11 +134,12 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
 def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
     """Return the completions, token values and held-out questions of one of `runs` runs as JSON."""
     mask = secret_mask()
-    values, total = token_values.collect(run.tokens, token_values.MAX_BYTES // runs, unreadable, mask)
+    budget = completions.MAX_TOKEN_BYTES // runs
+    values, total = completions.keep_token_values(run.tokens, budget, unreadable, mask)
     room = completions.MAX_BYTES // runs - sum(map(size_of, values.values()))
     samples = completions.collect(run.samples, room, unreadable, mask, first=values.keys())
     questions = evaluation.questions(run, evaluation.MAX_BYTES // runs, mask)
-    tokens = token_values.to_json(values, total)
+    tokens = completions.token_values_json(values, total)
     return f'{{"completions":{samples},"tokens":{tokens},"questions":{questions}}}'
 
 
@@ -179,36 +192,29 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
 
 def facts(run: RunData) -> list[list[str]]:
     """Return what the run recorded about its model, data, machine and programs, as names and texts."""
-    found: dict[str, Any] = {
-        name: run.summary[name] for name in ("model", "data", "data_digest", "environment") if name in run.summary
-    }
-    found |= {"programs compiled": run.summary["programs"]} if "programs" in run.summary else {}
-    found |= {"best checkpoint": run.summary["best"]} if "best" in run.summary else {}
     rows: list[list[str]] = []
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            rows += [[f"{name}: {key}", _text(entry)] for key, entry in value.items()]
-        else:
-            rows.append([name.replace("_", " "), _text(value)])
+    for name, label in FACTS.items():
+        if isinstance(value := run.summary.get(name), Mapping):
+            rows += [[f"{label}: {key}", as_text(entry)] for key, entry in value.items()]
+        elif name in run.summary:
+            rows.append([label, as_text(value)])
     return rows
 
 
 def _series_of(run: RunData) -> Mapping[str, Series]:
     """Return the metrics of `run`, with the evaluations before and after training as the first and the last point."""
-    found = dict(run.series)
-    before, after = evaluation.counts(run)["error"]
-    for row in [*evaluation.figures(run), {"name": "error", "before": before, "after": after}]:
-        name = f"eval/{row['name']}"
-        if "/" in row["name"] or (not run.series.get(name) and run.summary.get("after") is None):
+    series = dict(run.series)
+    before, after = run.evaluation("before"), run.evaluation("after")
+    for name in [*(row["name"] for row in evaluation.figures(run)), "error"]:
+        measured = run.series.get(f"eval/{name}", Series((), ()))
+        if "/" in name or (not measured.steps and run.summary.get("after") is None):
             continue
-        before, after = number(row["before"]), number(row["after"])
-        old = found.get(name, Series((), ()))
-        points = {0: before} | dict(zip(old.steps, old.values, strict=True))
-        if run.steps and after is not None:
-            points[run.steps[-1]] = after
-        if measured := {step: value for step, value in points.items() if value is not None}:
-            found[name] = Series(list(measured), list(measured.values()))
-    return found
+        points = dict(zip(measured.steps, measured.values, strict=True))
+        points |= {0: before[name]} if name in before else {}
+        points |= {run.steps[-1]: after[name]} if name in after and run.steps else {}
+        if points:
+            series[f"eval/{name}"] = Series(sorted(points), [points[step] for step in sorted(points)])
+    return series
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
@@ -221,10 +227,6 @@ def _rounded(values: Sequence[float]) -> list[float]:
     largest, spread = max(map(abs, values), default=0.0), max(values, default=0.0) - min(values, default=0.0)
     digits = 3 + (math.floor(math.log10(largest / spread)) if 0 < spread < largest else 0)
     return [float(f"{value:.{min(max(digits, 5), MAX_DIGITS)}g}") for value in values]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _digest(text: str) -> str:

@@ -102,9 +102,7 @@ def read_run(folder: Path) -> RunData:
     Raises:
         CoveyError: it is no run folder: it has no `recipe.yaml`, or one that is not readable as YAML.
     """
-    if not recipe.is_run(folder):
-        want = "the folder of a run, as covey train and covey sft write it"
-        raise CoveyError("this is no run folder: it has no recipe.yaml", want=want, where=str(folder))
+    recipe.require_run(folder)
     settings = _settings(folder)
     unreadable: dict[str, int] = {}
     curves = read_curves(read_lines(folder / METRICS, unreadable))

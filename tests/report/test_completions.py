@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from covey.monitor.writer import sample_rows
-from covey.report import token_values
-from covey.report.completions import collect, locate
+from covey.report.completions import collect, keep_token_values, locate
 from covey.report.evaluation import questions
 from covey.report.run_data import read_run
 from covey.report.texts import completion_form, prompt_turns, shortened
@@ -93,18 +92,18 @@ def test_token_values_are_kept_by_group(made: SimpleNamespace, tmp_path: Path) -
     odd = made.token_row(1, 0, 2, ["x"], change="x", entropy=[None], logps=[1, 2], advantage=[0.5], sampled=[0])
     rows = [made.token_row(1, 0, 1, ["a", "b"], kl=[0.0, 1 / 3]), odd, made.token_row(1, 0, 3, [7]), {"step": 1}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "nonsense\n")
-    kept, total = token_values.collect(file, MEGABYTE, unreadable)
+    kept, total = keep_token_values(file, MEGABYTE, unreadable)
     assert (total, unreadable) == (1, {"tokens.jsonl": 1})
     plain = [1, ["a", "b"], 0.5, [-1.0, -1.1], [0.3, 0.2], [0.0, 0.1], [0.0, 0.333], []]
     assert json.loads(kept[1, 0]) == [plain, [2, ["x"], [0.5], [1], None, [None], None, [0]]]
-    masked, _ = token_values.collect(file, MEGABYTE, {}, lambda text: text.replace("ab", "***"))
+    masked, _ = keep_token_values(file, MEGABYTE, {}, lambda text: text.replace("ab", "***"))
     assert [sample for sample, *_ in json.loads(masked[1, 0])] == [2]
 
 
 def test_token_values_of_a_long_run_are_spread_evenly(made: SimpleNamespace, tmp_path: Path) -> None:
     rows = [made.token_row(step, 0, i, ["word"] * 50) for step in range(1, 101) for i in range(8)]
     made.write_lines(tmp_path / "tokens.jsonl", rows)
-    kept, total = token_values.collect(tmp_path / "tokens.jsonl", 100_000, {})
+    kept, total = keep_token_values(tmp_path / "tokens.jsonl", 100_000, {})
     assert (total, sum(map(len, kept.values())) <= 100_000) == (100, True)
     steps = [step for step, _ in sorted(kept)]
     assert 5 < len(steps) < 100

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from covey.errors import CoveyError
 from covey.report import build_page
-from covey.report.comparison import settings_table
+from covey.report.results import settings_table
 from covey.report.run_data import Series, extremes, read_run, reduce_series
 
 

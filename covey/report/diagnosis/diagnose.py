@@ -12,6 +12,7 @@ import numpy as np
 
 from covey.display import printable
 from covey.files import open_or_empty
+from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group
 from covey.report.diagnosis.features import OpposedParts, RunHistory
 from covey.report.diagnosis.rule import NOTE, PROBLEM, Finding, Rule
@@ -23,8 +24,6 @@ Match = tuple[Rule, str]
 """A rule that is met, and its evidence."""
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""
-EXCERPT_WIDTH = 160
-"""Maximum number of characters of a prompt and of a completion."""
 CERTAIN = 5
 """Number of judgements in a row at which a rule must be met."""
 FIRST_STEPS = 5
@@ -125,13 +124,9 @@ def _rewards(row: Row) -> dict[str, Any]:
 def _line(row: Row) -> str:
     rewards = {name: number(raw) for name, raw in _rewards(row).items()}
     scores = ", ".join(f"{name} {reward:.3g}" for name, reward in rewards.items() if reward is not None)
+    prompt, text = (excerpt(" ".join(str(row.get(name)).split())) for name in ("prompt", "text"))
     where = f"step {row.get('step')}, group {row.get('group')}, sample {row.get('sample')}"
-    return printable(f"{where} ({scores}): {_excerpt(row.get('prompt'))} → {_excerpt(row.get('text'))}")
-
-
-def _excerpt(text: object) -> str:
-    shown = " ".join(str(text).split())
-    return shown if len(shown) <= EXCERPT_WIDTH else f"{shown[: EXCERPT_WIDTH // 2]} … {shown[-EXCERPT_WIDTH // 2 :]}"
+    return printable(f"{where} ({scores}): {prompt} → {text}")
 
 
 class LiveDiagnosis:
