@@ -269,7 +269,7 @@ READ_IF: tuple[ReadIf, ...] = (
     ReadIf(("sapo_positive", "sapo_negative"), lambda a: a.surrogate == "sapo", "grpo.surrogate sapo"),
     ReadIf(
         ("kl", "kl_in", "kl_target", "reference", "reference_every_n_updates"),
-        lambda a: a.beta > 0,
+        lambda a: a.needs_reference,
         "a grpo.beta above 0 to begin with",
     ),
     ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "a grpo.kl_target"),

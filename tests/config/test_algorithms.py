@@ -1,13 +1,13 @@
 """The table of algorithms: what a config makes of a preset, and settings that would do nothing without a word."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from covey.config import recipe
 from covey.config.algorithms import PRESETS, READ_IF, algorithm_of
-from covey.config.base import IN_PYTHON, Problem, ReadIf, validate, without_none
+from covey.config.base import IN_PYTHON, Problem, ReadIf, validate
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 
@@ -135,21 +135,6 @@ def test_an_unknown_algorithm_gets_the_nearest_name() -> None:
     with pytest.raises(RecipeError) as caught:
         recipe.parse(SMALL, ["--algorithm", "drgrpo"])
     assert "dr_grpo" in str(caught.value)
-
-
-def test_the_choices_of_a_config_are_those_of_the_algebra() -> None:
-    """A name in the config without a function, or a function that no config can name, is a mistake of ours."""
-    from covey.losses.advantages import ADVANTAGES
-    from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
-
-    names = ("algorithm", "advantage", "ratio", "surrogate", "aggregate", "kl")
-    choices = {name: set(get_args(without_none(GRPOConfig.kinds[name])[0])) for name in names}
-    assert choices["algorithm"] == set(PRESETS)
-    assert choices["advantage"] == {*ADVANTAGES, "gae"}
-    assert choices["ratio"] == set(RATIOS)
-    assert choices["surrogate"] == set(SURROGATES)
-    assert choices["aggregate"] == set(AGGREGATES)
-    assert choices["kl"] == set(KLS)
 
 
 def test_an_algorithm_has_a_value_where_a_config_has_none() -> None:

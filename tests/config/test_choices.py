@@ -7,14 +7,17 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from covey.config.algorithms import PRESETS
 from covey.config.base import Config, without_none
 from covey.config.recipe import METHODS, AnyRecipe
-from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, OptimizerConfig, RolloutConfig
+from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.data.sources import TASKS
 from covey.envs.calls import FORMATS
 from covey.envs.python_tool import ENGINES
+from covey.losses.advantages import ADVANTAGES
+from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
 from covey.monitor.trackers import TRACKERS
-from covey.rl.evaluate import PRESETS
+from covey.rl.evaluate import PRESETS as SAMPLING_PRESETS
 from covey.sampling.calculator import TOOLS
 from covey.train.optimizers import OPTIMIZERS, SCHEDULES
 
@@ -31,9 +34,15 @@ def choices(cls: type[Config], name: str) -> set[str]:
         (AnyRecipe, "method", METHODS, set()),
         (AnyRecipe, "tracking", TRACKERS, set()),
         (DataConfig, "task", TASKS, {"python"}),
+        (GRPOConfig, "algorithm", PRESETS, set()),
+        (GRPOConfig, "advantage", ADVANTAGES, {"gae"}),
+        (GRPOConfig, "ratio", RATIOS, set()),
+        (GRPOConfig, "surrogate", SURROGATES, set()),
+        (GRPOConfig, "aggregate", AGGREGATES, set()),
+        (GRPOConfig, "kl", KLS, set()),
         (EnvsConfig, "tool_format", FORMATS, {"auto"}),
         (EnvsConfig, "python_engine", ENGINES, set()),
-        (EvalConfig, "preset", PRESETS, {"all"}),
+        (EvalConfig, "preset", SAMPLING_PRESETS, {"all"}),
         (OptimizerConfig, "kind", OPTIMIZERS, set()),
         (OptimizerConfig, "schedule", SCHEDULES, set()),
         (RolloutConfig, "tool", TOOLS, {"none"}),

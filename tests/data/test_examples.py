@@ -136,15 +136,6 @@ def test_the_rows_on_the_page_are_read_as_it_says(capsys: pytest.CaptureFixture[
     assert all(re.search(rf'"{name}":', block) for form in FORMS for name in form.columns)
 
 
-def test_nothing_else_lists_the_forms() -> None:
-    """A second list would be forgotten when a form is added. Answers to mistakes are compared with the command's."""
-    other = [*(ROOT / "covey").rglob("*.py"), *(ROOT / "covey").rglob("*.yaml"), ROOT / "README.md"]
-    other += [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("data.md", "mistakes.md")]
-    lists = re.compile(r"completion\b[^.]{0,90}\bmessages\b[^.]{0,90}\btext\b", re.S)
-    found = {str(f.relative_to(ROOT)) for f in other if lists.search(f.read_text(encoding="utf-8"))}
-    assert found <= {"covey/data/rows.py"}
-
-
 # --- files
 
 

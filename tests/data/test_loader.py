@@ -24,7 +24,7 @@ def take(loader, n):
     return [[row["answer"] for row in next(loader)] for _ in range(n)]
 
 
-SIZES = st.integers(1, 40)
+SIZES = st.integers(1, 20)
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_k_batches_and_a_restore_equal_going_straight_on(n, p, seed, k, more, sh
 
 @pytest.mark.slow
 @few
-@given(SIZES, st.integers(1, 60), st.integers(0, 2**31 - 1))
+@given(SIZES, st.integers(1, 30), st.integers(0, 2**31 - 1))
 def test_batches_are_full_and_each_epoch_has_every_row_once(n, p, seed):
     epochs = 3
     stream = take(PromptLoader(rows(n), p, seed=seed), -(-n * epochs // p))
@@ -54,7 +54,7 @@ def test_batches_are_full_and_each_epoch_has_every_row_once(n, p, seed):
 
 
 @few
-@given(SIZES, st.integers(1, 60), st.integers(1, 3))
+@given(SIZES, st.integers(1, 30), st.integers(1, 3))
 def test_limited_epochs_end_with_the_rest_and_drop_nothing(n, p, epochs):
     batches = [[row["answer"] for row in batch] for batch in PromptLoader(rows(n), p, num_epochs=epochs)]
     assert Counter(itertools.chain(*batches)) == Counter(list(range(n)) * epochs)
