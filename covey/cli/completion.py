@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from covey.cli.commands import COMMANDS, Command
 from covey.cli.parse import Line
 from covey.config import recipe
-from covey.config.base import leaves, without_none
+from covey.config.base import leaves
+from covey.config.kinds import without_none
 from covey.config.overrides import resolve
 from covey.errors import CoveyError, nearest
 from covey.launch import JOBS

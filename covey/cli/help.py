@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from covey.cli.commands import COMMANDS, Command
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, defaults, describe, explanations, without_check
+from covey.config.base import Config, classes_in, defaults, explanations, without_check
+from covey.config.kinds import describe
 from covey.errors import CoveyError, nearest
 
 ASKING = ("-h", "--help")

@@ -27,7 +27,6 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
-    Literal,
     NamedTuple,
     Self,
     TypeVar,
@@ -39,11 +38,12 @@ from typing import (
 )
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, TypeAdapter, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, SchemaValidator
 
 import covey
 from covey.config import foreign_names
+from covey.config.kinds import bounds, describe
 from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 
 MAX_INT = 2**31 - 1
@@ -175,7 +175,7 @@ class Config:
     unset: ClassVar[str] = ""
     kinds: ClassVar[dict[str, Any]]
     __signature__: ClassVar[inspect.Signature]
-    _set: ClassVar[Callable[..., None]]
+    _set_defaults: ClassVar[Callable[..., None]]
 
     def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
         """Make the class a dataclass.
@@ -190,7 +190,7 @@ class Config:
             _make_optional(cls)
         dataclass(frozen=True)(cls)
         cls.__signature__ = inspect.signature(cls)
-        cls._set, cls.__init__ = cls.__init__, Config.__init__  # type: ignore[method-assign]
+        cls._set_defaults, cls.__init__ = cls.__init__, Config.__init__  # type: ignore[method-assign]
         names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
         cls.kinds = {name: kind for name, kind in hints.items() if name in names}
         _register(cls)
@@ -199,7 +199,7 @@ class Config:
         if len(args) > len(self.kinds):
             raise TypeError(f"{type(self).__name__} takes {len(self.kinds)} arguments, and {len(args)} were given")
         if not (args or keywords):
-            return self._set()  # defaults are valid, and most classes of a run then need no validator
+            return self._set_defaults()  # defaults are valid, and most classes of a run then need no validator
         _, problems = validate(type(self), dict(zip(self.kinds, args, strict=False)) | keywords, IN_PYTHON, self)
         raise_together([p.error(type(self).__name__ if p.key in self.kinds else "") for p in problems])
 
@@ -222,7 +222,7 @@ class Config:
         yield from ()
 
     def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that is none in a script, which may bring what a recipe cannot name."""
+        """Yield a problem for each setting that is wrong in a recipe alone: a script may bring what it must name."""
         yield from ()
 
 
@@ -499,25 +499,6 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, Number, list, Mapping, types.NoneType, Config)) or type(value) is tuple
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a nested recipe by dotted name; tuples become lists, as in JSON.
-
-    >>> flatten({"seed": 0, "model": {"lora": {"targets": ("all-linear",)}}})
-    {'seed': 0, 'model.lora.targets': ['all-linear']}
-    """
-    settings: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
-            settings |= flatten(value, f"{prefix}{name}.")
-        else:
-            settings[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return settings
-
-
-MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
-"""Settings whose value is itself a mapping."""
-
-
 def classes_in(kind: Any) -> list[type[Config]]:
     """Return the classes of settings that a field of type `kind` may hold."""
     if get_origin(kind) in (Annotated, Union, types.UnionType):
@@ -577,37 +558,6 @@ def _in_body(cls: ast.ClassDef) -> dict[str, str]:
     }
 
 
-def without_none(kind: Any) -> tuple[Any, bool]:
-    """Return the type of a field without its range and None, and whether None is a value of it."""
-    if get_origin(kind) is Annotated:
-        return without_none(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType) and types.NoneType in get_args(kind):
-        (rest,) = [part for part in get_args(kind) if part is not types.NoneType]
-        return without_none(rest)[0], True
-    return kind, False
-
-
-def describe(kind: Any) -> str:
-    """Describe the values that a field of type `kind` takes."""
-    inner, optional = without_none(kind)
-    if get_origin(inner) is Literal:
-        words = ", ".join(str(a) for a in get_args(inner))
-    elif get_origin(inner) is tuple:
-        words = f"a list [a, b] of: {describe(get_args(inner)[0])}"
-    elif get_origin(inner) is dict:
-        words = f"a mapping {{name: value}} of: {describe(get_args(inner)[1])}"
-    else:
-        words = _WORDS.get(inner, "a mapping (name: value)")
-    return words + (" (or null)" if optional else "")
-
-
-def bounds(kind: Any) -> dict[type, float]:
-    """Return the limits of a number, by their class in `annotated_types`."""
-    limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
-    parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
-    return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
-
-
 def _range_in_words(kind: Any, error: ErrorDetails) -> str:
     limits = bounds(kind)
     if error.get("ctx", {}).get("le") != MAX_INT and limits.get(Le) == MAX_INT:
@@ -636,8 +586,3 @@ def _plain(value: Any) -> Any:
         return value.item() if getattr(value, "ndim", None) == 0 else value
     except Exception:  # an array that holds no number, such as a JAX key
         return value
-
-
-_LIMITS = (Ge, Gt, Le, Lt)
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
-_WORDS[JsonValue] = "text, numbers, true or false, null, lists and mappings"

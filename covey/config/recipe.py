@@ -20,7 +20,6 @@ from covey.config.base import (
     NonNegativeInt,
     Problem,
     Reported,
-    flatten,
     in_sections,
     problem_if,
 )
@@ -311,6 +310,21 @@ def parse(
     return recipe
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a nested recipe by dotted name; tuples become lists, as in JSON.
+
+    >>> flatten({"seed": 0, "model": {"lora": {"targets": ("all-linear",)}}})
+    {'seed': 0, 'model.lora.targets': ['all-linear']}
+    """
+    settings: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS:
+            settings |= flatten(value, f"{prefix}{name}.")
+        else:
+            settings[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return settings
+
+
 def to_yaml(recipe: AnyRecipe) -> str:
     """Write every setting of `recipe` as YAML, from which `parse` makes an equal recipe."""
     tree = asdict(recipe)
@@ -479,6 +493,9 @@ def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
 DEFAULT = "default"
 SECTION = "grpo."
 """Beginning of the names of settings that a preset may set."""
+
+MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
+"""Settings whose value is itself a mapping."""
 
 HIDDEN = {"rollout.seed": "follows the run's seed; set seed instead"}
 """Settings of the config classes that a recipe cannot set, each with the reason."""

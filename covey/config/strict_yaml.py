@@ -20,17 +20,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from covey.config import foreign_names
-from covey.config.base import (
-    Config,
-    Problem,
-    Wording,
-    describe,
-    in_sections,
-    leaves,
-    shortened,
-    validate,
-    without_none,
-)
+from covey.config.base import Config, Problem, Wording, in_sections, leaves, shortened, validate
+from covey.config.kinds import describe, without_none
 from covey.errors import RecipeError, nearest, raise_together
 from covey.files import check_utf8
 

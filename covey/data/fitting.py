@@ -6,6 +6,7 @@ around them stay whole, so that no turn loses its header.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -27,54 +28,48 @@ class FittedPrompts(NamedTuple):
 
 
 def fit_prompts(rows: Sequence[Row], encode: Encode, max_tokens: int, policy: str) -> FittedPrompts:
-    """Return `rows` with prompts of at most `most` tokens; unchanged under the policy `error` (the sampler refuses).
+    """Return `rows` with prompts of at most `max_tokens`; unchanged under the policy `error` (the sampler refuses).
 
     Raises:
         DataError: every row would be dropped, or a truncated prompt would be empty.
     """
     if policy == "error":
         return FittedPrompts(rows)
-
-    def short(prompt: Prompt) -> bool:
-        return len(encode(prompt)) <= max_tokens
-
+    fits = [len(encode(row["prompt"])) <= max_tokens for row in rows]
     if policy == "drop":
-        kept = [row for row in rows if short(row["prompt"])]
-        if rows and not kept:
+        if rows and not any(fits):
             raise DataError(f"every prompt has more than {max_tokens} tokens", fix="a larger rollout.max_prompt_length")
-        return FittedPrompts(kept, dropped=len(rows) - len(kept))
+        return FittedPrompts([*compress(rows, fits)], dropped=fits.count(False))
     fitted = [
-        row if short(row["prompt"]) else row | {"prompt": truncate_prompt(row["prompt"], encode, max_tokens)}
-        for row in rows
+        row if fit else row | {"prompt": truncate_prompt(row["prompt"], encode, max_tokens)}
+        for row, fit in zip(rows, fits, strict=True)
     ]
-    return FittedPrompts(fitted, truncated=sum(a is not b for a, b in zip(rows, fitted, strict=True)))
+    return FittedPrompts(fitted, truncated=fits.count(False))
 
 
 def truncate_prompt(prompt: Prompt, encode: Encode, max_tokens: int) -> Prompt:
-    """Truncate the beginning of `prompt` so that it has at most `most` tokens.
+    """Truncate the beginning of `prompt` so that it has at most `max_tokens`.
 
     Raises:
         DataError: the text, or the longest message, would be empty.
     """
-    longest = 0 if isinstance(prompt, str) else max(range(len(prompt)), key=lambda i: len(prompt[i]["content"]))
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    longest, text = max(enumerate(texts), key=lambda entry: len(entry[1]))
 
     def keep_last(characters: int) -> Prompt:
+        end = text[len(text) - characters :]
         if isinstance(prompt, str):
-            return prompt[len(prompt) - characters :]
-        text = prompt[longest]["content"]
-        message = {**prompt[longest], "content": text[len(text) - characters :]}
-        return [*prompt[:longest], message, *prompt[longest + 1 :]]
+            return end
+        return [*prompt[:longest], {**prompt[longest], "content": end}, *prompt[longest + 1 :]]
 
-    fits, too_long = 0, len(prompt if isinstance(prompt, str) else prompt[longest]["content"])
+    fits, too_long = 0, len(text)
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
         short = len(encode(keep_last(middle))) <= max_tokens
         fits, too_long = (middle, too_long) if short else (fits, middle)
-    found = keep_last(fits)
-    text = found if isinstance(found, str) else found[longest]["content"]
-    if not text.strip():
+    if not text[len(text) - fits :].strip():
         raise DataError(
             f"nothing would be left of a prompt cut to {max_tokens} tokens: {str(prompt)[:60]!r}",
             fix="a larger rollout.max_prompt_length, or training.too_long drop",
         )
-    return found
+    return keep_last(fits)

@@ -126,7 +126,7 @@ def iter_items(data: Any) -> Iterator[Any]:
     for number, item in enumerate((row for part in parts for row in _table_rows(part) or (part,)), 1):
         if number > MAX_ROWS:
             raise _endless_error()
-        _refuse_part_of_table(item, number, data)
+        _check_no_part_of_table(item, number, data)
         yield item
 
 
@@ -140,8 +140,8 @@ def _table_rows(data: Any) -> list[Any] | None:
     return None
 
 
-def _refuse_part_of_table(item: Any, number: int, data: Any) -> None:
-    """Refuse column names, and what `iterrows` and `itertuples` of a data frame yield."""
+def _check_no_part_of_table(item: Any, number: int, data: Any) -> None:
+    """Check that an item is no column name and no row that `iterrows` or `itertuples` of a data frame yields."""
     names = getattr(data, "columns", ())
     parts = item if isinstance(item, tuple) else (item,)
     if isinstance(item, str) and isinstance(names, Iterable) and item in list(names):

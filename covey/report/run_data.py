@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covey.config import recipe, strict_yaml
-from covey.config.base import flatten
+from covey.config.recipe import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.files import open_or_empty

@@ -12,8 +12,7 @@ import jax
 import psutil
 
 from covey.allocator import release_free_memory
-from covey.config.base import flatten
-from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.recipe import Recipe, SFTRecipe, flatten
 from covey.monitor.run_files import METRICS
 from covey.report import REPORT, write_report
 from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose

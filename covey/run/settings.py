@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.algorithms import algorithm_of
-from covey.config.base import OnResume, flatten, on_resume
-from covey.config.recipe import METHODS, AnyRecipe, Recipe
+from covey.config.base import OnResume, on_resume
+from covey.config.recipe import METHODS, AnyRecipe, Recipe, flatten
 from covey.errors import ResumeError
 from covey.monitor.run_files import RECIPE
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from covey.config.algorithms import PRESETS
-from covey.config.base import Config, without_none
+from covey.config.base import Config
+from covey.config.kinds import without_none
 from covey.config.recipe import METHODS, AnyRecipe
 from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.data.sources import TASKS

@@ -14,7 +14,8 @@ from pydantic import JsonValue
 
 from covey.cli.commands import ChatOptions
 from covey.config import recipe, strict_yaml
-from covey.config.base import IN_PYTHON, bounds, classes_in, leaves, validate, without_none
+from covey.config.base import IN_PYTHON, classes_in, leaves, validate
+from covey.config.kinds import bounds, without_none
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig, RLTrainingConfig, SFTConfig, SFTDataConfig
 from covey.errors import RecipeError
