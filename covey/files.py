@@ -208,11 +208,11 @@ def replace_file(file: Path, data: bytes, durable: bool = True) -> None:
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of a killed process with the same number
-    with open_below(file.parent, temporary.name, "xb") as file_object:
-        file_object.write(data)
-        file_object.flush()
+    with open_below(file.parent, temporary.name, "xb") as output:
+        output.write(data)
+        output.flush()
         if durable:
-            os.fsync(file_object.fileno())
+            os.fsync(output.fileno())
     os.replace(temporary, file)
 
 

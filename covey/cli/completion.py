@@ -28,6 +28,8 @@ LAUNCH_PATHS = ("file", "logs", "workdir")
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
 """Settings whose value is the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
+VALUES = {"": (), "N": (), "PLACE": ("local", *JOBS), "MACHINE": EXAMPLES, "bash|zsh|fish": SHELLS}
+"""Values of placeholders in the usage of a command that stand for no files."""
 
 
 def completion(line: Line) -> None:
@@ -63,11 +65,9 @@ def flags_of(command: Command) -> dict[str, Sequence[str]]:
 
 def values_of(placeholder: str, command: Command) -> Sequence[str]:
     """Return the values that may stand in the place of `placeholder` in the usage of a command."""
-    known = {
-        "": (), "N": (), "NAME_OR_YAML": (*command.recipes, FILES), "[NAME]": (*command.recipes, "copy"),
-        "PLACE": ("local", *JOBS), "MACHINE": EXAMPLES, "bash|zsh|fish": SHELLS,
-    }  # fmt: skip
-    return known.get(placeholder, (FILES,))
+    if placeholder in ("NAME_OR_YAML", "[NAME]"):
+        return (*command.recipes, FILES if placeholder == "NAME_OR_YAML" else "copy")
+    return VALUES.get(placeholder, (FILES,))
 
 
 def _switches(command: Command) -> Sequence[str]:

@@ -42,16 +42,17 @@ def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_run_does_what_was_shown(capsys: Any) -> None:
-    chats = [
-        {"prompt": [{"role": "user", "content": f"{letter}: tea"}], "letter": letter, "topic": "tea"}
-        for letter in "ABCD"
-    ]
+@pytest.mark.usefixtures("shared_programs")
+def test_the_run_does_what_a_dry_run_and_the_rewards_have_shown(capsys: Any) -> None:
+    chats = [{"prompt": [{"role": "user", "content": f"{c}: tea"}], "letter": c, "topic": "tea"} for c in "ABCD"]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    words = ["train", "quickstart", *SETTINGS, "--data.task", "jsonl", "--data.path", "chats.jsonl"]
-    found = dry_run(capsys, *words)
+    settings = [*SETTINGS, "--max-prompt-length", "64", "--rollout.slots", "4", "--data.task", "jsonl"]
+    words = ["quickstart", *settings, "--data.path", "chats.jsonl"]
+    found = dry_run(capsys, "train", *words)
     assert not Path("runs").exists()
-    assert cli.main(words) == 0
+    assert cli.main(["rewards", *words, "--prompts", "2", "--json"]) == 0
+    signal = json.loads(capsys.readouterr().out)
+    assert cli.main(["train", *words]) == 0
     out = Path(found["out"])
     assert {one.rstrip("/") for one in found["files"]} == {path.name for path in out.iterdir()}
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
@@ -62,6 +63,9 @@ def test_the_run_does_what_was_shown(capsys: Any) -> None:
     weights = found["memory"]["bytes"]["weights"]
     saved = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
     assert weights < saved < 1.5 * (weights + found["memory"]["bytes"]["optimizer"])
+    known = {(sample["prompt"], sample["text"], sample["reward"]) for sample in samples}
+    assert {(example["prompt"], example["text"], example["reward"]) for example in signal["examples"]} <= known
+    assert signal["functions"][-1]["mean"] == pytest.approx(sum(one["reward"] for one in samples) / len(samples))
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """`covey rewards`: the table of recorded completions, and of fresh samples."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,28 +76,6 @@ def test_files_of_another_form_are_refused(text: str, told: str, capsys: Any) ->
     Path("samples.jsonl").write_text(text)
     assert cli.main(["rewards", "quickstart", "--samples", "samples.jsonl"]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_recorded_completions_need_no_jax(here: Path) -> None:
-    code = "import sys; from covey.cli.main import main; main(sys.argv[1:]); print('jax' in sys.modules)"
-    words = ["rewards", "quickstart", "--samples", str(here / "samples.jsonl")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.endswith("False\n")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("shared_programs")
-def test_fresh_samples_are_those_that_the_run_begins_with(capsys: Any) -> None:
-    settings = ["--data.task", "jsonl", "--data.path", str(ROOT / "tests" / "letters.jsonl")]
-    settings += ["--model.source", TINY, "--max-prompt-length", "32", "--max-new-tokens", "4", "--rollout.slots", "4"]
-    settings += ["--num-generations", "2", "--prompts-per-step", "2", "--max-steps", "1", "--evaluation.prompts", "1"]
-    assert cli.main(["rewards", "quickstart", *settings, "--prompts", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert cli.main(["train", "quickstart", *settings, "--out", "run"]) == 0
-    lines = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
-    known = {(line["prompt"], line["text"], line["reward"]) for line in lines}
-    assert {(one["prompt"], one["text"], one["reward"]) for one in found["examples"]} <= known
-    assert found["functions"][-1]["mean"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
 
 
 @pytest.mark.parametrize(
