@@ -225,10 +225,6 @@ def test_nothing_to_whiten_is_zero_and_never_nan(arrays: list[list[float]]) -> N
     assert [a.tolist() for a in got] == [[0.0] * len(a) for a in arrays]
 
 
-def test_differences_next_to_nothing_are_not_blown_up() -> None:
-    assert np.abs(whiten([np.array([0.0, 1e-300, -1e-200, 1e-12])])[0]).max() < 1e-3
-
-
 def test_tokens_outside_the_loss_do_not_count_and_get_zero() -> None:
     arrays, mask = [np.array([1.0, 3.0, 1e9]), np.array([NAN])], [np.array([True, True, False]), np.array([False])]
     assert [a.round(4).tolist() for a in whiten(arrays, mask)] == [[-0.7071, 0.7071, 0.0], [0.0]]
