@@ -317,10 +317,10 @@ def fitting(parts: Iterable[tuple[int, str]], width: int) -> str:
     >>> fitting([(0, "3/9"), (2, "10s"), (1, "left 20s")], 14)
     '3/9  left 20s'
     """
-    shown = [part for part in parts if part[1]]
-    while len(shown) > 1 and cell_len(GAP.join(text for _, text in shown)) > width:
-        shown.remove(max(shown))
-    return _cut(GAP.join(text for _, text in shown), width)
+    visible = [part for part in parts if part[1]]
+    while len(visible) > 1 and cell_len(GAP.join(text for _, text in visible)) > width:
+        visible.remove(max(visible))
+    return _cut(GAP.join(text for _, text in visible), width)
 
 
 def extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:
@@ -357,9 +357,9 @@ def _bar(status: Status, width: int, ascii_only: bool) -> Text:
     line = Text(no_wrap=True)
     if not status.total or width < 1:
         return line
-    made, ahead = "#-" if ascii_only else "━─"
+    done, ahead = "#-" if ascii_only else "━─"
     full = min(width * status.step // status.total, width)
-    return line.append(made * full, style="green").append(ahead * (width - full), style="dim").append(GAP)
+    return line.append(done * full, style="green").append(ahead * (width - full), style="dim").append(GAP)
 
 
 def _facts(status: Status) -> list[tuple[int, str]]:

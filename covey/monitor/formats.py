@@ -50,8 +50,8 @@ def brief(value: float) -> str:
 
 def excerpt(text: str, width: int = TEXT_WIDTH) -> str:
     """Shorten `text` to about `width` printable characters by cutting the middle: the end of a prompt matters too."""
-    shown = printable(text.strip())
-    return shown if len(shown) <= width else f"{shown[: width // 2]} … {shown[-width // 2 :]}"
+    text = printable(text.strip())
+    return text if len(text) <= width else f"{text[: width // 2]} … {text[-width // 2 :]}"
 
 
 def duration(seconds: float) -> str:

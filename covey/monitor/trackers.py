@@ -110,8 +110,8 @@ class TensorBoard:
 
     def __init__(self, run: Tracked):
         again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
-        place = folder_below(run.folder, TENSORBOARD)
-        self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(place), **again)
+        folder = folder_below(run.folder, TENSORBOARD)
+        self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **again)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -219,14 +219,14 @@ def _episode_columns(completion: Completion) -> dict[str, Any]:
         return {}
     sampled = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
     ends = list(episode.turn_ends)
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "messages": message_lengths(episode.messages),
         "turn_rewards": list(episode.turn_rewards),
         "turn_ends": ends,
         "turn_tokens": [int(sampled[start:end].sum()) for start, end in zip([0, *ends], ends, strict=False)],
         "done": episode.done,
     }
-    return found | ({"failure": episode.failure} if episode.failure else {})
+    return columns | ({"failure": episode.failure} if episode.failure else {})
 
 
 def prompt_turns(prompt: Prompt) -> dict[str, Any]:
@@ -266,9 +266,9 @@ def truncate_rows(file: Path, step: int, must_reach: bool = False) -> None:
     keep = last = 0
     with open_or_empty(file.parent, file.name) as lines:
         for number, text in enumerate(lines, start=1):
-            if not text.endswith(b"\n") or (found := _step_of(text, f"{file}:{number}")) > step:
+            if not text.endswith(b"\n") or (row_step := _step_of(text, f"{file}:{number}")) > step:
                 break
-            keep, last = keep + len(text), found
+            keep, last = keep + len(text), row_step
     if must_reach and last != step:
         raise _missing_rows(file, last, step)
     if file.exists():
@@ -293,7 +293,7 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
 
 def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
     text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return CONTROL_CHARACTERS.sub(lambda found: json.dumps(found[0])[1:-1], text)
+    return CONTROL_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _json_value(value: Any) -> Any:

@@ -5,7 +5,7 @@ in the last section, so that a new metric is never missing.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from covey.config.metrics import metric
@@ -127,37 +127,30 @@ def charts_for(names: Iterable[str], methods: Iterable[str]) -> list[dict[str, A
     Each has title, section, main (whether it stands at the top), and its series: name, label, unit, meaning, and the
     names of the ends of its band (`low`, `high`) or of its standard error (`error`) where they are measured.
     """
-    left = dict.fromkeys(names)
-    found: list[dict[str, Any]] = []
+    measured = dict.fromkeys(names)
+    charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        series = [_series(chart, pattern, name, left) for pattern in chart.metrics for name in _matching(pattern, left)]
-        if series:
-            found.append({"title": chart.title, "section": chart.section, "series": series})
-    drawn = {
-        one[key] for chart in found for one in chart["series"] for key in ("name", "low", "high", "error") if key in one
-    }
-    found += [
-        {"title": name, "section": OTHER, "series": [_described(name, name)]} for name in left if name not in drawn
-    ]
-    titles = MAIN["rl" if "rl" in set(methods) else "sft"]
-    main = [title for title in titles if any(chart["title"] == title for chart in found)][:MAIN_COUNT]
-    sections = list(dict.fromkeys(chart["section"] for chart in found))
-    found.sort(
-        key=lambda chart: (
-            main.index(chart["title"]) if chart["title"] in main else len(main) + sections.index(chart["section"])
-        )
-    )
-    return [{**chart, "main": chart["title"] in main} for chart in found]
+        pairs = [(pattern, name) for pattern in chart.metrics for name in _matching(pattern, measured)]
+        if series := [_series(chart, pattern, name, measured) for pattern, name in pairs]:
+            charts.append({"title": chart.title, "section": chart.section, "series": series})
+    keys = ("name", "low", "high", "error")
+    drawn = {series[key] for chart in charts for series in chart["series"] for key in keys if key in series}
+    others = [name for name in measured if name not in drawn]
+    charts += [{"title": name, "section": OTHER, "series": [_described(name, name)]} for name in others]
+    titles = [chart["title"] for chart in charts]
+    main = [title for title in MAIN["rl" if "rl" in set(methods) else "sft"] if title in titles][:MAIN_COUNT]
+    sections = list(dict.fromkeys(chart["section"] for chart in charts))
+    places = {title: place - len(main) for place, title in enumerate(main)}
+    charts.sort(key=lambda chart: places.get(chart["title"], sections.index(chart["section"])))
+    return [{**chart, "main": chart["title"] in main} for chart in charts]
 
 
-def _series(chart: Chart, pattern: str, name: str, measured: dict[str, None]) -> dict[str, Any]:
-    one = _described(name, _label(pattern, name))
+def _series(chart: Chart, pattern: str, name: str, measured: Mapping[str, None]) -> dict[str, Any]:
+    series = _described(name, _label(pattern, name))
     if name == chart.metrics[0]:
-        if chart.error in measured:
-            one["error"] = chart.error
-        if chart.band and all(end in measured for end in chart.band):
-            one["low"], one["high"] = chart.band
-    return one
+        series |= {"error": chart.error} if chart.error in measured else {}
+        series |= dict(zip(("low", "high"), chart.band, strict=False)) if measured.keys() >= set(chart.band) else {}
+    return series
 
 
 def _described(name: str, label: str) -> dict[str, Any]:
@@ -166,7 +159,7 @@ def _described(name: str, label: str) -> dict[str, Any]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of `names` that `pattern` stands for.
+    """Yield the names that match `pattern`.
 
     >>> list(_matching("rewards/<function>/mean", ["rewards/a/mean", "rewards/a/std"]))
     ['rewards/a/mean']
@@ -181,9 +174,9 @@ def _label(pattern: str, name: str) -> str:
     >>> _label("rewards/<function>/mean", "rewards/spelling/mean"), _label("clip_ratio/low_mean", "clip_ratio/low_mean")
     ('spelling', 'low')
     """
-    found = _expression(pattern).fullmatch(name)
-    if found and found.groups():
-        return f"k = {found[1]}" if "<k>" in pattern else found[1]
+    match = _expression(pattern).fullmatch(name)
+    if match and match.groups():
+        return f"k = {match[1]}" if "<k>" in pattern else match[1]
     ends: Sequence[str] = name.rsplit("/", 1)
     return (
         "held-out"

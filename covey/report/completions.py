@@ -7,12 +7,13 @@ indexed by the beginning of each line, and only the lines that are kept are pars
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from covey.files import open_or_empty
 from covey.report.run_data import Row, coarse_to_fine, read_lines, spread
-from covey.report.texts import Mask, Prompts, completion_form, number_json, script_json, size_of, text_json
+from covey.report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of, text_json
 from covey.train.json_lines import is_count, number, parse_line
 from covey.types import FinishReason
 
@@ -76,24 +77,17 @@ def collect(
     by_step: dict[int, list[Location]] = {}
     for location in index:
         by_step.setdefault(location.step, []).append(location)
-    found: dict[int, dict[int, str]] = {}
     with open_or_empty(file.parent, file.name) as lines:
-        table, left = _Table(lines, mask), budget
+        table = _Table(lines, mask)
         wanted = [location for location in index if (location.step, location.group) in first]
         others = _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget))
-        for location in (*wanted, *(one for one in others if one not in wanted)):
-            group, size = table.add(location)
-            left -= size
-            if left < 0 and found:
-                break
-            if group:
-                found.setdefault(location.step, {})[location.start] = group
-    steps = (f"[{step},{len(by_step[step])},[{_joined(found[step])}]]" for step in sorted(found))
-    kept = _counts(len(found), sum(map(len, found.values())))
+        groups = fitting(((location, *table.add(location)) for location in dict.fromkeys((*wanted, *others))), budget)
+    in_file = groupby(sorted(groups, key=lambda group: (group.step, group.start)), key=lambda group: group.step)
+    steps = [f"[{step},{len(by_step[step])},[{','.join(map(groups.__getitem__, some))}]]" for step, some in in_file]
     return (
         f'{{"prompts":[{",".join(table.prompts.encoded)}],"rewards":{script_json(list(table.functions))},'
-        f'"steps":[{",".join(steps)}],"total":{script_json(_counts(len(by_step), len(index)))},'
-        f'"kept":{script_json(kept)}}}'
+        f'"steps":[{",".join(steps)}],"total":{script_json({"steps": len(by_step), "groups": len(index)})},'
+        f'"kept":{script_json({"steps": len(steps), "groups": len(groups)})}}}'
     )
 
 
@@ -181,20 +175,11 @@ def _in_order_of_choice(by_step: Mapping[int, list[Location]], room: int) -> Ite
 
 
 def _key(line: bytes) -> tuple[int, int] | None:
-    if (found := _KEY.match(line)) and line.endswith(b"}\n"):
-        return int(found[1]), int(found[2])
+    if (match := _KEY.match(line)) and line.endswith(b"}\n"):
+        return int(match[1]), int(match[2])
     row = parse_line(line) or {}
     step, group = row.get("step"), row.get("group")
     return (step, group) if is_count(step) and is_count(group) else None
-
-
-def _joined(groups: Mapping[int, str]) -> str:
-    """Join the groups of a step in the order of the file."""
-    return ",".join(groups[start] for start in sorted(groups))
-
-
-def _counts(steps: int, groups: int) -> dict[str, int]:
-    return {"steps": steps, "groups": groups}
 
 
 def _number(value: Any) -> str:
@@ -216,17 +201,16 @@ def keep_token_values(
         step, group = row.get("step"), row.get("group")
         if is_count(step) and is_count(group) and _texts(row) is not None:
             groups.setdefault((step, group), []).append(row)
-    kept: dict[Place, str] = {}
+    encoded: dict[Place, str] = {}
     places = sorted(groups)
     for place in (places[i] for i in coarse_to_fine(len(places))):
-        encoded = [found for row in groups[place] if (found := _token_values(row, mask))]
-        group = f"[{','.join(encoded)}]"
+        samples = [values for row in groups[place] if (values := _token_values(row, mask))]
+        group = f"[{','.join(samples)}]"
         budget -= size_of(group) + 20
         if budget < 0:
             break
-        if encoded:
-            kept[place] = group
-    return kept, len(groups)
+        encoded |= {place: group} if samples else {}
+    return encoded, len(groups)
 
 
 def token_values_json(groups: Mapping[Place, str], total: int) -> str:
@@ -242,13 +226,11 @@ def _token_values(row: Row, mask: Mask) -> str:
     joined = "".join(texts)
     if not is_count(sample) or mask(joined) != joined:
         return ""
-    count = len(texts)
-    advantage = row.get("advantage")
-    shown = _numbers(advantage, count) if isinstance(advantage, list) else number_json(number(advantage))
+    count, advantage, sampled = len(texts), row.get("advantage"), row.get("sampled")
+    advantages = _numbers(advantage, count) if isinstance(advantage, list) else number_json(number(advantage))
     values = ",".join(_numbers(row.get(name), count) for name in VALUES)
-    sampled = row.get("sampled")
     inserted = [i for i, flag in enumerate(sampled[:count]) if flag == 0] if isinstance(sampled, list) else []
-    return f"[{sample},[{','.join(map(text_json, texts))}],{shown},{values},{script_json(inserted)}]"
+    return f"[{sample},[{','.join(map(text_json, texts))}],{advantages},{values},{script_json(inserted)}]"
 
 
 def _texts(row: Row) -> Sequence[str] | None:
@@ -262,8 +244,4 @@ def _numbers(values: Any, count: int) -> str:
     """Return one number per token as JSON; null if there are not so many."""
     if not isinstance(values, list) or len(values) < count:
         return "null"
-    return f"[{','.join(_three_digits(number(value)) for value in values[:count])}]"
-
-
-def _three_digits(value: float | None) -> str:
-    return "null" if value is None else f"{value:.3g}"
+    return f"[{','.join(number_json(number(value), digits=3) for value in values[:count])}]"

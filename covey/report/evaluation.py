@@ -7,11 +7,12 @@ worse or equal by its mean.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from covey.config.metrics import metric
 from covey.report.run_data import Row, RunData
-from covey.report.texts import Mask, Prompts, completion_form, script_json, size_of
+from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
 from covey.train.json_lines import number
 
 MAX_BYTES = 600_000
@@ -53,59 +54,46 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
     before, after = _by_question(run.before), _by_question(run.after)
     compared = any(right(row) is not None for row in (*run.before, *run.after))
     state = _verdict if compared else _mean_reward
-    rows = []
-    for key in {**before, **after}:
-        old, new = before.get(key, []), after.get(key, [])
-        rows.append((_change(state(old), state(new), compared), old, new))
-    changes = Counter(change for change, _, _ in rows)
-    prompts, left = Prompts(), budget
-    kept: list[tuple[int, str]] = []
-    order = sorted(range(len(rows)), key=lambda i: rows[i][0][0] == rows[i][0][1])
-    for i in order:
-        (was, now), old, new = rows[i]
-        prompt, size = prompts.add(mask((old or new)[0]))
-        row = script_json(
-            [prompt, was, now, *([_completion(mask(one)) for one in some[:SAMPLES]] for some in (old, new))]
-        )
-        left -= size + size_of(row)
-        if left < 0 and kept:
-            break
-        kept.append((i, row))
-    rest = {
-        "judged": compared,
-        "changes": [[was, now, count] for (was, now), count in changes.most_common()],
-        "total": len(rows),
-    }
-    in_order = ",".join(row for _, row in sorted(kept))
+    pairs = [(before.get(key, []), after.get(key, [])) for key in {**before, **after}]
+    changes = [_change(state(old), state(new), compared) for old, new in pairs]
+    prompts = Prompts()
+
+    def encode(i: int) -> tuple[str, int]:
+        prompt, size = prompts.add(mask((pairs[i][0] or pairs[i][1])[0]))
+        both = ([_completion(mask(row)) for row in rows[:SAMPLES]] for rows in pairs[i])
+        row = script_json([prompt, *changes[i], *both])
+        return row, size + size_of(row)
+
+    order = sorted(range(len(pairs)), key=lambda i: changes[i][0] == changes[i][1])
+    rows = fitting(((i, *encode(i)) for i in order), budget)
+    counts = [[was, now, count] for (was, now), count in Counter(changes).most_common()]
+    rest = {"judged": compared, "changes": counts, "total": len(pairs)}
+    in_order = ",".join(rows[i] for i in sorted(rows))
     return f'{{"prompts":[{",".join(prompts.encoded)}],"rows":[{in_order}],{script_json(rest)[1:]}'
 
 
 def right(row: Row) -> bool | None:
     """Return whether the completion of `row` is right by the run's accuracy function; None if that is not recorded."""
     correct = row.get("correct")
-    found = correct.get("accuracy") if isinstance(correct, dict) else None
-    return found if isinstance(found, bool) else None
+    accuracy = correct.get("accuracy") if isinstance(correct, dict) else None
+    return accuracy if isinstance(accuracy, bool) else None
 
 
 def _by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return rows by prompt: `group` numbers may differ between evaluations of different sizes."""
-    found: dict[str, list[Row]] = {}
+    questions: dict[str, list[Row]] = {}
     repeated: Counter[str] = Counter()
-    last: tuple[Any, str] | None = None
-    for row in rows:
-        prompt, group = str(row.get("prompt", "")), row.get("group")
-        if (group, prompt) != last:
-            repeated[prompt] += 1
-            last = group, prompt
-        found.setdefault(f"{repeated[prompt]} {prompt}", []).append(row)
-    return found
+    for (_, prompt), group in groupby(rows, key=lambda row: (row.get("group"), str(row.get("prompt", "")))):
+        repeated[prompt] += 1
+        questions[f"{repeated[prompt]} {prompt}"] = list(group)
+    return questions
 
 
 def _verdict(rows: Sequence[Row]) -> str | None:
-    known = [found for row in rows if (found := right(row)) is not None]
-    if not known:
+    verdicts = [verdict for row in rows if (verdict := right(row)) is not None]
+    if not verdicts:
         return None
-    return "right" if all(known) else "wrong" if not any(known) else "partly right"
+    return "right" if all(verdicts) else "wrong" if not any(verdicts) else "partly right"
 
 
 def _mean_reward(rows: Sequence[Row]) -> float | None:

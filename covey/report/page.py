@@ -66,11 +66,11 @@ def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding]
 
 def diagnose_runs(runs: Sequence[RunData]) -> list[Finding]:
     """Return the findings on `runs`, run by run; the titles name the run if there are several."""
-    found = [diagnose(RunHistory.of(run)) for run in runs]
+    findings = [diagnose(RunHistory.of(run)) for run in runs]
     if len(runs) == 1:
-        return found[0]
-    named = zip(_names(runs), found, strict=True)
-    return [replace(finding, title=f"{name}: {finding.title}") for name, findings in named for finding in findings]
+        return findings[0]
+    named = zip(_names(runs), findings, strict=True)
+    return [replace(finding, title=f"{name}: {finding.title}") for name, of_run in named for finding in of_run]
 
 
 def check_replaceable(out: Path) -> None:
@@ -109,7 +109,7 @@ def build_page(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> byt
         "LIBRARY": library,
         "SCRIPT": script,
     }
-    return re.sub(r"@([A-Z]+)@", lambda found: content[found[1]], _asset("page.html")).encode("utf-8")
+    return re.sub(r"@([A-Z]+)@", lambda match: content[match[1]], _asset("page.html")).encode("utf-8")
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
@@ -183,7 +183,7 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
         "clock": [list(clock.steps), _rounded(clock.values)],
         "points": limit,
-        "series": {name: [list(one.steps), _rounded(one.values)] for name, one in series.items()},
+        "series": {name: [list(curve.steps), _rounded(curve.values)] for name, curve in series.items()},
         "figures": evaluation.figures(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),

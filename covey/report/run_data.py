@@ -201,18 +201,18 @@ def reduce_series(series: Series, limit: int) -> Series:
     """
     if len(series.values) <= limit:
         return series
-    kept = extremes(series.values, max(1, (limit - 2) // 2))
-    return Series([series.steps[i] for i in kept], [series.values[i] for i in kept])
+    indices = extremes(series.values, max(1, (limit - 2) // 2))
+    return Series([series.steps[i] for i in indices], [series.values[i] for i in indices])
 
 
 def extremes(values: Sequence[float], ranges: int) -> list[int]:
     """Return the ascending indices of the first and the last value and of the lowest and highest of each range."""
     array = np.asarray(values, np.float64)
     edges = np.unique(np.linspace(0, len(array), ranges + 1).astype(int))
-    found = {0, len(array) - 1}
+    indices = {0, len(array) - 1}
     for start, stop in pairwise(edges.tolist()):
-        found |= {start + int(array[start:stop].argmin()), start + int(array[start:stop].argmax())}
-    return sorted(found)
+        indices |= {start + int(array[start:stop].argmin()), start + int(array[start:stop].argmax())}
+    return sorted(indices)
 
 
 def spread(count: int, limit: int) -> list[int]:

@@ -7,9 +7,9 @@ tree and encode it as a whole takes three times as long.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.report.run_data import Row
 from covey.train.json_lines import number
@@ -21,6 +21,7 @@ MAX_TURNS = 200
 HEAD, TAIL = 4000, 2000
 """Number of characters kept from the beginning and the end of a long text."""
 
+Key = TypeVar("Key")
 Mask = Callable[[Any], Any]
 """Function that masks the secrets in the strings of a value."""
 ESCAPED = re.compile(
@@ -84,17 +85,17 @@ def completion_form(row: Row) -> Any:
     {'turns': [['assistant', '5', 0.0, 2, 0], ['environment', 'less'], ['assistant', '4', 1.0, 2, 1]]}
     """
     text = row.get("text")
-    found = split_turns(text, row.get("messages")) if isinstance(text, str) else None
-    if not found:
+    turns = split_turns(text, row.get("messages")) if isinstance(text, str) else None
+    if not turns:
         return shortened(text)
-    of_model = [turn for turn in found if turn[0] == MODEL]
+    of_model = [turn for turn in turns if turn[0] == MODEL]
     rewards, ends, tokens = (_numbers(row.get(name)) for name in ("turn_rewards", "turn_ends", "turn_tokens"))
     for i, turn in enumerate(of_model):
         begin = ends[i - 1] if 0 < i <= len(ends) else 0.0
         generated, end = _at(tokens, i), _at(ends, i)
         inserted = None if None in (generated, end, begin) else end - begin - generated  # type: ignore[operator]
         turn += [_at(rewards, i), *(None if count is None else int(count) for count in (generated, inserted))]
-    return {"turns": found}
+    return {"turns": turns}
 
 
 def split_turns(text: str, turns: Any) -> list[list[Any]] | None:
@@ -106,16 +107,17 @@ def split_turns(text: str, turns: Any) -> list[list[Any]] | None:
     Returns:
         None if the text does not consist of these messages, or of too many.
     """
-    found, place = [], 0
+    parts: list[list[Any]] = []
+    position = 0
     for turn in turns if isinstance(turns, list) and len(turns) <= MAX_TURNS else ():
         role, length = turn if isinstance(turn, list) and len(turn) == 2 else ("", -1)
         begin = f"{role}: "
-        if not isinstance(length, int) or length < 0 or not text.startswith(begin, place):
+        if not isinstance(length, int) or length < 0 or not text.startswith(begin, position):
             return None
-        place += len(begin)
-        found.append([role, shortened(text[place : place + length])])
-        place += length + 1
-    return found if found and place == len(text) + 1 else None
+        position += len(begin)
+        parts.append([role, shortened(text[position : position + length])])
+        position += length + 1
+    return parts if parts and position == len(text) + 1 else None
 
 
 def _numbers(values: Any) -> list[float | None]:
@@ -141,13 +143,28 @@ def text_json(text: str) -> str:
     return _escape(encoded)
 
 
-def number_json(value: float | None) -> str:
-    """Encode a finite number with four significant digits; None is null.
+def number_json(value: float | None, digits: int = 4) -> str:
+    """Encode a finite number with so many significant digits; None is null.
 
     >>> number_json(0.123456), number_json(None), number_json(1e-7)
     ('0.1235', 'null', '1e-07')
     """
-    return "null" if value is None else f"{value:.4g}"
+    return "null" if value is None else f"{value:.{digits}g}"
+
+
+def fitting(parts: Iterable[tuple[Key, str, int]], budget: int) -> dict[Key, str]:
+    """Return the texts by key of the first `parts`, at least one, whose sizes sum up to at most `budget` bytes.
+
+    >>> fitting([("a", "x", 9), ("b", "", 1), ("c", "y", 9)], 10)
+    {'a': 'x'}
+    """
+    texts: dict[Key, str] = {}
+    for key, text, size in parts:
+        budget -= size
+        if budget < 0 and texts:
+            break
+        texts |= {key: text} if text else {}
+    return texts
 
 
 def size_of(encoded: str) -> int:
@@ -159,6 +176,6 @@ def _escape(text: str) -> str:
     return ESCAPED.sub(_as_escape, text) if ESCAPED.search(text) else text
 
 
-def _as_escape(found: re.Match[str]) -> str:
-    character = found[0]
+def _as_escape(match: re.Match[str]) -> str:
+    character = match[0]
     return f"\\u{ord(character):04x}" if ord(character) < 128 else json.dumps(character)[1:-1]

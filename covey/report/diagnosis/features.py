@@ -509,8 +509,8 @@ def noise(values: Float[np.ndarray, "n"]) -> float:
 def _columns(steps: Int[np.ndarray, "n"], series: Mapping[str, Series]) -> dict[str, Float[np.ndarray, "n"]]:
     """Return the values of each metric at `steps`; NaN where it was not measured."""
     columns = {name: np.full(len(steps), np.nan) for name in series}
-    for name, one in series.items():
-        columns[name][np.searchsorted(steps, np.array(one.steps, np.int64))] = one.values
+    for name, curve in series.items():
+        columns[name][np.searchsorted(steps, np.array(curve.steps, np.int64))] = curve.values
     return columns
 
 
