@@ -121,41 +121,28 @@ def test_seconds_are_those_of_reset_and_of_each_turn(monkeypatch: pytest.MonkeyP
     assert play.over()[0].seconds == 3.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "room", "how"), [({"max_turns": 1}, 100, "turns"), ({}, 3, "length"), ({}, 0, "length")]
-)
-def test_a_limit_ends_an_episode_which_keeps_its_reward(settings: dict[str, int], room: int, how: str) -> None:
-    play = Play(turns=9, **settings)
-    assert play.says("one", room=room) is None
-    episode, finish = play.over()
-    assert (episode.reward, episode.done, finish) == (0.5, False, how)
-
-
-CUT_TURNS = [
-    ({}, [END, None], "length"),  # the environment ends an episode whose last turn was cut
-    ({}, [None, END], "stop"),  # an earlier turn that was cut was answered
-    ({"max_turns": 1}, [None], "length"),  # the limit of turns, too
-    ({"max_turns": 1}, [END], "turns"),
+ENDS = [
+    # settings, ends of the turns, room for tokens, and how the episode of two turns ends
+    ({}, [END, END], 100, "stop"),
+    ({}, [END, None], 100, "length"),  # the environment ends an episode whose last turn was cut
+    ({}, [None, END], 100, "stop"),  # an earlier turn that was cut was answered
+    ({"max_turns": 1}, [None], 100, "length"),  # the limit of turns, too
+    ({"max_turns": 1}, [END], 100, "turns"),
+    ({}, [END], 3, "length"),
+    ({}, [END], 0, "length"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "ends", "how"), CUT_TURNS)
-def test_an_episode_whose_last_turn_was_cut_is_cut(settings: dict[str, int], ends: list[int | None], how: str) -> None:
+@pytest.mark.parametrize(("settings", "ends", "room", "how"), ENDS)
+def test_an_episode_says_how_it_ended_and_keeps_its_reward(
+    settings: dict[str, int], ends: list[int | None], room: int, how: str
+) -> None:
     play = Play(turns=2, **settings)
-    for end in ends:
-        play.says("one", end=end)
-    _, finish = play.over()
-    assert finish == how
-    assert finish.was_cut == (how == "length")
-
-
-def test_a_call_that_takes_too_long_cuts_its_episode_and_another_failure_does_not() -> None:
-    late = Play(failing("step", lambda: asyncio.sleep(20)), on_error="none", timeout=0.05)
-    broken = Play(failing("step", lambda: 1 / 0), on_error="none")
-    for play, how, was_cut in ((late, FinishReason.TIME, True), (broken, FinishReason.FAILURE, False)):
-        assert play.says("one") is None
-        _, finish = play.over()
-        assert (finish, finish.was_cut) == (how, was_cut)
+    responses = [play.says("one", room=room, end=end) for end in ends]
+    assert responses[-1] is None
+    episode, finish = play.over()
+    assert (episode.reward, episode.done) == (0.5 * len(ends), len(ends) == 2)
+    assert (finish, finish.was_cut) == (how, how == "length")
 
 
 def failing(method: str, act: Callable[[], Any]) -> type[Counts]:
@@ -190,6 +177,7 @@ def test_a_failure_ends_its_episode_by_the_policy(act: Callable[[], Any], what: 
         assert episode.reward == reward
         assert episode.failure
         assert finish is (FinishReason.TIME if "took longer" in what else FinishReason.FAILURE)
+        assert finish.was_cut == ("took longer" in what)
         assert play.runner.failed == 1
 
 
@@ -215,17 +203,6 @@ def test_an_environment_that_fails_at_its_beginning_gives_its_sample_no_turn() -
 def test_failures_beyond_the_budget_stop_the_run() -> None:
     with pytest.raises(EpisodeError, match=r"3 failures of the environment 'failing'(.|\n)*at most 2"):
         Play(failing("reset", lambda: 1 / 0), samples=3, on_error="none", budget=2)
-
-
-def test_samples_of_a_row_must_have_one_prompt() -> None:
-    number = iter(range(9))
-
-    class Random(Counts):
-        def reset(self) -> str:
-            return f"Count from {next(number)}"
-
-    with pytest.raises(EpisodeError, match="different prompts"):
-        Play(Random, samples=2)
 
 
 def test_samples_with_equal_prompts_are_one_request_where_they_may_differ() -> None:

@@ -22,6 +22,8 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PLAIN = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 TOKENIZER = Tokenizer(
     PLAIN.inner,

@@ -381,11 +381,6 @@ def test_templates_in_the_tokenizer_config(folder: Path):
 # --- broken folders
 
 
-def test_a_folder_without_tokenizer_says_how_to_get_one(tmp_path: Path):
-    with pytest.raises(WeightsError, match=r"tokenizer\.json.*\n.*save_pretrained"):
-        Tokenizer.from_folder(tmp_path)
-
-
 def test_malformed_files_are_named_with_their_line(folder: Path):
     (folder / "tokenizer_config.json").write_text('{\n"a": 1,\n}')
     with pytest.raises(WeightsError, match=r"tokenizer_config\.json:3"):
