@@ -47,21 +47,21 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, origin = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
-        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
             functions: list[RewardFn | str] = [*recipe.rewards]
             if recipe.envs.environment:
                 functions.insert(0, environment_reward(environment_name(recipe.envs.environment)))
+            weights = recipe.grpo.reward_weights  # the last may be that of a reward model, which is not loaded here
             evaluation = evaluate_model(
                 worker,
                 fit_to_recipe(held_out, tokenizer, recipe).rows,
                 recipe.evaluation,
                 recipe.rollout,
                 functions,
-                recipe.grpo.reward_weights,
+                weights and weights[: len(functions)],
                 progress.advance,
                 runner,
             )

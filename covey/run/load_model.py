@@ -72,10 +72,14 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
 
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
+        RecipeError: another process has loaded other weights.
     """
     if source is not None and chain_of_runs(source)[0]:
-        return _load_run(Path(source), load_recipe(source).model, mesh)
-    return load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
+        model, tokenizer, origin = _load_run(Path(source), load_recipe(source).model, mesh)
+    else:
+        model, tokenizer, origin = load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
+    distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+    return model, tokenizer, origin
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:

@@ -95,7 +95,6 @@ class RLRun(Run[Recipe]):
     @classmethod
     def from_recipe(cls, recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
         model, tokenizer, origin = load_for(recipe, mesh)
-        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         values, other_models = load_value_models(recipe, model, mesh)
         cluster = RLCluster(
             actor=model,

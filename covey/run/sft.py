@@ -16,7 +16,6 @@ from covey.display import show_log
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
-from covey.parallel import distributed
 from covey.parallel.sharding import on_own_devices
 from covey.rewards import check_evaluation_columns
 from covey.rl.rollout import RolloutWorker
@@ -55,8 +54,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
     check_same_inputs(recipe, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
         mesh = available_mesh(recipe.model.mesh)
-        model, tokenizer, origin = load_for(recipe, mesh, source)
-        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+        model, tokenizer, _ = load_for(recipe, mesh, source)
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
         chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
@@ -95,7 +93,6 @@ class SFTRun(Run[SFTRecipe]):
     @classmethod
     def from_recipe(cls, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
         model, tokenizer, origin = load_for(recipe, mesh)
-        distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
         learner = SFTLearner(
             model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
         )
