@@ -26,7 +26,6 @@ from covey import (
 )
 from covey.errors import RewardError
 from covey.losses.logprobs import token_logps
-from covey.models.attention import masked_attention
 from covey.packing.rows import pack, unpack
 
 shapes = st.sampled_from([(1, 1), (3, 7)])  # few: each is compiled
@@ -108,22 +107,6 @@ def test_per_token_logps_agree_with_the_loops_own_rows(decoder, groups_of, tempe
     assert got.shape == (6, 8)
     for line, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(line[: len(want)], want, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_per_token_logps_agree_with_the_full_log_softmax(decoder):
-    """Also for a number of columns that no chunk divides, and with the vocabulary's whole array as the oracle."""
-    model, rng = decoder(), np.random.default_rng(3)
-    ids = rng.integers(0, 300, (2, 12)).astype(np.int32)
-    mask = np.ones((2, 12), bool)
-    positions, attention = build_positions_from_mask(mask), make_causal_attn_mask(mask)
-    logits = nnx.jit(lambda model: model.logits(model(ids, positions, masked_attention(attention, positions))[0]))(
-        model
-    )
-    full = oracle(np.asarray(logits)[:, :-1] / 0.8, ids[:, 1:])
-    for keep in (5, 11):
-        got = per_token(model, ids, positions, attention, keep, 0.8)
-        np.testing.assert_allclose(got, full[:, -keep:], atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [12, 13, 0, -1])

@@ -222,17 +222,6 @@ def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> 
     assert record.metrics["rewards/reward_model/std"] > 0.1
 
 
-def test_the_second_update_on_a_batch_has_other_ratios(run: Callable[..., Run]) -> None:
-    made = run(num_iterations=2, epsilon=1e-3)
-    update, found = made.learner.update, []
-    made.learner.update = lambda batches: found.append(update(batches)) or found[-1]  # type: ignore[method-assign]
-    made.train(2)
-    assert [record.step for record in made.records] == [2, 4]
-    clipped = [metrics["clip_ratio/region_mean"] for metrics in found]
-    assert clipped[::2] == [0.0, 0.0]
-    assert min(clipped[1::2]) > 0.2
-
-
 @pytest.fixture(scope="module")
 def ended(run: Callable[..., Run]) -> Run:
     """Whose data ended in its second step, long before `max_steps`."""
