@@ -2,7 +2,10 @@
 was.
 """
 
+import io
 import json
+import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -50,40 +53,44 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_goes_out_whole_and_as_an_adapter(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with what each format writes of the run, and what the commands print."""
+    out, shown = tmp_path_factory.mktemp("exported"), io.StringIO()
+    with redirect_stdout(shown):
+        for kind in ("hf", "peft", "gguf"):
+            assert main(["export", str(trained), "--out", str(out / kind), "--format", kind]) == 0
+    return out, shown.getvalue()
+
+
+def test_a_run_goes_out_whole_and_as_an_adapter(trained: Path, exported: tuple[Path, str]) -> None:
+    out, shown = exported
     model = run.open_model(str(trained), ModelOptions())[0]
     learnt, start = causal_logits(model, TOKENS), weights.load(TINY).model
     assert has_lora(model)
     assert np.abs(learnt - causal_logits(start, TOKENS)).max() > 1e-3
-    for kind in ("hf", "peft", "gguf"):
-        assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
-        assert "logits of what was read back differ by" in capsys.readouterr().out
-    whole = [weights.load(tmp_path / "hf").model, weights.load(tmp_path / "gguf" / "model.gguf").model]
-    for again in (*whole, load_adapter(start, tmp_path / "peft")):
+    assert shown.count("logits of what was read back differ by") == 3
+    whole = [weights.load(out / "hf").model, weights.load(out / "gguf" / "model.gguf").model]
+    for again in (*whole, load_adapter(start, out / "peft")):
         np.testing.assert_allclose(causal_logits(again, TOKENS), learnt, atol=1e-4)
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    config = json.loads((out / "peft" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert config["lora_dropout"] == 0.1
 
 
-def test_no_exported_file_names_a_path_of_this_machine(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_exported_file_names_a_path_of_this_machine(trained: Path, exported: tuple[Path, str]) -> None:
     """The base is called by its folder's name, and whoever exports is told so."""
+    out, shown = exported
     for kind in ("hf", "peft", "gguf"):
-        assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
-        held = b"".join(file.read_bytes() for file in (tmp_path / kind).iterdir())
-        assert not [path for path in (trained.parent, tmp_path, Path(TINY).parent) if str(path).encode() in held]
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+        held = b"".join(file.read_bytes() for file in (out / kind).iterdir())
+        assert not [path for path in (trained.parent, out, Path(TINY).parent) if str(path).encode() in held]
+    config = json.loads((out / "peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "tiny-llama"
-    assert "adapter_config.json calls the base 'tiny-llama'" in capsys.readouterr().out
+    assert "adapter_config.json calls the base 'tiny-llama'" in shown
 
 
-def test_the_card_tells_the_run(trained: Path, tmp_path: Path) -> None:
-    assert main(["export", str(trained), "--out", str(tmp_path / "out")]) == 0
-    card, summary = (tmp_path / "out" / "README.md").read_text(), json.loads((trained / "summary.json").read_text())
+def test_the_card_tells_the_run(trained: Path, exported: tuple[Path, str]) -> None:
+    card, summary = (exported[0] / "hf" / "README.md").read_text(), json.loads((trained / "summary.json").read_text())
     for words in ("library_name: transformers", "Base model: `tiny-llama`", "quickstart", "| algorithm | grpo |",
                   "LoRA, rank 4, alpha 32", "2 steps", "| seed | 0 |"):  # fmt: skip
         assert words in card
@@ -92,10 +99,9 @@ def test_the_card_tells_the_run(trained: Path, tmp_path: Path) -> None:
     assert str(Path(TINY).parent) not in card  # nothing of this machine
 
 
-def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, exported: tuple[Path, str], tmp_path: Path) -> None:
     """And the base of what comes out is still the base; a run begun with it goes on with no other."""
-    adapter = tmp_path / "adapter"
-    assert main(["export", str(trained), "--out", str(adapter), "--format", "peft"]) == 0
+    adapter = shutil.copytree(exported[0] / "peft", tmp_path / "adapter")
     settings = ready(TINY, f"model.adapter={adapter}", "model.lora.rank=0")
     run.train(settings, tmp_path / "second")
     first, second = (run.open_model(str(folder), ModelOptions())[0] for folder in (trained, tmp_path / "second"))

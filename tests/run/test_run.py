@@ -146,7 +146,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 
 def on_an_adapter(folder: Path, *more: str) -> recipe.Recipe:
     """Two steps, each saved, on a new adapter in `folder` that changes what the base computes; with a KL."""
-    adapter = with_lora(weights.load(TINY).model, LoRAConfig(rank=2))
+    adapter = with_lora(weights.load(TINY).model, LoRAConfig(rank=4))  # as another test, whose programs it uses
     for linear in projections(adapter).values():
         assert linear.lora is not None
         linear.lora.b[...] = np.random.RandomState(0).normal(size=linear.lora.b.shape, scale=0.05)
@@ -246,18 +246,16 @@ def test_other_data_are_refused_on_resume(tmp_path: Path, straight: Any) -> None
 
 
 def test_a_run_of_an_older_schema_is_gone_on_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write_meta: Any
+    tmp_path: Path, straight: Any, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
     """Its version knew only the settings that its recipe sets; each of the others is newer than the run."""
-    out = tmp_path / "run"
-    short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1")
-    run.train(ready(*short), out)
-    saved = json.loads((out / "checkpoints" / "00000001" / "meta.json").read_text())["extra"]["settings"]
+    out = shutil.copytree(straight()[0], tmp_path / "run")
+    saved = json.loads((out / "checkpoints" / "00000003" / "meta.json").read_text())["extra"]["settings"]
     newer = {name for name, value in settings_of(recipe.Recipe()).items() if saved[name] == value} - {"method"}
     assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
     make_older(out, newer, write_meta)
     capsys.readouterr()
-    assert run.resume(out)["steps"] == 2
+    assert run.resume(out)["steps"] == 6
     assert "was saved" not in capsys.readouterr().out
 
 
@@ -280,9 +278,9 @@ def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
 
 
 def make_older(out: Path, newer: set[str], write_meta: Any) -> None:
-    """Makes a run of two steps one that stopped after the first, in a version that did not know these settings."""
-    saved = out / "checkpoints" / "00000001"
-    shutil.rmtree(out / "checkpoints" / "00000002")
+    """Makes a run of two checkpoints one that stopped at the first, in a version that did not know these settings."""
+    saved, last = sorted(out.glob("checkpoints/0*"))
+    shutil.rmtree(last)
     meta = json.loads((saved / "meta.json").read_text())
     for name in newer:
         del meta["extra"]["settings"][name]

@@ -183,9 +183,8 @@ def test_long_examples_are_counted_or_refused(tmp_path: Path, ready: Callable[..
     assert summary["data"]["truncated"] > 0
 
 
-def test_other_data_or_settings_are_refused_on_resume(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
-    out = tmp_path / "run"
-    run.train_sft(ready("training.max_steps=3"), out)
+def test_other_settings_are_refused_on_resume(tmp_path: Path, adapted: Path) -> None:
+    out = shutil.copytree(adapted, tmp_path / "run")
     edit(out / "recipe.yaml", "batch_size: 4", "batch_size: 5")
     with pytest.raises(ResumeError, match="batch_size was 4, is 5"):
         run.resume_sft(out)
