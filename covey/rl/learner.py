@@ -257,7 +257,6 @@ class Learner(Keywords, ABC):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
-                self._token_scorer.score_before(batch)
                 if self._depth:
                     self._check_order(batch)
                 yield batch
@@ -330,11 +329,12 @@ class Learner(Keywords, ABC):
     def _split(self, x: Experience) -> Iterator[TrainBatch]:
         assert x.packed is not None, "compute_logps packs the groups"
         limit = self.cluster.config.rollout_config.max_new_tokens
-        for part in slices(range(len(x.groups)), self.sizes.train):
-            start, stop = part[0], part[-1] + 1
-            rows = x.packed.rows(start, stop)
+        for indices in slices(range(len(x.groups)), self.sizes.train):
+            start, stop = indices[0], indices[-1] + 1
+            rows, part = x.packed.rows(start, stop), x.between(start, stop)
             self.stats.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
-            yield make_train_batch(x.between(start, stop), rows, self.algorithm, self.beta, limit)
+            self._token_scorer.score_before(part)
+            yield make_train_batch(part, rows, self.algorithm, self.beta, limit)
 
     def _check_order(self, batch: TrainBatch) -> None:
         """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""

@@ -18,14 +18,14 @@ import numpy as np
 from covey.config.algorithms import Algorithm
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.losses.policy import KLS
-from covey.packing.rows import Rows, pack, unpack
-from covey.rl.micro_batches import TrainBatch
+from covey.packing.rows import Rows, pack
 from covey.sampling.scheduler import power_of_two
 from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group, TokenValues
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
+    from covey.rl.experience import Experience
 
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""
@@ -64,12 +64,32 @@ class TokenScorer:
         self._shown: Shown | None = None
         self._values: list[TokenValues] = []
 
-    def score_before(self, batch: TrainBatch) -> None:
-        """Score completions of the first micro-batch that has groups, with the weights before the update; later
-        micro-batches are ignored.
+    def score_before(self, x: "Experience") -> None:
+        """Score completions of the first experience that has groups, with the weights before the update; later ones are
+        ignored.
         """
-        if self._due and self._shown is None and batch.groups:
-            self._score(batch)
+        if not self._due or self._shown is not None or not x.groups:
+            return
+        index, longest = _most_informative(x.groups), self._cluster.config.training_config.row_length
+        self._shown = shown = choose(x.groups[index], longest, one_length=self._cluster.fixed_shapes)
+        first = sum(len(group.completions) for group in x.groups[:index])
+        logps, entropies = self._cluster.get_token_values(shown.rows, shown.lengths)
+        decode, kl = partial(self._cluster.tokenizer.decode, skip_special=False), KLS[self._algorithm.kl]
+        for i, (number, completion) in enumerate(zip(shown.numbers, shown.scored.completions, strict=True)):
+            count, at = len(completion.tokens), first + number
+            self._values.append(
+                TokenValues(
+                    sample=number,
+                    texts=tuple(token_texts(decode, completion.tokens.tolist())),
+                    mask=completion.mask,
+                    advantage=x.advantages[at][:count].astype(np.float32),
+                    sampler_logps=completion.logps,
+                    logps=logps[i],
+                    change=np.zeros_like(logps[i]),
+                    entropy=entropies[i],
+                    kl=None if x.ref_logps is None else kl(logps[i], x.ref_logps[at][:count]),
+                )
+            )
 
     def score_again(self) -> None:
         """Score the completions with the current weights, which are those after the updates."""
@@ -84,53 +104,6 @@ class TokenScorer:
             return []
         shown = [number for number, group in enumerate(groups) if group is self._shown.group]
         return [replace(values, group=number) for number in shown for values in self._values]
-
-    def _score(self, batch: TrainBatch) -> None:
-        index = _most_informative(batch.groups)
-        longest = self._cluster.config.training_config.row_length
-        self._shown = shown = choose(batch.groups[index], longest, one_length=self._cluster.fixed_shapes)
-        lengths = [len(c.tokens) for group in batch.groups for c in group.completions]
-        first = sum(len(group.completions) for group in batch.groups[:index])
-        at = [first + number for number in shown.numbers]
-        advantages = unpack(batch.rows, batch.inputs.advantage, lengths)
-        references = None if (ref := batch.inputs.ref_logps) is None else unpack(batch.rows, ref, lengths)
-        logps, entropies = self._cluster.get_token_values(shown.rows, shown.lengths)
-        self._values = [
-            self._values_of(
-                completion,
-                number,
-                logps[i],
-                entropies[i],
-                advantages[at[i]],
-                None if references is None else references[at[i]],
-            )
-            for i, (completion, number) in enumerate(zip(shown.scored.completions, shown.numbers, strict=True))
-        ]
-
-    def _values_of(
-        self,
-        completion: Completion,
-        number: int,
-        logps: np.ndarray,
-        entropy: np.ndarray,
-        advantage: np.ndarray,
-        ref_logps: np.ndarray | None,
-    ) -> TokenValues:
-        count = len(completion.tokens)
-        decode = partial(self._cluster.tokenizer.decode, skip_special=False)
-        texts = token_texts(decode, completion.tokens.tolist())
-        kl = None if ref_logps is None else KLS[self._algorithm.kl](logps, ref_logps[:count])
-        return TokenValues(
-            sample=number,
-            texts=tuple(texts),
-            mask=completion.mask,
-            advantage=advantage[:count],
-            sampler_logps=completion.logps,
-            logps=logps,
-            change=np.zeros_like(logps),
-            entropy=entropy,
-            kl=kl,
-        )
 
 
 def _most_informative(groups: Sequence[Group]) -> int:

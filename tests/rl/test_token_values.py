@@ -11,9 +11,9 @@ import pytest
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.models.spans import span_mask
-from covey.packing.rows import Rows, attention_spans, broadcast_to_rows, pack
+from covey.packing.rows import Rows, attention_spans
 from covey.rl import token_values
-from covey.rl.micro_batches import TrainBatch
+from covey.rl.experience import Experience
 from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, interval
 from covey.types import Branch
 
@@ -51,17 +51,15 @@ class Cluster:
         return logps, [np.ones(n, np.float32) for n in lengths]
 
 
-def test_the_first_informative_group_is_scored_before_and_after(
-    groups_of: Callable[..., Any], inputs_for: Callable[..., Any]
-) -> None:
+def test_the_first_informative_group_is_scored_before_and_after(groups_of: Callable[..., Any]) -> None:
     """Only the first micro-batch that has groups is scored, and nothing where it is not due."""
     tied, told = (
         replace(group, advantages=np.array(advantages, np.float32))
         for group, advantages in zip(groups_of([(4, [3, 2]), (5, [1, 6])]), ([0, 0], [1, -1]), strict=True)
     )
-    rows = pack([tied, told])
-    inputs = inputs_for(rows, [3, 2, 1, 6])._replace(advantage=broadcast_to_rows(rows, np.array([0, 0, 1, -1])))
-    batch, empty = (TrainBatch(groups, rows, inputs, 4.0) for groups in ([tied, told], []))
+    lengths = [3, 2, 1, 6]
+    advantages = [np.full(n, a) for n, a in zip(lengths, (0.0, 0.0, 1.0, -1.0), strict=True)]
+    batch, empty = Experience([tied, told], [np.zeros(n) for n in lengths], advantages=advantages), Experience([])
     algorithm, groups = algorithm_of(GRPOConfig(beta=0.1)), [tied, told]
     cluster: Any = Cluster()
     scorer = TokenScorer(cluster, algorithm, True)
