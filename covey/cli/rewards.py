@@ -5,7 +5,7 @@ reward functions score them. Recorded completions need neither a model nor JAX.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from covey.config.algorithms import algorithm_of
 from covey.config.base import MAX_INT
 from covey.display import echo, printable
 from covey.errors import CoveyError, DataError
+from covey.train.json_lines import number
+from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
     from covey.rewards.signal import FunctionSignal, Signal
-    from covey.types import Group
 
 PROMPTS = 16
 """Number of prompts that are sampled when --prompts is not given."""
@@ -71,14 +72,14 @@ def not_included(loaded: recipe.Recipe) -> list[str]:
     return [part for part in (model, penalty) if part]
 
 
-def _sample(loaded: recipe.Recipe, prompts: int) -> "list[Group]":
+def _sample(loaded: recipe.Recipe, prompts: int) -> list[Group]:
     check_run(loaded)
     from covey.run.inference import sample_training_prompts  # late: it needs JAX
 
     return list(sample_training_prompts(loaded, prompts))
 
 
-def _score(groups: "Sequence[Group]", loaded: recipe.Recipe) -> "tuple[list[Group], dict[str, int]]":
+def _score(groups: Sequence[Group], loaded: recipe.Recipe) -> tuple[list[Group], dict[str, int]]:
     """Score groups; failures of reward functions are counted instead of raised."""
     from covey.rewards import RewardRunner, score
 
@@ -89,7 +90,7 @@ def _score(groups: "Sequence[Group]", loaded: recipe.Recipe) -> "tuple[list[Grou
         return score(groups, loaded.rewards, of_functions, runner, failed), failed
 
 
-def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -> "list[Group]":
+def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -> list[Group]:
     """Read recorded completions: JSON lines in the form of a run's `samples.jsonl`.
 
     The columns that reward functions need are those of the data row with the same prompt, or other entries of the line.
@@ -103,11 +104,8 @@ def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -
     for check in checks_of(loaded):
         if check.subject in ("data", "rewards"):
             check.run()
-    lines = list(_read_lines(file))
-    if not lines:
-        raise DataError("the file has no completions", want="JSON lines as in samples.jsonl", where=str(file))
     grouped: dict[Any, list[Mapping[str, Any]]] = {}
-    for line in lines:
+    for line in _read_lines(file):
         grouped.setdefault((line.get("step"), line.get("group"), line["prompt"]), []).append(line)
     columns = _columns_by_prompt(loaded)
     return [_group(rows, columns.get(rows[0]["prompt"])) for rows in list(grouped.values())[:prompts]]
@@ -116,9 +114,9 @@ def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
     from covey.data.readers import read_file
 
-    for number, line in enumerate(read_file(file, ("prompt", "text")).records, 1):
+    for row, line in enumerate(read_file(file, ("prompt", "text")).records, 1):
         if not isinstance(line["prompt"], str) or not isinstance(line["text"], str):
-            raise DataError("prompt and text are not both text", where=f"{file}, row {number}")
+            raise DataError("prompt and text are not both text", where=f"{file}, row {row}")
         yield line
 
 
@@ -128,16 +126,12 @@ def _columns_by_prompt(loaded: recipe.Recipe) -> dict[str, tuple[Any, Mapping[st
     from covey.monitor.writer import prompt_text
 
     data = sources.load(loaded.data)
-    rows: Iterable[Mapping[str, Any]] = (*data.test, *data.train)
-    return {
-        prompt_text(row["prompt"]): (row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for row in rows
-    }
+    rows = (*data.test, *data.train)
+    return {prompt_text(row["prompt"]): (row["prompt"], {k: row[k] for k in row if k != "prompt"}) for row in rows}
 
 
-def _group(rows: Sequence[Mapping[str, Any]], known: tuple[Any, Mapping[str, Any]] | None) -> "Group":
+def _group(rows: Sequence[Mapping[str, Any]], known: tuple[Any, Mapping[str, Any]] | None) -> Group:
     import numpy as np
-
-    from covey.types import Completion, FinishReason, Group
 
     none = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)
     completions = tuple(Completion(*none, FinishReason.recorded(row.get("finish")), row["text"]) for row in rows)
@@ -152,17 +146,13 @@ RECORDED = (
 """Entries of a line of samples.jsonl, which are no columns of the data."""
 
 
-def _example(group: "Group", index: int) -> dict[str, Any]:
+def _example(group: Group, index: int) -> dict[str, Any]:
     from covey.monitor.writer import prompt_text
 
-    by_function = {name: _number(values[index]) for name, values in group.rewards_by_function.items()}
-    total = None if group.rewards is None else _number(group.rewards[index])
+    by_function = {name: number(values[index]) for name, values in group.rewards_by_function.items()}
+    total = None if group.rewards is None else number(group.rewards[index])
     text = group.completions[index].text
     return {"prompt": prompt_text(group.prompt), "text": text, "reward": total, "rewards": by_function}
-
-
-def _number(value: float) -> float | None:
-    return None if value != value else float(value)
 
 
 def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> None:
