@@ -1,4 +1,4 @@
-"""Return of free memory from the C library's allocator to the system. Only glibc can; elsewhere it does nothing.
+"""Return free memory from the C library's allocator to the system. Only glibc can; elsewhere nothing happens.
 
 glibc carves blocks of up to 32 MB out of heaps, one heap for each of several threads, and keeps what is freed there for
 later blocks. Caches and buffers of changing sizes leave holes: some rollouts of SmolLM2-135M left 1 GB. To map such

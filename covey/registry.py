@@ -1,8 +1,9 @@
-"""Things that a recipe names: those of Covey, those that installed packages offer, and those of the user's modules.
+"""Objects that a recipe mentions by name: Covey's, those of installed packages, and those of the user's modules.
 
 Covey's own stand in a table from a name to `module:attribute`; a package offers others as entry points of a group, and
-a user's module needs no entry at all. Nothing is imported before its first use. This module imports only the standard
-library and Covey's leaves.
+a user's module needs no entry at all. Nothing is imported before its first use. `install_command` and
+`missing_packages` are for what needs a package of an extra. This module imports only the standard library and Covey's
+leaves.
 """
 
 import importlib.metadata
@@ -26,7 +27,7 @@ from covey.exits import block_exit
 
 @dataclass(frozen=True)
 class Registry:
-    """Names of one kind of things.
+    """The names by which a recipe may mention one kind of objects: reward functions, environments or tools.
 
     Attributes:
         kind: name of the kind in errors, as in "reward function".
@@ -49,7 +50,7 @@ class Registry:
         return list(dict.fromkeys([*self.table, *entry_points(group=self.group).names]))
 
     def resolve(self, name: str) -> Any:
-        """Return what `name` names: an own thing, one of an installed package, or `package.module:member` of a module
+        """Return the object `name`: one of Covey, one of an installed package, or `package.module:member` of a module
         of the user's, also from the working folder.
 
         Raises:
@@ -134,7 +135,7 @@ def import_user_module(module_name: str, what: str, want: str, where: str) -> Mo
 
 
 def _import_fix(error: BaseException, module_name: str, here: str) -> str:
-    """Return how to make the import of `module_name` succeed after it raised `error`."""
+    """Return advice for an import of `module_name` that raised `error`."""
     if isinstance(error, SyntaxError):
         return f"correct line {error.lineno} of {Path(str(error.filename)).name}"
     if not isinstance(error, ModuleNotFoundError) or not error.name:

@@ -1,4 +1,4 @@
-"""Check what can be checked before JAX is imported: paths, names of reward functions, a run folder that is taken."""
+"""Checks of a command that need no JAX: paths, models, names of reward functions, and the folder of a new run."""
 
 import os
 import re

@@ -60,7 +60,7 @@ def _print(
         console.print("The settings are the same.\n")
     table = _table("result", [f"{run.path.name} ({run.state})" for run in runs])
     for name, figures in results.items():
-        table.add_row(name, *(_shown(figure) for figure in figures))
+        table.add_row(name, *(_format_figure(figure) for figure in figures))
     console.print(table)
     console.print(NOTE, soft_wrap=True)
 
@@ -76,7 +76,7 @@ def _table(first: str, runs: Sequence[str]) -> "Table":
     return table
 
 
-def _shown(figure: "Figure | None") -> str:
+def _format_figure(figure: "Figure | None") -> str:
     if figure is None:
         return "-"
     text = f"{figure.value:,}" if isinstance(figure.value, int) else f"{figure.value:.4g}"

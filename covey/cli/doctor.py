@@ -1,8 +1,8 @@
-"""Implement `covey doctor`: check this machine. One line per finding, ok or warn; a warning names the fix."""
+"""Execute `covey doctor`: check this machine. Each finding is one line, ok or warn; a warning names the fix."""
 
 import os
+import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -40,12 +40,9 @@ def doctor(line: Line) -> int:
     return 0 if works else 2
 
 
-def _python() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", version, "" if sys.version_info >= (3, 11) else "Python 3.11 or newer")
-
-
 def _machine() -> Iterator[Finding]:
+    """Yield Python's version, the number of cores and the memory."""
+    yield Finding("python", platform.python_version())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", str(cores), "" if cores > 1 else "quickstart takes twice as long on one core")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIGABYTE if hasattr(os, "sysconf") else 0.0
@@ -56,20 +53,18 @@ def _machine() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
+    """Yield the free space of the cache and of the working folder."""
     for subject, folder in (("cache", cache_folder()), ("here", Path.cwd())):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free / GIGABYTE
         fix = "" if free > 3 else "a run needs about 3 GB for weights and checkpoints"
         if not os.access(existing, os.W_OK):
-            fix = (
-                "not writable: COVEY_CACHE=FOLDER chooses another"
-                if subject == "cache"
-                else "not writable: --out FOLDER"
-            )
+            fix = f"not writable: {'COVEY_CACHE=FOLDER chooses another' if subject == 'cache' else '--out FOLDER'}"
         yield Finding(subject, f"{folder} ({free:.0f} GB free)", fix)
 
 
 def _jax() -> Iterator[Finding]:
+    """Yield JAX's version and devices, the types of numbers that it can multiply, and a GPU that it does not see."""
     try:
         import jax
         import jax.numpy as jnp
@@ -92,7 +87,7 @@ def _jax() -> Iterator[Finding]:
 
 
 def _programs() -> Iterator[Finding]:
-    """Yield the engine of the Python tool, and what protects this system from the programs of a model."""
+    """Yield the engine of the Python tool, with the protections of this system from the programs of a model."""
     from covey.envs.python_tool import tool  # late: it needs NumPy
 
     try:
@@ -106,6 +101,7 @@ def _programs() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
+    """Yield each extra of the package with the packages that are missing."""
     for extra, purpose in EXTRAS.items():
         try:
             lacking = missing_packages(extra)
@@ -129,4 +125,4 @@ EXTRAS = {
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _machine, _disk, _jax, _programs, _extras)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _programs, _extras)

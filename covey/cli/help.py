@@ -77,7 +77,7 @@ class Section(NamedTuple):
 
 
 def show_overview() -> None:
-    """Print one line for each command."""
+    """Print each command with its purpose on one line."""
     rows = [f"  {command.synopsis:<30}  {command.summary}" for command in COMMANDS.values()]
     print(OVERVIEW.format("\n".join(rows)), end="")
 
@@ -147,7 +147,7 @@ def sections_of(settings: Config, path: str = "", named: type[Config] | None = N
     yield Section(path, ((named or cls).__doc__ or "").strip().partition("\n")[0].rstrip("."), rows)
     for name in inner:
         kind = cls.kinds[name]
-        yield from sections_of(_whole(kind, getattr(settings, name)), prefix + name, classes_in(kind)[0])
+        yield from sections_of(_complete(kind, getattr(settings, name)), prefix + name, classes_in(kind)[0])
 
 
 def show_settings(settings: Config, heading: str, topic: str = "", more: str = "") -> None:
@@ -174,8 +174,10 @@ def show_settings(settings: Config, heading: str, topic: str = "", more: str = "
         _print_rows(rows)
     if common:
         _print_contents(sections, more)
-    else:
-        _print_sections(shown)
+        return
+    for section in shown:
+        print(f"\n{section.path or 'general'}  ({section.summary})")
+        _print_rows(section.settings)
 
 
 def _find_topic(topic: str, sections: Sequence[Section]) -> tuple[list[Setting], list[Section]]:
@@ -191,12 +193,6 @@ def _find_topic(topic: str, sections: Sequence[Section]) -> tuple[list[Setting],
     return rows, inside
 
 
-def _print_sections(sections: Sequence[Section]) -> None:
-    for section in sections:
-        print(f"\n{section.path or 'general'}  ({section.summary})")
-        _print_rows(section.settings)
-
-
 def _print_contents(sections: Sequence[Section], more: str) -> None:
     total = sum(len(section.settings) for section in sections)
     print(f"\nThese are the common ones of {total} settings. The others, by section:\n")
@@ -209,7 +205,7 @@ def _print_contents(sections: Sequence[Section], more: str) -> None:
 def _print_rows(rows: Sequence[Setting]) -> None:
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, 2 * WIDTH)
     for row in rows:
-        flag = f"  --{row.path.replace('_', '-')} {_shown(row.value)}"
+        flag = f"  --{row.path.replace('_', '-')} {_format_value(row.value)}"
         lines = textwrap.wrap(row.text, max(width - COLUMN, 20)) or [""]
         if len(flag) >= COLUMN and lines[0]:
             lines.insert(0, "")
@@ -222,14 +218,14 @@ def _explain(text: str, kind: Any) -> str:
     return text + ("" if values.removesuffix(" (or null)") in PLAIN else f" ({values})")
 
 
-def _whole(kind: Any, settings: Config) -> Config:
+def _complete(kind: Any, settings: Config) -> Config:
     """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
     cls = classes_in(kind)[-1]
     return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
 
 
-def _shown(value: Any) -> str:
-    """Return the value as it would be written in a recipe, truncated when long."""
+def _format_value(value: Any) -> str:
+    """Return the value as a recipe writes it, cut where it is long."""
     if value is None or isinstance(value, bool | int):  # the writer of YAML takes a tenth of a second for all settings
         return json.dumps(value)
     if isinstance(value, str) and re.fullmatch("[a-z][a-z0-9_]*-[a-z0-9-]+|[a-z]+_[a-z_]+", value):

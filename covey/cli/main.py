@@ -1,4 +1,4 @@
-"""Implement the command `covey`: a command line in, an exit code out.
+"""Run the command `covey`: a command line in, an exit code out.
 
 `parse` finds the command and sorts its words by the table of commands, and imports nothing that needs JAX, so that help
 and errors appear at once. Exit codes: 0 done, 1 a bug in Covey (with its traceback), 2 a mistake in the user's input,
@@ -43,10 +43,8 @@ OUTSIDE: dict[int | None, str] = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line `words` (the process's own when not given); return the exit code."""
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # characters that the terminal's encoding lacks are escaped instead of raising
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     if LAUNCHER in os.environ:
         from covey.launch.local import stop_with_launcher  # late: other processes need it not
 

@@ -1,4 +1,4 @@
-"""Implement `covey push`: say what would be published, ask, and publish it on the Hugging Face hub."""
+"""Execute `covey push`: list the files that would be published, ask, and publish them on the Hugging Face hub."""
 
 import re
 import sys
@@ -55,7 +55,7 @@ def records_of(run: Path, switches: Container[str]) -> list[RunFile]:
 
 
 def describe(run: Path, repository: str, records: Sequence[RunFile], form: str) -> list[str]:
-    """Return lines that say what would be published, and what is in it."""
+    """Return lines that name the files to be published and their contents."""
     lines = [f"{run} would be published as hf:{repository}", f"  the trained model ({form}) and its card README.md"]
     lines += [f"  {file.name}: {file.content}" for file in records]
     data = [file.name for file in records if file.publish != "always"]

@@ -1,4 +1,4 @@
-"""Implement `covey rewards`: is there a learning signal before the first update?
+"""Execute `covey rewards`: tell whether there is a learning signal before the first update.
 
 The untouched model samples groups for training prompts, or recorded completions are read from a file; the recipe's
 reward functions score them. Recorded completions need neither a model nor JAX.
@@ -65,7 +65,7 @@ def show_signal(line: Line) -> None:
 
 
 def not_included(loaded: recipe.Recipe) -> list[str]:
-    """Return what a run adds to the rewards of the functions, and this command does not."""
+    """Return the parts of a run's reward that this command leaves out."""
     buffer = algorithm_of(loaded.grpo).overlong_buffer
     model = f"the reward model {loaded.reward_model} (reward_model)" if loaded.reward_model else ""
     penalty = f"the penalty for long completions (grpo.overlong_buffer {buffer:g})" if buffer else ""

@@ -1,4 +1,4 @@
-"""Implement `covey validate`: every check of a recipe that needs neither a model nor JAX.
+"""Execute `covey validate`: make every check of a recipe that needs neither a model nor JAX.
 
 A run makes the same checks before it starts and stops at the first mistake; this command makes all of them and lists
 every mistake. Data in local files are read in full, so that a malformed line or a missing column is found.

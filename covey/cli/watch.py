@@ -1,4 +1,4 @@
-"""Show a run from another terminal or machine: the command `covey watch`.
+"""Execute `covey watch`: show a run from another terminal or machine.
 
 Everything comes from the files of the run folder, which are only read; the view is that of the run's own terminal.
 """
