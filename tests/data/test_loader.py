@@ -1,6 +1,5 @@
 """The stream of batches: complete, repeatable, and resumable at any batch and only into the same stream."""
 
-import copy
 import itertools
 import json
 from collections import Counter
@@ -94,17 +93,13 @@ def test_the_position_counts_rows_over_all_epochs():
     assert loader.position == loader.state()["position"] == 8
 
 
-def test_a_state_stays_what_it_was():
-    loader = PromptLoader(rows(9), 2)
+def test_a_state_is_small_and_stays_what_it_was():
+    loader = PromptLoader(rows(5000), 8)
     state = loader.state()
-    kept = copy.deepcopy(state)
+    text = json.dumps(state)
     take(loader, 2)
-    assert state == kept
-
-
-def test_the_state_is_small_and_json():
-    state = PromptLoader(rows(5000), 8).state()
-    assert len(json.dumps(state)) < 500
+    assert json.dumps(state) == text
+    assert len(text) < 500
 
 
 # What a state must not be restored into. Grain itself takes any of these without a word.
@@ -180,8 +175,3 @@ def test_a_loader_takes_what_as_rows_takes():
 def test_a_batch_has_at_least_one_row(size):
     with pytest.raises(DataError, match="prompts_per_step"):
         PromptLoader(rows(3), size)
-
-
-def test_no_rows_are_refused():
-    with pytest.raises(DataError, match="empty"):
-        PromptLoader([], 2)

@@ -234,20 +234,6 @@ def test_tensorflow_datasets_is_the_same_data_set(install: Install, jsonl: Path)
     assert tfds.asked == [("gsm8k", {"file_format": "array_record"})]
 
 
-def test_worked_answers_come_from_every_source_too(install: Install, kaggle: Path) -> None:
-    install("datasets", FakeHub())
-    from_csv = load_examples(SFTDataConfig(task="gsm8k", path=str(kaggle)))
-    assert described(load_examples(SFTDataConfig(task="gsm8k", path="hf:openai/gsm8k"))) == described(from_csv)
-    assert "<answer>1,200</answer>" in next(r for r in from_csv.train if "600" in r["question"])["completion"]
-
-
-def test_the_order_is_that_of_the_seed_and_the_fraction_its_beginning(kaggle: Path) -> None:
-    whole = [r["question"] for r in gsm8k(kaggle).train]
-    assert whole != [p["question"] for p in PROBLEMS[:20]]
-    assert [r["question"] for r in gsm8k(kaggle, train_fraction=0.5).train] == whole[:10]
-    assert [r["question"] for r in gsm8k(kaggle, seed=43).train] != whole
-
-
 def test_any_data_set_of_the_hub_holds_prompts(install: Install) -> None:
     hub = install("datasets", FakeHub())
     hub.splits = {"train": [{"q": f"{n}?", "label": n} for n in range(20)], "validation": [{"q": "v?", "label": 0}]}
