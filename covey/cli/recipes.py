@@ -57,7 +57,7 @@ def show_recipes() -> None:
 
 def _about(name: str) -> dict[str, str]:
     """Return the description of a built-in recipe, without checking its settings."""
-    written = strict_yaml.read(recipe.find(name).read_text(encoding="utf-8"), name).tree
+    written = strict_yaml.read_file(recipe.find(name)).tree
     return {key: written[key] for key in ABOUT}
 
 

@@ -172,7 +172,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     """
     recipe.require_run(folder)
     path = folder / RECIPE
-    tree = strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)).tree
+    tree = strict_yaml.read_file(path).tree
     tree = tree if isinstance(tree, dict) else {}
     sections = {name: tree[name] if isinstance(tree.get(name), dict) else {} for name in ("training", "data")}
     return {

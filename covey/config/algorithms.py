@@ -219,7 +219,7 @@ class Algorithm(PPOConfig):
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield nothing: every setting is set here, also those that the algorithm does not use."""
+        """Skip checks: resolved settings include those that the algorithm does not use."""
         yield from ()
 
 

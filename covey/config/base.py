@@ -429,7 +429,7 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
 def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
     """Return advice about the unknown keyword `name` of `cls`, or of its function with the keywords `more`."""
     known = [*(keywords_of(cls) or ()), *more]
-    if advice := foreign_names.argument(name) or foreign_names.answer(name, lambda path: _spelt(path, cls)):
+    if advice := foreign_names.argument(name) or foreign_names.answer(name, lambda path: _as_keyword(path, cls)):
         return advice
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
@@ -451,11 +451,11 @@ def _concrete() -> list[type]:
     return [cls for cls in CLASSES if not inspect.isabstract(cls)]
 
 
-def _spelt(path: str, asked: type) -> str | None:
-    """Return a recipe's setting `path` as a keyword, of the class `asked` if the section is its own."""
+def _as_keyword(path: str, preferred: type) -> str | None:
+    """Return the setting `path` of a recipe as a keyword: of the class `preferred` if that has the same section."""
     section, _, name = path.rpartition(".")
-    of_section = [cls for cls in CLASSES if getattr(cls, "section", None) == section]
-    owners = [asked] if asked in of_section else of_section
+    classes = [cls for cls in CLASSES if getattr(cls, "section", None) == section]
+    owners = [preferred] if preferred in classes else classes
     return next((f"{cls.__name__}({name}=...)" for cls in owners if name in (keywords_of(cls) or ())), None)
 
 

@@ -41,10 +41,10 @@ from covey.config.schema import (
 )
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.config.schema.envs import metric_name
+from covey.config.strict_yaml import BUILT_IN
 from covey.errors import RecipeError, nearest, raise_together
 from covey.files import has_file
 
-BUILT_IN = Path(__file__).parent / "recipes"
 RUN_RECIPE = "recipe.yaml"
 """Name of the recipe in a run folder."""
 
@@ -226,23 +226,26 @@ def load(
         RecipeError: the recipe is of the other kind; or, with file and line, all mistakes of the first check that fails
             (reading, names and types, ranges).
     """
-    text, name = _text(source)
-    if (other := _kind(text, name)) is not kind:
+    document = strict_yaml.read_file(find(source))
+    if (other := _kind(document)) is not kind:
         command = f"{COMMANDS[other.method]} {source}"
-        unnamed = str(source) not in names() and not re.search("^method:", text, re.M)
+        unnamed = str(source) not in names() and "method" not in document.places
         fix = f"{command}, or write method: {kind.method} at its top" if unnamed else command
-        raise RecipeError(f"this is a recipe for {COMMANDS[other.method]}", fix=fix, where=name)
-    return parse(text, overrides, name, kind, of_run=Path(source).is_dir())
+        raise RecipeError(f"this is a recipe for {COMMANDS[other.method]}", fix=fix, where=document.name)
+    return _build(document, overrides, kind, of_run=Path(source).is_dir())
 
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
     """Load a recipe of either kind; arguments and errors are those of `load`."""
-    return load(source, overrides, SFTRecipe) if kind_of(source) is SFTRecipe else load(source, overrides)
+    document = strict_yaml.read_file(find(source))
+    kind: Any = _kind(document)  # one of the two
+    recipe: Recipe | SFTRecipe = _build(document, overrides, kind, of_run=Path(source).is_dir())
+    return recipe
 
 
 def section_of(source: str | Path, section: str) -> strict_yaml.Document:
     """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
-    document = strict_yaml.read(*_text(source))
+    document = strict_yaml.read_file(find(source))
     if isinstance(document.tree, dict):  # else `strict_yaml.build` reports it
         document.tree = {name: value for name, value in document.tree.items() if name == section}
     return document
@@ -254,35 +257,27 @@ def is_from_python(recipe: AnyRecipe) -> bool:
 
 
 def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return where each setting that `overrides` or the recipe at `source` set is written, by dotted name: the flag of
+    """Return {dotted name: place} of the settings in `overrides` and in the recipe at `source`; a place is the flag of
     the command line, or file and line.
     """
-    text, name = _text(source)
-    return apply(_kind(text, name), strict_yaml.read(text, name), overrides, HIDDEN).places
+    document = strict_yaml.read_file(find(source))
+    return apply(_kind(document), document, overrides, HIDDEN).places
 
 
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Return the class of the recipe at `source`; only its `method` is read."""
-    return _kind(*_text(source))
+    return _kind(strict_yaml.read_file(find(source)))
 
 
 def text_to_copy(source: str | Path) -> str:
     """Return the text of a recipe for another folder: its first line names the JSON Schema by an absolute path."""
     path = find(source)
-    text = strict_yaml.text_of(path, str(source))
+    text = strict_yaml.text_of(path)
     relative = re.match(r"# yaml-language-server: \$schema=(\.\S+)", text)
     return text.replace(relative[1], str((path.parent / relative[1]).resolve()), 1) if relative else text
 
 
-def _text(source: str | Path) -> tuple[str, str]:
-    """Read the text of a recipe; return it with the recipe's name in errors."""
-    path = find(source)
-    name = str(path) if path.parent != BUILT_IN else path.name
-    return strict_yaml.text_of(path, name), name
-
-
-def _kind(text: str, name: str) -> type[Recipe] | type[SFTRecipe]:
-    document = strict_yaml.read(text, name)
+def _kind(document: strict_yaml.Document) -> type[Recipe] | type[SFTRecipe]:
     method = str(document.tree.get("method", "rl")) if isinstance(document.tree, dict) else "rl"
     if method not in METHODS:
         raise RecipeError(
@@ -296,12 +291,15 @@ def parse(
     overrides: Sequence[str] = (),
     name: str = "recipe",
     kind: type[RecipeT] = Recipe,  # type: ignore[assignment]
-    of_run: bool = False,
 ) -> RecipeT:
-    """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors. In the recipe of a
-    run folder (`of_run`), settings that nothing reads are no mistake.
-    """
-    document = strict_yaml.read(text, name)
+    """Load a recipe from YAML text as `load` does from a file; `name` stands for the file in errors."""
+    return _build(strict_yaml.read(text, name), overrides, kind)
+
+
+def _build(
+    document: strict_yaml.Document, overrides: Sequence[str], kind: type[RecipeT], of_run: bool = False
+) -> RecipeT:
+    """Build a recipe. In that of a run folder (`of_run`), settings that nothing reads are no mistake."""
     of_file = document.places
     places = apply(kind, document, overrides, HIDDEN).places
     raise_together([RecipeError(f"{key} {HIDDEN[key]}", where=places[key]) for key in HIDDEN if key in places])

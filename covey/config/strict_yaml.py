@@ -28,6 +28,8 @@ from covey.files import check_utf8
 C = TypeVar("C", bound=Config)
 log = logging.getLogger(__name__)
 
+BUILT_IN = Path(__file__).parent / "recipes"
+"""Folder of the built-in recipes, which errors name without it."""
 MAX_BYTES = 32_768
 """Largest file size in bytes. A recipe with every setting has about 5,000; parsing 100,000 takes a second."""
 
@@ -37,10 +39,12 @@ class Document:
     """Content of a recipe or of a command line.
 
     Attributes:
+        name: name of the file in errors.
         tree: plain data; settings are a mapping, with one for each section.
         places: where each value is written, by dotted name: `file:line`, or the flag.
     """
 
+    name: str = ""
     tree: Any = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
@@ -83,8 +87,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Dumper that quotes text which YAML 1.1 or the loader above would read as something else."""
 
 
-def text_of(path: Path, name: str) -> str:
-    """Read the file at `path`; `name` stands for it in errors.
+def text_of(path: Path) -> str:
+    """Read the text of the file at `path`.
 
     Raises:
         RecipeError: the file cannot be read, is not UTF-8, or has more than `MAX_BYTES`.
@@ -92,13 +96,18 @@ def text_of(path: Path, name: str) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        check_utf8(content, name, RecipeError)
+        check_utf8(content, str(path), RecipeError)
         if len(content) <= MAX_BYTES:
             return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}", where=name) from None
+        raise RecipeError(f"cannot be read: {error}", where=str(path)) from None
     want = "a recipe: with every setting written out it has about 5,000"
-    raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=name)
+    raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=str(path))
+
+
+def read_file(path: Path) -> Document:
+    """Parse the file at `path`; errors are those of `text_of` and `read`."""
+    return read(text_of(path), path.name if path.parent == BUILT_IN else str(path))
 
 
 def read(text: str, name: str) -> Document:
@@ -122,7 +131,7 @@ def read(text: str, name: str) -> Document:
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
 
-    document = Document({}, {"": f"{name}:1"})
+    document = Document(name, {}, {"": f"{name}:1"})
     if node is not None:
         document.tree = _value(node, "", name, document.places)
     return document
@@ -145,8 +154,8 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
         RecipeError: the error lists all wrong names and types; if there are none, all other problems.
     """
     if not isinstance(document.tree, dict):
-        raise RecipeError(f"the file is {shown(document.tree)}", want=describe(dict), where=document.place(""))
-    settings, problems = validate(cls, document.tree, Wording(shown, partial(_unknown_name, cls)))
+        raise RecipeError(f"the file is {_show(document.tree)}", want=describe(dict), where=document.place(""))
+    settings, problems = validate(cls, document.tree, Wording(_show, partial(_unknown_name, cls)))
     order = {key: number for number, key in enumerate(document.places)}
     basic = sorted((problem for problem in problems if problem.basic), key=lambda problem: order.get(problem.key, 0))
     problems = basic or [*problems, *in_sections(settings, in_recipe=True)]
@@ -234,8 +243,8 @@ def _nested(name: str, path: str, paths: Iterable[str]) -> str:
     return f"write it nested, or as {''.join(f'{one}: {{' for one in sections)}{last}: VALUE{'}' * len(sections)}"
 
 
-def shown(value: Any) -> str:
-    """Return a wrong value as an error about a file shows it."""
+def _show(value: Any) -> str:
+    """Convert a wrong value of a recipe to text."""
     return "nothing" if value is None else shortened(value)
 
 

@@ -1,4 +1,4 @@
-"""Examples for supervised training: rows with a `prompt` and the `completion` to learn, read from any form in `forms`.
+"""Examples for supervised training: rows with a `prompt` and the `completion` to learn, read from any of `rows.FORMS`.
 
 A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens, including the stop token.
 """

@@ -149,7 +149,7 @@ def built_in_settings(name: str) -> Mapping[str, Any]:
 def _settings(folder: Path) -> Mapping[str, Any]:
     """Read the settings without checking them: an older or a newer Covey may have written them."""
     path = folder / RECIPE
-    tree = strict_yaml.read(strict_yaml.text_of(path, str(path)), str(path)).tree
+    tree = strict_yaml.read_file(path).tree
     if not isinstance(tree, dict):
         raise CoveyError("this is no recipe", want="settings by name", where=str(path))
     return flatten(tree)
