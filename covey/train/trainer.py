@@ -78,8 +78,8 @@ class Trainer:
         """Full state (trainable and frozen) of the decoder's graph."""
         return nnx.merge_state(self.trainable, self.frozen)
 
-    def update(self, parts: Iterable[MicroBatch]) -> Metrics:
-        """Make one optimizer step on the micro-batches of `parts`, which may be produced lazily during training.
+    def update(self, micro_batches: Iterable[MicroBatch]) -> Metrics:
+        """Make one optimizer step on micro-batches, which may be produced lazily during training.
 
         Returns:
             the means of the loss's metrics over the step, `loss`, and `grad_norm` before clipping.
@@ -87,21 +87,21 @@ class Trainer:
         Raises:
             NumbersError: `loss` or `grad_norm` is not finite; nothing was updated.
         """
-        return self.apply(self.gradients(parts))
+        return self.apply(self.gradients(micro_batches))
 
-    def gradients(self, parts: Iterable[MicroBatch]) -> Gradients:
+    def gradients(self, micro_batches: Iterable[MicroBatch]) -> Gradients:
         """Compute the gradients of `update`, with its errors; nothing is changed."""
         programs = self.programs
         grads = programs.zeros(self.trainable)
         frozen = round_kernels(self.frozen, programs.operand_type)
-        shares: list[MetricSums] = []
+        all_sums: list[MetricSums] = []
         denominator = 0.0
-        for part in parts:
-            grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, part.batch, self.step)
-            shares.append(metric_sums)
-            denominator += part.denominator
-        norms = [share.pop(NORM) for share in shares if NORM in share]
-        totals = _combine(jax.device_get(shares))
+        for micro_batch in micro_batches:
+            grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, micro_batch.batch, self.step)
+            all_sums.append(metric_sums)
+            denominator += micro_batch.denominator
+        norms = [metric_sums.pop(NORM) for metric_sums in all_sums if NORM in metric_sums]
+        totals = _combine(jax.device_get(all_sums))
         scale = 1 / max(denominator, 1e-9)
         norm = float(norms[-1] if norms else programs.norm(grads))  # type: ignore[arg-type]
         metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
@@ -180,17 +180,17 @@ class NonFiniteGuard:
         return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
-def _combine(shares: Iterable[MetricSums]) -> MetricSums:
+def _combine(all_sums: Iterable[MetricSums]) -> MetricSums:
     """Combine the metrics of micro-batches, on the host. Some are empty where all groups tied."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return reduce(_add, filter(None, shares), {})
+        return reduce(_add, filter(None, all_sums), {})
 
 
 def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
     combine = {"min": np.minimum, "max": np.maximum}
     return {
-        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], share) if totals else share
-        for name, share in metric_sums.items()
+        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], value) if totals else value
+        for name, value in metric_sums.items()
     }
 
 
