@@ -26,9 +26,10 @@ RECOMPILE_MARGIN = 1.08
 COMPILE_FLOPS = 6e11
 """Work that a CPU core could do while it compiles the programs of a row length (measured; they hardly depend on the
 width of the model)."""
-SHARE_OF_STEPS = 0.05
-"""Share of the steps in which another row length than the default is expected to be chosen. Real shares are larger, but
-several lengths compete for them: in simulated runs of 20, 100 and 1000 steps this number costs least, or 2 % more."""
+OTHER_LENGTH_FRACTION = 0.05
+"""Fraction of the steps in which another row length than the default is expected to be chosen. Real fractions are
+larger, but several lengths compete for them: in simulated runs of 20, 100 and 1000 steps this number costs least, or
+2 % more."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
     """
     if fixed_shapes:
         return math.inf
-    return COMPILE_FLOPS / (6 * max(parameters, 1)) / max(SHARE_OF_STEPS * steps, 1)
+    return COMPILE_FLOPS / (6 * max(parameters, 1)) / max(OTHER_LENGTH_FRACTION * steps, 1)
 
 
 def choose_row_length(

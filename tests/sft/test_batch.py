@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 from covey.config.schema import LoRAConfig, OptimizerConfig, SFTConfig
-from covey.data.examples import as_example, as_examples
-from covey.errors import DataError, RecipeError, ResumeError
+from covey.errors import DataError, RecipeError
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
@@ -312,15 +311,3 @@ def test_wrong_settings_are_refused(tiny: tuple[Decoder, Tokenizer]) -> None:
     with pytest.raises(RecipeError, match="no tokenizer"):
         SFTLearner(model=tiny[0])
     SFTLearner(model=tiny[0], tokenizer=tiny[1], config=SFTConfig(optimizer=optax.sgd(0.1)))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_other_data_or_batches_are_refused_where_a_run_goes_on(tiny: tuple[Decoder, Tokenizer]) -> None:
-    sft = learner(tiny)
-    state = sft.loader(as_examples(EXAMPLES)).state()
-    sft.loader(as_examples(EXAMPLES)).restore(state)
-    with pytest.raises(ResumeError, match="content was"):
-        sft.loader(as_examples(EXAMPLES[1:])).restore(state)
-    with pytest.raises(ResumeError, match="batch_size was 2, is 3"):
-        learner(tiny, batch_size=3).loader(as_examples(EXAMPLES)).restore(state)
-    assert as_example(EXAMPLES[2], "here") == EXAMPLES[2]
