@@ -131,9 +131,7 @@ class WatchedRun:
 
     def new_samples(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows of `samples.jsonl` that were written since the last call; at first the last ones."""
-        for line in self._samples.read():
-            if (row := parse_line(line)) is not None:
-                yield row
+        yield from filter(None, map(parse_line, self._samples.read()))
 
     def summary(self) -> Mapping[str, Any]:
         """Return the content of `summary.json`; empty while there is none."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from covey.display import mask_secrets
 from covey.files import folder_below, has_file, open_below
@@ -52,11 +52,16 @@ class Tracked:
             return file.read().decode().strip()
 
 
-class Tracker(Protocol):
-    """Interface of a tracker; any method may raise."""
+class Tracker(NamedTuple):
+    """An open tracker; both functions may raise.
 
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+    Attributes:
+        log: function of a step and its metrics.
+        close: sends the remaining data.
+    """
+
+    log: Callable[[int, dict[str, float]], object]
+    close: Callable[[], object]
 
 
 class Trackers(AbstractContextManager["Trackers"]):
@@ -105,62 +110,56 @@ class Trackers(AbstractContextManager["Trackers"]):
         self.close()
 
 
-class TensorBoard:
-    """Tracker that writes scalars to the folder `tensorboard` of the run."""
+def open_tensorboard(run: Tracked) -> Tracker:
+    """Write scalars to the folder `tensorboard` of the run."""
+    again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
+    folder = folder_below(run.folder, TENSORBOARD)
+    writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **again)
 
-    def __init__(self, run: Tracked):
-        again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
-        folder = folder_below(run.folder, TENSORBOARD)
-        self.writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **again)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log_scalars(step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WeightsAndBiases:
-    """Tracker for W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
-
-    def __init__(self, run: Tracked):
-        folder_below(run.folder, WANDB)
-        wandb = import_module("wandb")
-        online = bool(wandb.api.api_key)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.folder.name,
-            id=run.identity(),
-            dir=str(run.folder),
-            config=dict(run.settings),
-            mode=None if "WANDB_MODE" in os.environ else "online" if online else "offline",  # never asks for a login
-            resume=None if run.resume_at is None else "allow",
-            settings={"console": "off", "disable_git": True, "save_code": False, "silent": True, "init_timeout": 30.0},
-        )
-        address = getattr(self.run, "url", None)
-        log.info(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / WANDB}")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    return Tracker(log_scalars, lambda: writer.close())
 
 
-class Trackio(WeightsAndBiases):
-    """Tracker for the trackio project `covey`, in trackio's own folder. Its module has the methods of a W&B run."""
+def open_wandb(run: Tracked) -> Tracker:
+    """Log to the W&B project `covey`: online after `wandb login`, else in the run folder. WANDB_MODE overrides."""
+    folder_below(run.folder, WANDB)
+    wandb = import_module("wandb")
+    online = bool(wandb.api.api_key)
+    wandb_run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run.folder.name,
+        id=run.identity(),
+        dir=str(run.folder),
+        config=dict(run.settings),
+        mode=None if "WANDB_MODE" in os.environ else "online" if online else "offline",  # never asks for a login
+        resume=None if run.resume_at is None else "allow",
+        settings={"console": "off", "disable_git": True, "save_code": False, "silent": True, "init_timeout": 30.0},
+    )
+    address = getattr(wandb_run, "url", None)
+    log.info(f"wandb: {address}" if address else f"wandb: not logged in, kept in {run.folder / WANDB}")
+    return _as_tracker(wandb_run)
 
-    def __init__(self, run: Tracked):
-        name = f"{run.folder.name}-{run.identity()}"
-        resume = "never" if run.resume_at is None else "allow"
-        self.run = import_module("trackio")
-        self.run.init(project=PROJECT, name=name, config=dict(run.settings), resume=resume)
+
+def open_trackio(run: Tracked) -> Tracker:
+    """Log to the trackio project `covey`, in trackio's own folder."""
+    name = f"{run.folder.name}-{run.identity()}"
+    trackio = import_module("trackio")
+    resume = "never" if run.resume_at is None else "allow"
+    trackio.init(project=PROJECT, name=name, config=dict(run.settings), resume=resume)
+    return _as_tracker(trackio)
+
+
+def _as_tracker(run: Any) -> Tracker:
+    """Return the tracker of a W&B run, or of the module trackio, which has the methods of one."""
+    return Tracker(lambda step, metrics: run.log(metrics, step=step), lambda: run.finish())
 
 
 TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
 }
-"""Map from the name in a recipe to the tracker."""
+"""Map from the name in a recipe to the function that opens the tracker."""

@@ -94,13 +94,6 @@ def test_numbers_go_out_with_their_step_and_nothing_else_does(install: Install, 
     assert fake.calls[-1][0] == END[name]
 
 
-def test_without_names_nothing_happens(said: list[str], tmp_path: Path) -> None:
-    with Trackers([], tracked(tmp_path)) as trackers:
-        trackers.log(1, ROW)
-    assert said == []
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- trouble
 
 
@@ -112,9 +105,9 @@ def test_a_missing_package_is_said_once_with_what_brings_it(
     with Trackers([name], tracked(tmp_path)) as trackers:
         for step in range(3):
             trackers.log(step, ROW)
-    assert len(said) == 1
-    assert f"not tracked by {name}: " in said[0]
-    assert registry.install_command("track") in said[0]
+    (line,) = said
+    assert line.startswith(f"not tracked by {name}: ")
+    assert registry.install_command("track") in line
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -138,7 +138,7 @@ def test_a_long_run_is_under_five_megabytes(make_run: Any) -> None:
 
 @pytest.mark.slow
 def test_several_runs_share_the_room(make_run: Any) -> None:
-    one = make_run("one", 2000, 1)
+    one = make_run("one", 1000, 1)
     data = page_data([read_run(folder) for folder in [one] * 4])
     assert len({len(points[0]) for run in data["runs"] for points in run["series"].values()}) > 1
     assert len(json.dumps(data)) < 5_000_000
@@ -167,13 +167,9 @@ def test_the_diagnosis_has_its_place(make_run: Any) -> None:
     assert data_of(parsed(folder, findings=[finding]))["findings"] == [vars(finding) | {"samples": []}]
 
 
-def test_page_and_command_say_that_they_hold_data(make_run: Any, capsys: Any) -> None:
-    folder = make_run()
-    assert main(["report", str(folder)]) == 0
-    assert "it holds prompts and completions of the run: to publish it is to publish them" in capsys.readouterr().out
-    page = (folder / "report.html").read_text()
-    assert "The page holds prompts, so text of the data, completions and settings of the run" in page
-    assert "to publish it is to publish them" in page
+def test_the_command_says_that_the_page_holds_data(make_run: Any, capsys: Any) -> None:
+    assert main(["report", str(make_run())]) == 0
+    assert "to publish it is to publish them" in capsys.readouterr().out
 
 
 def test_nothing_but_a_report_is_replaced(make_run: Any, tmp_path: Path) -> None:
