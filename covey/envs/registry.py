@@ -28,20 +28,22 @@ ENVIRONMENT_REGISTRY = Registry("environment", "covey.environments", "Class", "e
 TOOL_REGISTRY = Registry("tool", "covey.tools", "function", "envs.tools", TOOLS)
 
 
-def resolve(name: str, config: EnvsConfig | None = None) -> Factory:
-    """Find the factory of the environment `name`: one of the registry, or that of an adapter, such as `openenv:URL`.
+def resolve(environment: str | Factory, config: EnvsConfig | None = None) -> Factory:
+    """Find the factory of an environment: that of the registry, or of an adapter, such as `openenv:URL`.
 
     Args:
-        config: settings that an adapter may need.
+        environment: name of the environment, or its factory.
+        config: settings that an adapter may need, and arguments of the factory.
 
     Raises:
         RecipeError: it does not exist, its module cannot be imported, or it does not take `envs.arguments`.
     """
+    name = environment if isinstance(environment, str) else environment_name(environment)
     adapter, colon, rest = name.partition(":")
     if adapter in ADAPTERS and colon:
         adapted: Factory = import_module(ADAPTERS[adapter]).factory(rest, config or EnvsConfig(environment=name))
         return adapted
-    factory: Factory = ENVIRONMENT_REGISTRY.resolve(name)
+    factory = ENVIRONMENT_REGISTRY.resolve(name) if isinstance(environment, str) else environment
     return with_arguments(factory, config.arguments if config else {}, name, "row")
 
 

@@ -23,11 +23,10 @@ import numpy as np
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
 from covey.envs import rehearsal
-from covey.envs.calls import choose_format
 from covey.envs.episodes import Episodes
 from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, invoke
-from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool, with_arguments
-from covey.envs.tools import Tool, ToolEnvironment, Toolset, toolset
+from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
+from covey.envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import deep_copy, describe
@@ -159,7 +158,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         self.name = "tools"
         if chosen:
             self.name = environment_name(chosen)
-            self._factory = _factory(chosen, self.config, self.name)
+            self._factory = chosen if isinstance(chosen, TrlFactory) else resolve(chosen, self.config)
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
         self.failed, self.warned_of_waiting = 0, False
@@ -179,7 +178,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             for tool in self._tools.values() if self.tools is None else ():
                 if callable(begin := getattr(tool.function, "at_start", None)):
                     begin()
-            self.tools = _toolset(self._tools, self.config, template)
+            self.tools = make_toolset(self._tools, template, self.config)
 
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Episodes:
         """Return episodes of `rows`, `samples` for each, which have not begun."""
@@ -191,14 +190,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             return None
         return partial(self.tools.encode_prompt, tokenizer=tokenizer) if self.tools else tokenizer.encode_prompt
 
-    @property
-    def rehearses(self) -> bool:
-        """Whether a run begins with a rehearsal."""
-        return rehearsal.is_due(self)
-
-    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Play an episode twice and compare the courses; see `rehearsal.rehearse`."""
-        rehearsal.rehearse(self, rows)
+    rehearses = property(rehearsal.is_due)
+    rehearse = rehearsal.rehearse
 
     @property
     def groups_prompts(self) -> bool:
@@ -306,22 +299,8 @@ def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt
     """
     if not config.tools:
         return tokenizer.encode_prompt
-    tools = _toolset(_tools_by_name(config.tools, config.python_engine), config, tokenizer.chat_template)
+    tools = make_toolset(_tools_by_name(config.tools, config.python_engine), tokenizer.chat_template, config)
     return partial(tools.encode_prompt, tokenizer=tokenizer)
-
-
-def _factory(environment: str | Factory, config: EnvsConfig, name: str) -> Callable[..., Environment]:
-    """Return the factory of an environment by its name, or the one that a program gives, with `envs.arguments`."""
-    if isinstance(environment, str):
-        return resolve(environment, config)
-    if isinstance(environment, TrlFactory):  # it has its arguments
-        return environment
-    return with_arguments(environment, config.arguments, name, "row")
-
-
-def _toolset(tools: Mapping[str, Tool], config: EnvsConfig, template: str | None) -> Toolset:
-    form = choose_format(config.tool_format, template)
-    return toolset(tools, form, template or "", config)
 
 
 def _tools_by_name(functions: Sequence[str | Callable[..., Any]], engine: PythonEngine = "auto") -> dict[str, Tool]:

@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.config.schema import EnvsConfig
 from covey.display import safe_format
-from covey.envs.calls import Call, CallFormat, lists_tools, read_json
+from covey.envs.calls import Call, CallFormat, choose_format, lists_tools, read_json
 from covey.envs.protocol import FaultError, Step, independent, invoke
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey.errors import DataError, EpisodeError, RecipeError
@@ -151,7 +151,7 @@ class Toolset:
             raise EpisodeError(what, want="chat messages", fix="set data.system, which makes them of text")
         if self.in_template:
             return chat
-        assert self.format.system is not None, "toolset() refuses a format without it"
+        assert self.format.system is not None, "make_toolset() refuses a format without it"
         text = self.format.system([tool.schema for tool in self.tools.values()])
         first, rest = (chat[:1], chat[1:]) if chat and chat[0]["role"] == "system" else ([], chat)
         return [{"role": "system", "content": "\n\n".join([*(m["content"] for m in first), text])}, *rest]
@@ -184,13 +184,14 @@ class Toolset:
         ]
 
 
-def toolset(tools: Mapping[str, Tool], form: CallFormat, template: str, config: EnvsConfig) -> Toolset:
+def make_toolset(tools: Mapping[str, Tool], template: str | None, config: EnvsConfig) -> Toolset:
     """Make the toolset for a model with this chat template, with the limits of the settings.
 
     Raises:
-        RecipeError: the template does not list tools, and the form is one in which only a template can.
+        RecipeError: there is no template, its form of calls is not known, or it does not list tools and the form is
+            one in which only a template can.
     """
-    in_template = lists_tools(template)
+    form, in_template = choose_format(config.tool_format, template), lists_tools(template or "")
     if not in_template and form.system is None:
         what = f"the model's chat template has no place for tools, which the form {form.name} needs"
         raise RecipeError(what, want="hermes, smollm or llama", where="envs.tool_format")

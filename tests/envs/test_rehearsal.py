@@ -9,7 +9,7 @@ import pytest
 
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
-from covey.envs.rehearsal import is_due, rehearse
+from covey.envs.rehearsal import rehearse
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError
 from covey.parallel import distributed
@@ -147,7 +147,8 @@ def test_an_environment_that_always_fails_is_left_to_the_run() -> None:
 def test_it_is_due_for_environments_in_this_process_unless_a_setting_says_otherwise() -> None:
     def due(environment: Any = Counts, tools: Any = (), **settings: Any) -> bool:
         named = {"environment": environment} if isinstance(environment, str) else {}
-        return is_due(EnvironmentRunner(None if tools else environment, EnvsConfig(**named, **settings), tools=tools))
+        runner = EnvironmentRunner(None if tools else environment, EnvsConfig(**named, **settings), tools=tools)
+        return runner.rehearses
 
     assert due()
     assert due("guess")
