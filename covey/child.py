@@ -14,6 +14,7 @@ function has started outlive the time limit, and a worker in C code outlives a r
 import ctypes
 import itertools
 import json
+import math
 import os
 import pkgutil
 import resource
@@ -123,38 +124,35 @@ class Child:
             self._process = start(command, {**os.environ, **self.env}, [theirs.fileno()], stdin=subprocess.DEVNULL)
         self._finish = weakref.finalize(self, _end, self._process, self._socket, self.kept, os.getpid())
 
-    def _exchange(self, line: bytes, seconds: float | None, is_cancelled: Callable[[], bool]) -> bytes:
-        limit = None if seconds is None else time.monotonic() + seconds
-        rest = memoryview(line)
-        while rest or (end := self._received.find(b"\n")) < 0:
-            left = POLL_SECONDS if limit is None else min(POLL_SECONDS, limit - time.monotonic())
+    def _exchange(self, line: bytes, seconds: float | None, is_cancelled: Callable[[], bool]) -> bytearray:
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        unsent = memoryview(line)
+        while unsent or b"\n" not in self._received:
+            remaining = min(POLL_SECONDS, deadline - time.monotonic())
             if is_cancelled():
                 raise Cancelled
-            if left <= 0:
+            if remaining <= 0:
                 raise TimeoutError(f"longer than {seconds:g} s")
+            self._socket.settimeout(remaining)
             try:
-                rest = self._transfer(rest, left)
+                if unsent:
+                    unsent = unsent[self._socket.send(unsent) :]
+                else:
+                    self._received += self._receive()
             except TimeoutError:
                 continue
             except (EOFError, OSError):
                 raise self._explain_end() from None
-        reply = bytes(self._received[:end])
-        del self._received[: end + 1]
+        reply, _, self._received = self._received.partition(b"\n")
         return reply
 
-    def _transfer(self, rest: memoryview, seconds: float) -> memoryview:
-        """Send a part of `rest` and return what is left of it; receive a part of the reply if there is none."""
-        self._socket.settimeout(seconds)
-        if rest:
-            return rest[self._socket.send(rest) :]
-        part = self._socket.recv(1 << 20)
-        if not part or len(self._received) > MAX_REPLY:
+    def _receive(self) -> bytes:
+        if not (part := self._socket.recv(1 << 20)) or len(self._received) > MAX_REPLY:
             raise EOFError
-        self._received += part
-        return rest
+        return part
 
     def _explain_end(self) -> OSError:
-        """Return the error for a process that is gone."""
+        """Make the error for a process that is gone."""
         assert self._process is not None
         try:
             code = self._process.wait(EXIT_SECONDS)
@@ -190,13 +188,13 @@ def describe_exit(code: int, kept: bool = False) -> str:
     return signal.Signals(code - 128).name if kept and code - 128 in set(signal.Signals) else f"exit code {code}"
 
 
-def _parse(line: bytes, number: int) -> dict[str, Any]:
-    """Return the reply to call `number`."""
+def _parse(line: bytearray, number: int) -> dict[str, Any]:
+    """Parse the reply to call `number`."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         reply: dict[str, Any] = json.loads(line)
         if reply["number"] == number:  # otherwise another writer used the socket
             return reply
-    raise ReplyError(line[:80])
+    raise ReplyError(bytes(line[:80]))
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket, kept: bool, owner: int) -> None:
