@@ -160,22 +160,6 @@ def test_the_unbiased_estimate_is_the_mean_over_all_sets_of_k(outcomes: list[boo
     assert pass_at_k(len(outcomes), sum(outcomes), k) == pytest.approx(float(mean), abs=1e-12)
 
 
-@given(OUTCOMES)
-def test_at_k_equal_n_both_say_whether_any_is_right(outcomes: list[bool]) -> None:
-    assert pass_at_k(len(outcomes), sum(outcomes), len(outcomes)) == float(any(outcomes))
-
-
-@given(st.integers(1, 300), st.data())
-def test_pass_at_k_grows_with_k_and_with_what_is_right(samples: int, data: st.DataObject) -> None:
-    right = data.draw(st.integers(0, samples))
-    by_k = [pass_at_k(samples, right, k) for k in range(1, min(samples, 40) + 1)]
-    assert by_k == sorted(by_k)
-    assert by_k[0] == pytest.approx(right / samples)
-    assert all(0 <= share <= 1 for share in by_k)
-    if right < samples:
-        assert by_k[-1] <= pass_at_k(samples, right + 1, len(by_k))
-
-
 @given(st.permutations([True, True, False, False, False]))
 def test_the_order_of_the_samples_moves_the_plain_count_alone(outcomes: list[bool]) -> None:
     """Why both are kept: over all orders the plain count has the unbiased one as its mean."""

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 
 from covey.config.algorithms import PRESETS, algorithm_of
 from covey.config.metrics import CLOCKS
-from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.models.lora import projections, with_lora
 from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh
@@ -57,7 +58,9 @@ WHOLE = (P, P, P, P)
 Gradient = dict[str, np.ndarray]
 Sizes = tuple[int, int, int, int]
 
+ADAPTERS = "grpo on adapters"
 CASES = {name: GRPOConfig(algorithm=name) for name in PRESETS} | {
+    ADAPTERS: GRPOConfig(),
     "dapo with every term": GRPOConfig(
         algorithm="dapo", beta=0.1, kl="k2", entropy_bonus=0.05, correction="token_mask", mask_truncated=True
     ),
@@ -71,6 +74,7 @@ CASES = {name: GRPOConfig(algorithm=name) for name in PRESETS} | {
 ON_DEVICES = sorted(
     set(zip(PRESETS, itertools.cycle(("two", "four")), strict=False))
     | set(itertools.product(("grpo", "gspo", "ppo"), ("two", "four")))
+    | {(ADAPTERS, "four")}
 )
 """Every preset on several devices; on two and on four those whose terms are of tokens, of sequences, of a critic."""
 
@@ -123,9 +127,10 @@ class Lab:
         config: the algorithm.
         meshes: where the roles live.
         like: another on the same devices, whose compiled sampler and old log-probs are used.
+        adapted: train adapters alone.
     """
 
-    def __init__(self, config: GRPOConfig, meshes: dict[Role, Any], like: "Lab | None" = None):
+    def __init__(self, config: GRPOConfig, meshes: dict[Role, Any], like: "Lab | None" = None, adapted: bool = False):
         updates = 1 if config.algorithm == "reinforce" else UPDATES  # it has no ratio for a second one
         optimizer: Any = remembering(updates)
         self.training = RLTrainingConfig(
@@ -137,7 +142,7 @@ class Lab:
         critic = make_value_model(decoder(2))
         critic.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=16), jnp.float32)
         self.cluster = RLCluster(
-            actor=decoder(0),
+            actor=with_adapters(decoder(0)) if adapted else decoder(0),
             reference=decoder(1),
             critic=critic,
             tokenizer=Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=STOPS),
@@ -204,6 +209,17 @@ def decoder(seed: int) -> Decoder:
     return Decoder(MODEL, rngs=nnx.Rngs(seed), remat=False)
 
 
+def with_adapters(model: Decoder) -> Decoder:
+    """The model with adapters that change what it computes."""
+    adapted = with_lora(model, LoRAConfig(rank=2))
+    for number, linear in enumerate(projections(adapted).values()):
+        assert linear.lora is not None
+        linear.lora.b[...] = jnp.asarray(
+            np.random.default_rng(number).normal(size=linear.lora.b.shape, scale=0.03), jnp.float32
+        )
+    return adapted
+
+
 def data(rows: int) -> PromptLoader:
     return PromptLoader([{"prompt": text} for text in TEXTS[:rows]], P, shuffle=False, num_epochs=1)
 
@@ -238,7 +254,12 @@ Labs = Callable[..., Lab]
 def labs() -> Labs:
     """`labs(case, place="one")`: made once."""
     first = cache(lambda: Lab(CASES["reinforce"], {}))
-    return cache(lambda case, place="one": Lab(CASES[case], PLACES[place](), first() if place == "one" else None))
+
+    def make(case: str, place: str = "one") -> Lab:
+        like = first() if place == "one" and case != ADAPTERS else None
+        return Lab(CASES[case], PLACES[place](), like, adapted=case == ADAPTERS)
+
+    return cache(make)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +285,23 @@ def test_the_steps_are_worth_comparing(labs: Labs) -> None:
         scale = largest(first, "actor")
         assert scale > 0.01
         assert max(np.abs(first[name] - second[name]).max() for name in first) > 0.1 * scale
+    norms = [np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in gradient.values())) for gradient in gradients]
+    shown = [record.metrics["grad_norm"] for record in records]
+    assert shown == pytest.approx(np.mean(np.reshape(norms, (-1, UPDATES)), axis=1), rel=1e-4)
     assert all(np.array_equal(x, before[name]) for name, x in flatten(lab.cluster.trainer.params).items())
+
+
+def test_the_base_under_adapters_does_not_move_by_a_bit(labs: Labs) -> None:
+    lab = labs(ADAPTERS)
+    assert lab.cluster.trainer is not None
+    frozen = flatten(lab.cluster.trainer.frozen)
+    values = {name: np.array(x) for name, x in frozen.items()}
+    places = {name: x.unsafe_buffer_pointer() for name, x in frozen.items()}
+    gradients = lab.train(ROWS).gradients
+    for name, x in flatten(lab.cluster.trainer.frozen).items():
+        assert np.array_equal(x, values[name]), name
+        assert x.unsafe_buffer_pointer() == places[name]
+    assert {name.rsplit(".", 2)[-2] for name in gradients[0]} == {"lora"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,11 +1,8 @@
-"""One update is one update, however the step is cut, packed or spread over devices; and no slice of a stage loses,
-reorders or exceeds anything.
-"""
+"""Sums over micro-batches are divided once, and no slice of a stage loses, reorders or exceeds anything."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,155 +14,19 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.algorithms import algorithm_of
-from covey.config.schema import GRPOConfig, RLTrainingConfig
+from covey.config.schema import RLTrainingConfig
 from covey.errors import RecipeError
-from covey.losses.policy import LossInputs, sequence_mean
 from covey.models.decoder import Decoder
-from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches
-from covey.parallel import flatten, make_mesh, reshard, shardings
-from covey.parallel.sharding import put_rows
+from covey.parallel import flatten
 from covey.rl.experience import prompt_batches
-from covey.rl.micro_batches import RowBatch, policy_loss_fn, slices
+from covey.rl.micro_batches import slices
 from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
 from covey.run.observers import CompileCounter
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 
-SHAPES = [(5, [1, 3, 9, 20]), (30, [14, 4, 1, 1])]
-LENGTHS = [n for _, sizes in SHAPES for n in sizes]
-GRPO = algorithm_of(GRPOConfig("grpo"))
-RATE = 3.0
-"""High, so that what float32 loses in the sum of weight and step is far below 1e-5 of the step."""
-
 sizes = st.integers(1, 9)
 all_sizes = st.builds(StageSizes, rollout=sizes, ref_logps=sizes, old_logps=sizes, train=sizes)
-
-
-@pytest.fixture
-def trainer(decoder: Callable[..., Decoder]) -> Callable[..., Trainer]:
-    def make(lora: int = 0, mesh: Any = None) -> Trainer:
-        model = decoder(lora)
-        if mesh is not None:
-            graph, params = nnx.split(model)
-            model = nnx.merge(graph, reshard(params, shardings(params, mesh)))
-        return Trainer(model, optax.sgd(RATE), policy_loss_fn(GRPO, temperature=0.9))
-
-    return make
-
-
-@pytest.fixture
-def batch(groups_of: Callable) -> Callable[[str], RowBatch]:
-    """`batch(packing)`: a step's rows with old and reference log-probs."""
-
-    def make(packing: str) -> RowBatch:
-        rows = pack(groups_of(SHAPES), 64, packing=packing)  # type: ignore[arg-type]
-        rng = np.random.default_rng(1)
-        logps = lambda: [rng.normal(size=n, scale=0.3) - 5.7 for n in LENGTHS]  # noqa: E731
-        inputs = LossInputs(
-            advantage=broadcast_to_rows(rows, 3 * rng.normal(size=len(LENGTHS))),
-            weight=broadcast_to_rows(rows, sequence_mean(np.array(LENGTHS), 20)[0]),
-            rollout_logps=scatter_to_rows(rows, logps()),
-            beta=np.full((len(rows.tokens), 1), 0.1, np.float32),
-            old_logps=scatter_to_rows(rows, logps()),
-            ref_logps=scatter_to_rows(rows, logps()),
-        )
-        return RowBatch(rows, inputs)
-
-    return make
-
-
-class OneStep:
-    """Makes the same first update again and again with one compiled trainer."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self.start = jax.tree.map(np.array, trainer.trainable)
-        self.places = jax.tree.map(lambda x: x.sharding, trainer.trainable)
-
-    def __call__(self, batch: RowBatch, size: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """The step that each parameter took, and the metrics."""
-        trainer = self.trainer
-        trainer.trainable = jax.tree.map(jax.device_put, jax.tree.map(np.array, self.start), self.places)
-        pieces = [put_rows(piece, trainer.trainable) for piece in split_micro_batches(batch, size)]
-        metrics = trainer.update(MicroBatch(piece, len(LENGTHS) / len(pieces)) for piece in pieces)
-        after, before = flatten(trainer.trainable), flatten(self.start)
-        return {name: np.asarray(after[name], np.float64) - before[name] for name in before}, metrics
-
-
-def same_update(one: Any, other: Any) -> None:
-    (steps, metrics), (want, want_metrics) = one, other
-    scale = max(np.abs(x).max() for x in want.values())
-    assert scale > 0.1
-    for name, value in want.items():
-        np.testing.assert_allclose(steps[name], value, atol=1e-5 * scale, err_msg=name)
-    assert metrics == pytest.approx(want_metrics, rel=1e-4, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(want_metrics["grad_norm"], rel=1e-5)
-
-
-Updates = dict[int, tuple[OneStep, tuple[dict[str, np.ndarray], dict[str, float]]]]
-
-
-@pytest.fixture(scope="module")
-def updates() -> Updates:
-    """By rank of the adapters: a trainer on one device and its update on the whole batch at once, compiled once."""
-    return {}
-
-
-@pytest.fixture
-def whole(updates: Updates, trainer: Callable, batch: Callable) -> Callable[[int], Any]:
-    def make(lora: int) -> Any:
-        if lora not in updates:
-            step = OneStep(trainer(lora))
-            updates[lora] = step, step(batch("dense"), 8)
-        return updates[lora]
-
-    return make
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lora", "sizes"), [(0, (1, 2, 3)), (4, (3,))], ids=["full", "lora"])
-def test_micro_batches_and_packing_change_nothing(
-    whole: Callable, batch: Callable, lora: int, sizes: tuple[int, ...]
-) -> None:
-    """The loss is not normalised per micro-batch, nor the gradient's norm divided by the number of micro-batches."""
-    step, want = whole(lora)
-    dense, groups = batch("dense"), batch("groups")
-    assert len(dense.rows.tokens) == 8
-    assert len(groups.rows.tokens) == 2
-    for size in sizes:  # 3 leaves a last slice that is filled up
-        same_update(step(dense, size), want)
-        same_update(step(groups, size), want)
-    norm = np.sqrt(sum((x**2).sum() for x in want[0].values())) / RATE
-    assert want[1]["grad_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shapes", "lora"), [([(4, 1), (1, 4)], 0), ([(2, 2)], 4)], ids=["full", "lora"])
-def test_a_mesh_of_four_devices_makes_the_update_of_one(
-    whole: Callable, trainer: Callable, batch: Callable, shapes: list[tuple[int, int]], lora: int
-) -> None:
-    for shape in shapes:
-        spread_out = trainer(lora, mesh=make_mesh(shape, ("fsdp", "tp")))
-        assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(spread_out.trainable))
-        same_update(OneStep(spread_out)(batch("dense"), 4), whole(lora)[1])
-
-
-@pytest.mark.slow
-def test_the_base_under_adapters_does_not_move_by_a_bit(whole: Callable, batch: Callable, decoder: Callable) -> None:
-    step, _ = whole(4)
-    step(batch("dense"), 8)
-    actor, base = step.trainer, flatten(nnx.state(decoder(4)))
-    held = {name: x.unsafe_buffer_pointer() for name, x in flatten(actor.frozen).items()}
-    for _ in range(2):
-        actor.update([MicroBatch(batch("dense"), len(LENGTHS))])
-    for name, x in flatten(actor.frozen).items():
-        assert np.array_equal(x, base[name]), name
-        assert x.unsafe_buffer_pointer() == held[name]
-    for name, x in flatten(actor.trainable).items():
-        assert np.isfinite(x).all(), name
-        assert not np.array_equal(x, base[name]), name
-    assert {name.rsplit(".", 2)[-2] for name in flatten(actor.trainable)} == {"lora"}
 
 
 # --- the accumulation alone, with a loss that needs no model
@@ -221,20 +82,6 @@ def test_grad_norm_is_before_the_clip(decoder: Callable) -> None:
     before = float(jax.tree.leaves(clipped.trainable)[0][0, 0])
     assert clipped.update(toy_parts([4.0, 4.0]))["grad_norm"] == pytest.approx(4.0)
     assert float(jax.tree.leaves(clipped.trainable)[0][0, 0]) == pytest.approx(before - 0.5, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_state_goes_out_and_comes_back(decoder: Callable) -> None:
-    make = partial(Trainer, optimizer=optax.sgd(0.1, momentum=0.9), loss_fn=toy_loss)
-    straight, resumed, parts = make(decoder()), make(decoder()), toy_parts([2.0, 2.0])
-    straight.update(parts)
-    saved = jax.tree.map(np.array, straight.state())
-    resumed.load_state(jax.tree.map(jnp.asarray, saved), straight.step)
-    for trainer in (straight, resumed):
-        trainer.update(parts)
-    assert resumed.step == straight.step == 2
-    for one, other in zip(jax.tree.leaves(resumed.trainable), jax.tree.leaves(straight.trainable), strict=True):
-        assert np.array_equal(one, other)
 
 
 @pytest.mark.slow

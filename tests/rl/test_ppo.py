@@ -162,21 +162,6 @@ def test_the_random_answers_hold_every_case() -> None:
 MASK = np.array([1, 1, 0, 0, 1, 1, 0, 1], bool)
 
 
-def test_gae_goes_from_drawn_token_to_drawn_token() -> None:
-    """An answer with a tool's tokens in it has the advantages of the one without them: they are no steps of the policy,
-    so that nothing is discounted over them. At the tool's own tokens the advantage is 0 and the return the value.
-    """
-    rng = np.random.default_rng(1)
-    rewards, values = rng.normal(size=(2, 8))
-    (got,), (returns,) = gae([rewards], [values], gamma=0.9, lam=0.7, mask=[MASK])
-    (want,), _ = gae([rewards[MASK]], [values[MASK]], gamma=0.9, lam=0.7)
-    np.testing.assert_allclose(got[MASK], want, rtol=1e-12)
-    assert not got[~MASK].any()
-    np.testing.assert_allclose(returns, values + got)
-    (through,), _ = gae([rewards], [values], gamma=0.9, lam=0.7)
-    assert np.abs(through - got)[MASK].max() > 0.3
-
-
 def test_gae_over_a_hole_by_hand() -> None:
     """γ = 0.9, λ = 0.5, a tool's token between: δ = 0.9·2 − 1 = 0.8 and 3 − 2 = 1; A = 0.8 + 0.45·1 and 1."""
     (advantage,), (returns,) = gae(
