@@ -144,17 +144,15 @@ def connect(cases: Sequence[Case]) -> None:
     from jax.sharding import PartitionSpec
 
     from covey.config.schema import MeshConfig
-    from covey.parallel import distributed, mesh_from_config
-    from covey.parallel.store import exchange
+    from covey.parallel import channel, mesh_from_config
 
-    exchange("", "connect")
-    distributed.gathered(None, "connect")
+    channel.all_gather(None, "connect")
     for sizes in {case.mesh: MESHES[case.mesh] for case in cases}.values():
         mesh = mesh_from_config(MeshConfig(**sizes))
         assert mesh is not None
         for axes in [mesh.axis_names, *((axis,) for axis in mesh.axis_names)]:
             count = lambda axes=axes: jax.lax.psum(jax.lax.axis_index(axes), axes)  # noqa: E731
-            exchange("", "connect")
+            channel.all_gather(None, "connect")
             jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))().block_until_ready()
 
 
@@ -167,7 +165,7 @@ def resumes(case: Case) -> list[tuple[str, str]]:
 
 def copy_for_resuming(place: Path, layout: str, to: Path) -> None:
     """Wait until the run of another layout has ended; copy it as it was after step 1, in the first process."""
-    from covey.parallel import distributed
+    from covey.parallel import channel, distributed
 
     if distributed.is_first():
         while not (place / f"{layout}.ended").exists():
@@ -175,7 +173,7 @@ def copy_for_resuming(place: Path, layout: str, to: Path) -> None:
         shutil.copytree(place / layout, to)
         for step in range(2, STEPS + 1):
             shutil.rmtree(to / CHECKPOINTS / f"{step:08d}")
-    distributed.agreed(None, "copy of a run")
+    channel.broadcast(None, "copy of a run")
 
 
 # Starting them, and looking at what they did.

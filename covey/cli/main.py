@@ -106,9 +106,9 @@ def _report(error: CoveyError) -> int:
     stopped: Stopped | None = getattr(error, "stopped", None)
     code = stopped.exit_code if stopped else error.exit_code
     if code == PEER_LOST:
-        from covey.parallel import liveness  # late: it needs JAX
+        from covey.parallel import channel  # late: it needs JAX
 
-        liveness.leave(code)
+        channel.leave(code)
     return code
 
 

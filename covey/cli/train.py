@@ -53,12 +53,12 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
     out = new_run_folder(settings)  # first: it takes less time than the other checks
     check_run(settings)
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import channel, distributed
 
     with distributed.start(), ExitStack() as stack:
         if distributed.is_first():
             out = stack.enter_context(reserve_run_folder(settings))
-        out = distributed.agreed(out, "run folder")
+        out = channel.broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
         if isinstance(settings, recipe.SFTRecipe):
             run.train_sft(settings, out)

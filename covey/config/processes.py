@@ -1,4 +1,4 @@
-"""Environment variables by which several processes of a run find each other (see `parallel.distributed.join`)."""
+"""Environment variables by which several processes of a run find each other (see `parallel.distributed.initialize`)."""
 
 MODE = "COVEY_DISTRIBUTED"
 """auto: the cluster is asked. off: one process, whatever else is set."""
@@ -10,6 +10,8 @@ NUMBER = "JAX_PROCESS_ID"
 """Number of this process, from 0."""
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """host:port at which process 0 listens, when it differs from the address that the others use."""
+PORT = "COVEY_CHANNEL_PORT"
+"""Port of process 0 for the channel between the processes; a free one when not set (see `parallel.channel`)."""
 SILENT = "COVEY_SILENT_SECONDS"
 """Seconds without a sign of a process after which the others give it up."""
 PEER_LOST = 69

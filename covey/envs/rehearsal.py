@@ -16,7 +16,7 @@ from covey.envs.protocol import checked_prompt, checked_step
 from covey.envs.schemas import Schema
 from covey.envs.tools import Toolset
 from covey.errors import EpisodeError
-from covey.parallel import distributed
+from covey.parallel import channel, distributed
 from covey.rewards.call import excerpt
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
     difference = ""
     if distributed.is_first():
         difference = runner.submit(_find_difference(runner, rows[0], rows[min(1, len(rows) - 1)])).result()
-    if difference := distributed.agreed(difference, "rehearsal"):
+    if difference := channel.broadcast(difference, "rehearsal"):
         raise EpisodeError(
             f"the environment {runner.name!r} played the same row with the same replies twice, the second time beside "
             f"another episode, and the courses differ: {difference}",

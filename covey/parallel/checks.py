@@ -1,12 +1,12 @@
-"""Checks that several processes make together before anything is loaded: all run the same code, and all see one folder.
+"""Checks that several processes make together: all run the same code on the same recipe, data and weights, and all see
+one folder.
 
 A process with other code would compute other numbers from the same data, and nothing later notices it. A folder that
-each machine has for itself stops a run at its first save, where each process waits for the files of the others. Both
-are compared through the key-value store, which needs no device program. With one process nothing is checked.
+each machine has for itself stops a run at its first save, where each process waits for the files of the others. With
+one process nothing is checked.
 """
 
 import hashlib
-import json
 import platform
 import secrets
 import socket
@@ -14,29 +14,29 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import covey
-from covey.errors import CoveyError
-from covey.parallel import liveness, store
+from covey.errors import CoveyError, RecipeError
+from covey.parallel import channel
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 """Packages whose version may change results."""
 NAMED = 5
-"""Largest number of differences that an error names for a process."""
+"""Largest number of differences that an error names for a process, and of processes that it names."""
 
 
 def check_same_code() -> None:
     """Refuse processes that have other versions of Python and of packages than process 0, or another source of Covey.
 
     Raises:
-        CoveyError: some have.
+        RecipeError: some have.
     """
-    check_alike(
+    check_same(
         "code",
         lambda: versions() | source_digests(),
         want="the same versions, and the same files of Covey, in all processes",
@@ -44,30 +44,45 @@ def check_same_code() -> None:
     )
 
 
-def check_alike(about: str, mine: Callable[[], Mapping[str, str]], want: str, fix: str) -> None:
-    """Refuse processes that have another value of a key than process 0; a value of 64 hexadecimal digits is not shown.
+def check_same(about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes") -> None:
+    """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
 
     Args:
         about: name of what is compared.
-        mine: function that returns the values of this process.
-        want: wanted, in the error.
+        value: function that returns the value of this process; differences of dicts are named, without digests.
         fix: way to mend it, in the error.
+        want: wanted, in the error.
 
     Raises:
-        CoveyError: some have.
+        RecipeError: the values differ.
     """
-    if jax.process_count() == 1:
+    if channel.current() is None:
         return
-    everyone = _exchange(about, {"host": socket.gethostname(), "values": mine()})
-    first = everyone[0]
+    everyone = channel.all_gather((socket.gethostname(), value()), about)
+    host, first = everyone[0]
     others = [
-        f"process {number} on {each['host']}: {differences}"
-        for number, each in enumerate(everyone)
-        if (differences := _differences(first["values"], each["values"]))
+        f"process {number} on {place}{_differences(first, theirs)}"
+        for number, (place, theirs) in enumerate(everyone)
+        if theirs != first
     ]
     if others:
-        what = f"{about} differs from that of process 0 on {first['host']}: {'; '.join(islice(others, NAMED))}"
-        raise CoveyError(what, want=want, fix=fix)
+        what = f"{about} differs from that of process 0 on {host}: {'; '.join(others[:NAMED])}"
+        raise RecipeError(what, want=want, fix=fix)
+
+
+def fingerprint(tree: Any) -> int:
+    """Return a checksum of the bits of all arrays of `tree`; differences that cancel out in the sum go unnoticed."""
+    return int(_bits(tree))
+
+
+@jax.jit
+def _bits(tree: Any) -> jax.Array:
+    """Sum the arrays' bits as integers modulo 2³²: the order, and so the sharding, does not matter."""
+    total: jax.Array = jnp.uint32(0)
+    for x in jax.tree.leaves(tree):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
+    return total
 
 
 def check_shared_folder(folder: Path) -> None:
@@ -77,23 +92,23 @@ def check_shared_folder(folder: Path) -> None:
     Raises:
         CoveyError: a process sees another folder or none, or may not write there.
     """
-    if jax.process_count() == 1:
+    if (between := channel.current()) is None:
         return
-    folder, first = folder.absolute(), jax.process_index() == 0
+    folder, first = folder.absolute(), between.index == 0
     mine = {"name": f".shared-{secrets.token_hex(8)}", "text": secrets.token_hex(16), "folder": str(folder)}
     problem = _problem(lambda: _write(folder, mine)) if first else ""
-    announced = _exchange("folder", {"problem": problem, **mine})[0]
+    announced, failed = channel.broadcast((mine, problem), "folder")
     try:
-        if not announced["problem"] and not first:
-            problem = _problem(lambda: _read(folder, announced))
-        problems = _exchange("folder", {"problem": problem, "host": socket.gethostname()})
+        if not failed and not first:
+            problem = _problem(lambda: _read(folder, announced, between.index))
+        problems = channel.all_gather((socket.gethostname(), problem), "problems of the folder")
     finally:
         if first:
             (folder / mine["name"]).unlink(missing_ok=True)
-    for number, each in enumerate(problems):
-        if each["problem"]:
+    for number, (host, problem) in enumerate(problems):
+        if problem:
             raise CoveyError(
-                f"process {number} on {each['host']}: {each['problem']}",
+                f"process {number} on {host}: {problem}",
                 want="one folder that all processes share and may write in",
                 fix="mount one file system (NFS, Lustre, a bucket through gcsfuse or mount-s3) at the same path on all "
                 "machines, and name a folder there by its absolute path",
@@ -130,10 +145,12 @@ def digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _differences(wanted: Mapping[str, str], values: Mapping[str, str]) -> str:
-    names = [name for name in sorted(wanted.keys() | values.keys()) if wanted.get(name) != values.get(name)]
-    shown = [_difference(name, wanted.get(name, ""), values.get(name, "")) for name in names[:NAMED]]
-    return ", ".join([*shown, *([f"{len(names) - NAMED} more"] if len(names) > NAMED else [])])
+def _differences(wanted: Any, value: Any) -> str:
+    if not isinstance(wanted, Mapping):
+        return ""
+    names = [name for name in sorted(wanted.keys() | value.keys()) if wanted.get(name) != value.get(name)]
+    differences = [_difference(name, str(wanted.get(name, "")), str(value.get(name, ""))) for name in names[:NAMED]]
+    return ": " + ", ".join([*differences, *([f"{len(names) - NAMED} more"] if len(names) > NAMED else [])])
 
 
 def _difference(name: str, wanted: str, value: str) -> str:
@@ -142,11 +159,6 @@ def _difference(name: str, wanted: str, value: str) -> str:
     if len(wanted) == 64 or len(value) == 64:  # digests say nothing to a reader
         return f"{name} is {'another file' if wanted else 'not there in process 0'}"
     return f"{name} is {value}, there {wanted or 'missing'}"
-
-
-def _exchange(about: str, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    texts = store.exchange(json.dumps(value), f"check/{about}", liveness.refuse_to_wait)
-    return [json.loads(text) for text in texts]
 
 
 def _problem(call: Callable[[], str]) -> str:
@@ -163,8 +175,8 @@ def _write(folder: Path, mine: Mapping[str, str]) -> str:
     return ""
 
 
-def _read(folder: Path, announced: Mapping[str, str]) -> str:
-    """Read the file of process 0 and write one beside it; describe what is wrong."""
+def _read(folder: Path, announced: Mapping[str, str], index: int) -> str:
+    """Read the file of process 0 and write one beside it as process `index`; describe what is wrong."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     # Asks the server of a network file system, which this machine would else only do when its cache has run out.
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +188,7 @@ def _read(folder: Path, announced: Mapping[str, str]) -> str:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         return f"{folder} is not the folder of that path in process 0: a file written there is not here"
-    own = folder / f"{announced['name']}-{jax.process_index()}"
+    own = folder / f"{announced['name']}-{index}"
     own.write_text("")
     own.unlink()
     return ""

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from covey.parallel import distributed
+from covey.parallel import checks
 from covey.parallel.mesh import own_part, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
@@ -208,15 +208,9 @@ def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
     if is_abstract(params):
         return build_for_devices(nnx.merge(graph, jax.tree.map(abstract, params, targets)))
     if isinstance(place, Mesh) and spans_processes(place):
-        _refuse_different_models(params)
+        whole = [x for x in jax.tree.leaves(params) if x.is_fully_addressable]
+        checks.check_same("model", lambda: checks.fingerprint(whole), "the same weights for all of them")
     return build_for_devices(nnx.merge(graph, reshard(params, targets)))
-
-
-def _refuse_different_models(params: Any) -> None:
-    """Refuse arrays that every process has as a whole, and that differ between the processes."""
-    whole = [x for x in jax.tree.leaves(params) if x.is_fully_addressable]
-    fix = "the same weights for all of them"
-    distributed.refuse_differences("model", lambda: distributed.fingerprint(whole), fix)
 
 
 def on_own_devices(params: Tree) -> Tree:

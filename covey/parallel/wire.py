@@ -25,7 +25,7 @@ from covey.errors import CoveyError
 OURS = "covey."
 
 
-def pack(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """Serialize `value`.
 
     Raises:
@@ -40,8 +40,8 @@ def pack(value: Any) -> bytes:
     return out.getvalue()
 
 
-def unpack(data: bytes) -> Any:
-    """Return the value that was given to `pack`; JAX arrays become NumPy arrays.
+def deserialize(data: bytes) -> Any:
+    """Return the value that was given to `serialize`; JAX arrays become NumPy arrays.
 
     Raises:
         CoveyError: the data name a class that is not Covey's.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from covey.config.schema import EvalConfig, RolloutConfig, SamplingConfig
-from covey.parallel import distributed
+from covey.parallel import channel, distributed
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import Group
 
@@ -120,8 +120,8 @@ def evaluate_groups(
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
     correct = {what: _find_correct(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
-    correct = {what: distributed.all_of(right, f"evaluation: {what}") for what, right in correct.items()}
-    scored = distributed.all_of(scored, "evaluation")
+    correct = {what: channel.gather_items(right, f"evaluation: {what}") for what, right in correct.items()}
+    scored = channel.gather_items(scored, "evaluation")
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     metrics = {

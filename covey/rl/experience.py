@@ -16,7 +16,7 @@ from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, scatter_to_rows
-from covey.parallel import distributed
+from covey.parallel import channel
 from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.stage_sizes import StageSizes
@@ -189,7 +189,7 @@ class StepStats:
 def gather_step_stats(stats: StepStats) -> StepStats:
     """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
     local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
-    sampler, failed, dropped, seconds = zip(*distributed.gathered(local, "step"), strict=True)
+    sampler, failed, dropped, seconds = zip(*channel.all_gather(local, "step"), strict=True)
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
     rollout = replace(
         stats.rollout, stats=sum(sampler, SamplerStats()), failed=_sum_by_name(*failed), dropped=sum(dropped)

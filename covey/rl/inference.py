@@ -25,7 +25,7 @@ from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
-from covey.parallel.order import launched_together
+from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import reshard, to_host
 from covey.parallel.sharding import put_rows, rows_placement
@@ -46,7 +46,7 @@ class RowScorer:
     def __init__(self, graph: Any, temperature: float):
         self.graph = graph
         score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
-        self._score = launched_together("log-probs", score)
+        self._score = check_launch_order("log-probs", score)
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
@@ -90,7 +90,7 @@ class ValueScorer(RowScorer):
 
     def __init__(self, graph: Any):
         self.graph = graph
-        self._score = launched_together("values", jax.jit(partial(row_values, graph)))
+        self._score = check_launch_order("values", jax.jit(partial(row_values, graph)))
 
 
 class InferenceWorker:

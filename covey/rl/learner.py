@@ -28,7 +28,7 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import padding_fraction
-from covey.parallel import distributed, order
+from covey.parallel import channel, checks, distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
@@ -217,8 +217,8 @@ class Learner(Keywords, ABC):
             groups = score(rollout.groups, self.reward_fns, self.config.reward_weights, self.runner, failed)
             groups = [penalize_length(group, self.algorithm, limit) for group in groups]
             groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
-        gather = distributed.all_of_from_a_thread if self._depth else distributed.all_of
-        return replace(rollout, groups=gather(groups, "groups"), failed=failed, seconds=clock.seconds)
+        groups = channel.gather_items(groups, "groups")
+        return replace(rollout, groups=groups, failed=failed, seconds=clock.seconds)
 
     def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
@@ -411,7 +411,7 @@ class Learner(Keywords, ABC):
     def _check_same_start(self, loader: PromptLoader, total: int) -> None:
         """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
-        distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")
+        checks.check_same("training data or step", at, "give all of them the same data and run folder")
 
     def _scores_tokens(self, updates: int) -> bool:
         """Return whether token values are computed in a step of so many updates; only a run of one process does so,
@@ -508,7 +508,7 @@ class FailureCounts:
         """
         rewards, environments = self._counts()
         new = rewards - self._known[0], environments - self._known[1]
-        of_rewards, of_environments = zip(*distributed.gathered((dict(new[0]), new[1]), "failures"), strict=True)
+        of_rewards, of_environments = zip(*channel.all_gather((dict(new[0]), new[1]), "failures"), strict=True)
         elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new[0], sum(of_environments) - new[1]
         self._known = rewards + elsewhere[0], environments + elsewhere[1]
         if elsewhere[0]:

@@ -33,7 +33,7 @@ from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
-from covey.parallel import distributed, mesh_from_config
+from covey.parallel import channel, checks, distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
@@ -198,7 +198,7 @@ class Run(ABC, Generic[RecipeT]):
         """Return data and mesh, and show the forms of the rows; what is wrong with them is found before a folder is
         made.
         """
-        distributed.refuse_differences("recipe", lambda: to_yaml(recipe), "the same command for all")
+        checks.check_same("recipe", lambda: to_yaml(recipe), "the same command for all")
         check_same_modules(recipe)
         mesh = mesh_from_config(recipe.model.mesh)
         show = echo if distributed.is_first() else _show_nothing
@@ -226,7 +226,7 @@ class Run(ABC, Generic[RecipeT]):
                 except Stopped as stopped:
                     stopped.step = folder.saved
                     raise
-                except distributed.PeerError as error:
+                except channel.PeerLostError as error:
                     if error.stopped:
                         error.stopped.step = folder.saved
                     raise

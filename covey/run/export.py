@@ -36,7 +36,7 @@ from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import sources, text_part
 from covey.monitor.run_files import SUMMARY
-from covey.parallel import distributed, make_mesh
+from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
 from covey.registry import install_command
 from covey.report import REPORT, write_report
@@ -95,7 +95,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     if kind == "gguf":
         _check_one_process()
     words = (source, str(out), kind, dtype, shard_size)
-    distributed.refuse_differences("export", lambda: words, "the same command for all of them")
+    checks.check_same("export", lambda: words, "the same command for all of them")
     check_shared_folder(out.absolute().parent)
     options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
     with show_log(info=_say, warning=_say):

@@ -27,7 +27,7 @@ from covey.files import check_not_url, folder_below, has_file, open_below, repla
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
-from covey.parallel import distributed
+from covey.parallel import channel, distributed
 from covey.parallel.checks import versions
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import claim, release
@@ -62,10 +62,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, step_files: Sequence[str] = ()):
         self.path, self.path_as_given, self.saves, self.resuming = out.absolute(), out, saves, resuming
         self.writes = distributed.is_first()
-        self.last = distributed.agreed(saves.latest(), "last checkpoint")
+        self.last = channel.broadcast(saves.latest(), "last checkpoint")
         self.saved = self.last if resuming else None
         self.resume_at = (self.last or 0) if resuming else None
-        self.summary = distributed.agreed(read_summary(self.path / SUMMARY) if resuming else None, "summary")
+        self.summary = channel.broadcast(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
         must_reach = step_files if self.resume_at else ()
         self._writer = (

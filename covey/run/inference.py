@@ -25,7 +25,7 @@ from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.monitor.progress import Progress
 from covey.monitor.writer import Correct, completion_text, prompt_text
-from covey.parallel import distributed
+from covey.parallel import checks, distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
@@ -76,9 +76,9 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
         RecipeError: they do.
     """
     same = "the same command and data for all"
-    distributed.refuse_differences("recipe", lambda: to_yaml(recipe), same)
+    checks.check_same("recipe", lambda: to_yaml(recipe), same)
     check_same_modules(recipe)
-    distributed.refuse_differences("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
+    checks.check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
 
 
 def console_of_process() -> Console | None:

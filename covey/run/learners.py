@@ -24,7 +24,7 @@ from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
 from covey.monitor.record import total_steps
-from covey.parallel import distributed
+from covey.parallel import channel, checks
 from covey.parallel.checks import check_shared_folder
 from covey.rewards import function_names
 from covey.rl import grpo, ppo
@@ -145,7 +145,7 @@ def _train_in_folder(
     validate(recipe)
     out = out.expanduser()
     check_shared_folder(out)
-    resuming = distributed.agreed(is_run(out), "run folder")
+    resuming = channel.broadcast(is_run(out), "run folder")
     if resuming and not is_from_python(load_any(out)):
         raise ResumeError(
             "this run was begun by a command",
@@ -168,7 +168,7 @@ def _train_in_folder(
 
 def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
     """Return a checksum of all weights: a resumed run must have begun with the same ones."""
-    checksum = sum(distributed.fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
+    checksum = sum(checks.fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
     return f"a model from Python, checksum {checksum:08x}"
 
 

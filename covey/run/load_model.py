@@ -27,7 +27,7 @@ from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.monitor.run_files import CHECKPOINTS
-from covey.parallel import distributed, mesh_from_config
+from covey.parallel import channel, checks, mesh_from_config
 from covey.parallel.mesh import default_mesh, own_part, spans_processes
 from covey.parallel.sharding import place_model
 from covey.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
         model, tokenizer, origin = _load_run(Path(source), load_recipe(source).model, mesh)
     else:
         model, tokenizer, origin = load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
-    distributed.refuse_differences("model", lambda: origin, "the same weights for all of them")
+    checks.check_same("model", lambda: origin, "the same weights for all of them")
     return model, tokenizer, origin
 
 
@@ -175,7 +175,7 @@ def _is_same_local(then: str, now: str) -> bool:
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
-    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.distributed.join`).
+    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.distributed.start`).
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -210,7 +210,7 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
     model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh, announce=False)
     with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
-        step = distributed.agreed(saves.latest(), "checkpoint")
+        step = channel.broadcast(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
     check_same_weights(require_entry(extra, "model", str), base, folder)

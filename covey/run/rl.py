@@ -28,7 +28,7 @@ from covey.monitor.displays import SampleLine
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
 from covey.monitor.writer import completion_text, prompt_text
-from covey.parallel import distributed
+from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
@@ -182,7 +182,7 @@ def load_value_models(
     if recipe.critic:
         loaded = load_critic(recipe.critic, mesh=mesh, **decoder_options(options))
         critic, origins["critic"] = loaded.model, with_digest(loaded.origin)
-        distributed.refuse_differences("critic", lambda: origins["critic"], "the same weights for all of them")
+        checks.check_same("critic", lambda: origins["critic"], "the same weights for all of them")
     else:
         critic = make_value_model(without_lora(actor), share=bool(options.lora.rank))
     models[Role.CRITIC] = with_lora(critic, options.lora, seed=recipe.seed + 1) if options.lora.rank else critic

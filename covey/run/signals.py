@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Self
 
 from covey.errors import Stopped
-from covey.parallel import distributed
+from covey.parallel import channel
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -57,7 +57,7 @@ class SignalHandler:
 
     def requested(self) -> str:
         """Return the name of the signal that any process has received, or "". All processes must call it."""
-        return next(filter(None, distributed.gathered(self._received, "stop")), "")
+        return next(filter(None, channel.all_gather(self._received, "stop")), "")
 
     def raise_if_requested(self) -> None:
         """End the run if any process has received a signal. All processes must call it.

@@ -16,7 +16,7 @@ def check_same_modules(recipe: Recipe | SFTRecipe) -> None:
     Raises:
         CoveyError: one does.
     """
-    checks.check_alike(
+    checks.check_same(
         "code of the recipe",
         lambda: {name: digest for module in module_names(recipe) for name, digest in digests(module).items()},
         want="the same files in all processes",

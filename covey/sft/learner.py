@@ -23,7 +23,7 @@ from covey.models.loading.weights import load
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.packing.bins import compile_cost, most_rows, row_length_bucket
 from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_time
-from covey.parallel import distributed, order
+from covey.parallel import checks, distributed, order
 from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
 from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards, place_model, rows_placement
@@ -116,7 +116,7 @@ class SFTLearner(Keywords):
         cost = compile_cost(num_parameters(self._model), total, self._model.fixed_shapes)
         held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
         at = lambda: (self.step, total, loader.state())  # noqa: E731
-        distributed.refuse_differences("training data or step", at, "give all of them the same data and run folder")
+        checks.check_same("training data or step", at, "give all of them the same data and run folder")
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")

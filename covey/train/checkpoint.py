@@ -36,8 +36,8 @@ from orbax.checkpoint import v1 as ocp
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url
+from covey.parallel.channel import PeerLostError, all_gather, together
 from covey.parallel.reshard import flatten
-from covey.parallel.store import exchange, together
 from covey.train.bucket import BucketStore, open_store
 from covey.train.json_lines import is_count, number
 from covey.train.storage import LOCK, SUMS, is_open_at, take_lock
@@ -235,11 +235,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         try:
             with together("checkpoint/written"):
                 writing.result()
-            digests = exchange(json.dumps(self._store.local_digests(step, jax.process_index())), "checkpoint/digests")
+            digests = all_gather(self._store.local_digests(step, jax.process_index()), "checkpoint/digests")
             with together("checkpoint/complete"):
                 if self._is_first:
-                    known = {name: digest for text in digests for name, digest in json.loads(text).items()}
+                    known = {name: digest for local in digests for name, digest in local.items()}
                     self._store.commit(step, {META: meta.encode()}, known)
+        except PeerLostError:
+            raise
         except (OSError, ValueError) as error:  # Orbax turns a full disk into a ValueError
             if self._is_first:
                 self._store.discard(step)
@@ -260,7 +262,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _find_damage(self, step: int) -> str:
         """Describe the damage to the files of a step; empty when they are intact. Each process verifies a part."""
         damage = self._store.damage(step, (jax.process_index(), jax.process_count()))
-        return next(filter(None, exchange(damage, "checkpoint/damage")), "")
+        return next(filter(None, all_gather(damage, "checkpoint/damage")), "")
 
     def _read_meta(self, step: int) -> dict[str, Any]:
         """Read meta.json.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder, compiler_options
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
-from covey.parallel.order import launched_together
+from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program, abstract, takes_shapes
 from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
@@ -68,14 +68,14 @@ class UpdatePrograms:
             out_shardings=(sum_shardings, None),
             compiler_options=compiler_options(model),
         )
-        self.accumulate = launched_together("gradients", accumulate)
-        self.norm = launched_together("norm", jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums))))
+        self.accumulate = check_launch_order("gradients", accumulate)
+        self.norm = check_launch_order("norm", jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums))))
         apply = jax.jit(
             partial(apply_sums, optimizer, self.layout),
             donate_argnums=(0, 1),
             out_shardings=(shardings, state_shardings),
         )
-        self.apply = launched_together("apply", apply)
+        self.apply = check_launch_order("apply", apply)
         self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
 
     def learning_rates(self, step: int) -> LearningRates:

@@ -19,7 +19,7 @@ from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.processes import PEER_LOST
 from covey.errors import STOPPED, Stopped
-from covey.parallel.distributed import PeerError
+from covey.parallel.channel import PeerLostError
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -252,7 +252,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("stopped", "code"), [(Stopped("SIGTERM"), 143), (Stopped("SIGINT", step=3), STOPPED)])
 def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, capsys, stopped, code):
-    fake, error = sys.modules["covey.run"], PeerError("process 1 has failed: it was stopped by a signal")
+    fake, error = sys.modules["covey.run"], PeerLostError("process 1 has failed: it was stopped by a signal")
     error.stopped = stopped
     monkeypatch.setattr(fake, "train", fake.record("train", error))
     assert cli.main(["train", "quickstart", "--out", "out"]) == code
@@ -261,7 +261,7 @@ def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, c
 
 def test_a_process_that_others_have_lost_ends_with_its_own_code(calls, monkeypatch, capsys):
     fake = sys.modules["covey.run"]
-    monkeypatch.setattr(fake, "train", fake.record("train", PeerError("process 1 of 2 has given no sign for 18 s")))
+    monkeypatch.setattr(fake, "train", fake.record("train", PeerLostError("process 1 of 2 has given no sign for 18 s")))
     assert cli.main(["train", "quickstart", "--out", "out"]) == PEER_LOST
     assert "process 1 of 2" in capsys.readouterr().err
 

@@ -6,72 +6,35 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import covey
 from covey.config import recipe
 from covey.config.processes import ADDRESS, COUNT, NUMBER
-from covey.errors import CoveyError
+from covey.errors import RecipeError
 from covey.launch.local import _free_port
-from covey.parallel import checks
+from covey.parallel import checks, make_mesh
 from covey.run import user_modules
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 
 
-class Processes:
-    """Calls a function in threads, each of which believes to be a process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._own = threading.local()
-        processes = SimpleNamespace(process_count=lambda: self._count, process_index=lambda: self._own.index)
-        monkeypatch.setattr(checks, "jax", processes)
-        monkeypatch.setattr(checks.store, "exchange", self._exchange)
-
-    def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
-        """What each returned or raised."""
-        self._count, self._texts, results = count, [""] * count, [None] * count
-        self._barrier = threading.Barrier(count, timeout=20)
-
-        def run(index: int) -> None:
-            self._own.index = index
-            try:
-                results[index] = function(index)
-            except CoveyError as error:
-                results[index] = error
-
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    def _exchange(self, text: str, about: str, check: object = None) -> list[str]:
-        self._texts[self._own.index] = text
-        self._barrier.wait()
-        texts = list(self._texts)
-        self._barrier.wait()
-        return texts
+Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
-    return Processes(monkeypatch)
-
-
-def test_other_versions_and_files_are_named_by_process(processes: Processes) -> None:
+def test_other_versions_and_files_are_named_by_process(threads: Threads) -> None:
     first = {"jax": "0.10.2", "covey/rl/grpo.py": "a" * 64, "covey/new.py": "b" * 64}
     others = [{}, {"jax": "0.10.1"}, {"covey/rl/grpo.py": "c" * 64, "covey/old.py": "d" * 64}]
     values = [first | other for other in others]
     del values[2]["covey/new.py"]
-    errors = processes(3, lambda i: checks.check_alike("code", lambda: values[i], "the same", "install it"))
+    errors = threads(3, lambda i: checks.check_same("code", lambda: values[i], "install it"))
     assert len({str(error) for error in errors}) == 1
     text = str(errors[0])
     assert "process 1 on " in text
@@ -80,13 +43,31 @@ def test_other_versions_and_files_are_named_by_process(processes: Processes) -> 
     assert "covey/new.py is missing" in text
     assert "covey/old.py is not there in process 0" in text
     assert "fix: install it" in text
-    assert processes(2, lambda i: checks.check_alike("code", lambda: first, "", "")) == [None, None]
+    assert threads(2, lambda i: checks.check_same("code", lambda: first, "")) == [None, None]
 
 
-def test_few_of_many_differences_are_named(processes: Processes) -> None:
-    errors = processes(2, lambda i: checks.check_alike("code", lambda: {str(n): f"v{i}" for n in range(20)}, "", ""))
+def test_differences_are_refused_by_all(threads: Threads) -> None:
+    for error in threads(3, lambda i: checks.check_same("recipe", lambda: i // 2, "start again")):
+        assert isinstance(error, RecipeError)
+        assert "recipe differs from that of process 0 on" in str(error)
+        assert "process 2 on" in str(error)
+        assert "process 1" not in str(error)
+
+
+def test_few_of_many_differences_are_named(threads: Threads) -> None:
+    errors = threads(2, lambda i: checks.check_same("code", lambda: {str(n): f"v{i}" for n in range(20)}, ""))
     assert str(errors[0]).count("there v0") == checks.NAMED
     assert f"{20 - checks.NAMED} more" in str(errors[0])
+
+
+def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
+    a = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    tree = {"a": a, "b": jnp.ones(3, jnp.bfloat16), "c": jnp.arange(2), "d": jnp.array([True, False])}
+    one = checks.fingerprint(tree)
+    sharded = jax.device_put(a, NamedSharding(make_mesh((4, 1)), PartitionSpec("fsdp")))
+    assert checks.fingerprint(tree | {"a": sharded}) == one
+    for name, value in {"a": jnp.nextafter(a[-1], jnp.inf), "b": 1.0078125, "c": 2, "d": True}.items():
+        assert checks.fingerprint(tree | {name: tree[name].at[-1].set(value)}) != one
 
 
 def test_every_module_and_recipe_of_the_package_counts() -> None:
@@ -96,19 +77,19 @@ def test_every_module_and_recipe_of_the_package_counts() -> None:
     assert {"covey", "python", "jax", "jaxlib", "numpy"} <= {name for name, value in checks.versions().items() if value}
 
 
-def test_one_shared_folder_is_left_as_it_was(processes: Processes, tmp_path: Path) -> None:
+def test_one_shared_folder_is_left_as_it_was(threads: Threads, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("")
-    assert processes(3, lambda i: checks.check_shared_folder(tmp_path / "run")) == [None] * 3
+    assert threads(3, lambda i: checks.check_shared_folder(tmp_path / "run")) == [None] * 3
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_folders_of_one_name_on_two_disks_are_refused(processes: Processes, tmp_path: Path, there: bool) -> None:
+def test_folders_of_one_name_on_two_disks_are_refused(threads: Threads, tmp_path: Path, there: bool) -> None:
     places = [tmp_path / str(number) / "run" for number in range(2)]
     if there:
         places[1].mkdir(parents=True)
-    errors = processes(2, lambda i: checks.check_shared_folder(places[i]))
+    errors = threads(2, lambda i: checks.check_shared_folder(places[i]))
     assert str(errors[0]) == str(errors[1])
     assert f"{places[1]} is not the folder of that path in process 0" in str(errors[0])
     assert "process 1 on " in str(errors[0])
@@ -119,7 +100,7 @@ def test_folders_of_one_name_on_two_disks_are_refused(processes: Processes, tmp_
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_that_cannot_write_there_is_named(
-    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     name = "_write" if number == 0 else "_read"
 
@@ -127,17 +108,17 @@ def test_a_process_that_cannot_write_there_is_named(
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(checks, name, refuses)
-    errors = processes(2, lambda i: checks.check_shared_folder(tmp_path))
+    errors = threads(2, lambda i: checks.check_shared_folder(tmp_path))
     assert all(f"process {number} on " in str(error) and "Permission denied" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_file_under_that_name_is_refused(
-    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = checks._read
-    monkeypatch.setattr(checks, "_read", lambda folder, told: read(folder, told | {"text": "another"}))
-    errors = processes(2, lambda i: checks.check_shared_folder(tmp_path))
+    monkeypatch.setattr(checks, "_read", lambda folder, told, index: read(folder, told | {"text": "another"}, index))
+    errors = threads(2, lambda i: checks.check_shared_folder(tmp_path))
     assert "has another content than process 0 has written there" in str(errors[1])
 
 

@@ -1,39 +1,34 @@
-"""What processes tell each other, and what becomes of a step that they share; threads stand for processes here."""
+"""A step that several processes share is the step of one, and the environment that names them; threads stand for
+processes here.
+"""
 
-import base64
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, SILENT
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SILENT
 from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
 from covey.envs import EnvironmentRunner
-from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError, Stopped
+from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError
 from covey.packing.rows import unpack
-from covey.parallel import distributed, liveness, make_mesh, store, wire
-from covey.parallel.distributed import PeerError
+from covey.parallel import distributed, make_mesh
 from covey.rewards.runner import RewardRunner
 from covey.rl.experience import RolloutBatch, StepStats, gather_step_stats
 from covey.rl.grpo import GRPOLearner
@@ -43,143 +38,8 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
+Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-
-
-class Threads:
-    """Calls a function in several threads, each of which believes to be a process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.own = threading.local()
-        monkeypatch.setattr(distributed, "index", lambda: getattr(self.own, "index", 0))
-        monkeypatch.setattr(distributed, "count", lambda: self.count)
-        monkeypatch.setattr(distributed, "_allgather", self._allgather)
-        monkeypatch.setattr(distributed, "read_no_programs", lambda: None)  # it would last for all tests behind these
-        self.count = 1
-
-    def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
-        """What each returned or raised."""
-        self.count, self.given = count, [np.zeros(0)] * count
-        self.barrier = threading.Barrier(count, timeout=20)
-        results: list[Any] = [None] * count
-
-        def run(index: int) -> None:
-            self.own.index = index
-            try:
-                with distributed.start({}):
-                    results[index] = function(index)
-            except BaseException as error:
-                results[index] = error
-
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    def _allgather(self, array: np.ndarray) -> np.ndarray:
-        self.given[distributed.index()] = array
-        self.barrier.wait()
-        found = np.stack(self.given)
-        self.barrier.wait()
-        return found
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
-    return Threads(monkeypatch)
-
-
-def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
-    given_ = [{"text": "ä" * 1000}, None, [1.5, float("inf")]]
-    assert threads(3, lambda i: distributed.gathered(given_[i], "x")) == [given_] * 3
-    assert threads(3, lambda i: distributed.all_of("ab" * i, "x")) == [list("ababab")] * 3
-    assert threads(3, lambda i: distributed.agreed(i, "x")) == [0, 0, 0]
-
-
-def test_one_that_fails_ends_all(threads: Threads) -> None:
-    """The trap: the others wait in an exchange for one that has gone, and it waits at its end for them."""
-
-    def work(index: int) -> None:
-        distributed.gathered(index, "before")
-        if index == 1:
-            raise RewardError("the reward broke", where="my.py")
-        distributed.gathered(index, "after")
-
-    first, second, third = threads(3, work)
-    assert isinstance(second, RewardError)
-    for other in (first, third):
-        assert isinstance(other, PeerError)
-        assert "process 1 has failed: my.py: the reward broke" in str(other)
-
-
-def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
-    first, second = threads(2, lambda index: 1 / index)
-    assert isinstance(first, ZeroDivisionError)
-    assert "process 0 has failed: ZeroDivisionError" in str(second)
-
-
-@pytest.mark.parametrize(
-    ("stop", "told", "name"),
-    [
-        (Stopped("SIGTERM"), "SIGTERM", "SIGTERM"),
-        (Stopped("SIGINT", step=3), "SIGINT", "SIGINT"),
-        (KeyboardInterrupt(), "Ctrl-C", "SIGINT"),
-    ],
-)
-def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str, name: str) -> None:
-    """The others leave with the code of that signal, not with that of a mistake."""
-
-    def work(index: int) -> None:
-        if index == 0:
-            raise stop
-        distributed.gathered(index, "step")
-
-    _, second = threads(2, work)
-    assert f"process 0 has failed: it was stopped by {told}" in str(second)
-    assert isinstance(second, PeerError)
-    assert second.stopped is not None
-    assert (second.stopped.signal, second.stopped.step) == (name, None)
-
-
-def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
-    """The trap: one evaluates while the other trains, and each takes the other's numbers for what it waits for."""
-    found = threads(2, lambda index: distributed.gathered(index, f"place {index}"))
-    assert all(isinstance(each, PeerError) and "come apart" in str(each) for each in found)
-
-
-@pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """As in a terminal: a shell has the jobs that it puts in the background ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_waits_until_an_exchange_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: it comes between the roll call and what follows, and the others take the farewell for the rest."""
-    exchanged = []
-
-    def allgather(array: np.ndarray) -> np.ndarray:
-        exchanged.append(array)
-        signal.raise_signal(signal.SIGINT)
-        return np.stack([array, array])
-
-    monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(distributed, "_allgather", allgather)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        distributed.gathered("x", "here")
-    assert len(exchanged) == 2
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_differences_are_refused_by_all(threads: Threads) -> None:
-    found = threads(3, lambda i: distributed.refuse_differences("recipe", lambda: i // 2, "start again"))
-    assert all(isinstance(each, RecipeError) and "process 2 has another recipe" in str(each) for each in found)
-    assert threads(2, lambda i: distributed.refuse_differences("recipe", lambda: 7, "")) == [None, None]
 
 
 def told(group: Group) -> Any:
@@ -257,11 +117,9 @@ def test_every_process_has_the_batches_of_one(
 
 @given(st.integers(0, 40), st.integers(1, 7))
 def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        threads = Threads(patch)
-        threads.count, shares = count, []
-        for index in range(count):
-            threads.own.index = index
+    shares = []
+    for index in range(count):
+        with mock.patch.multiple(distributed, index=lambda index=index: index, count=lambda: count):
             shares.append(distributed.share(range(size)))
     assert [item for _, share in shares for item in share] == list(range(size))
     assert all(not len(share) or share[0] == start for start, share in shares)
@@ -293,124 +151,6 @@ def test_a_thread_that_samples_on_the_actors_devices_is_refused_in_several_proce
     assert all(value is True for value in found.values())
 
 
-def test_what_a_thread_exchanges_needs_no_device_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text longer than one piece; a process that fails meanwhile ends the wait."""
-    shared = {"covey/exchange/x/0/1/0": "1 " + base64.b64encode(wire.pack([2.5])).decode()}
-
-    class Fake:
-        def set(self, key: str, value: str) -> None:
-            assert len(value) <= store.PIECE + 10
-            shared[key] = value
-
-        def wait(self, key: str, seconds: float) -> str | None:
-            return shared.get(key)
-
-        def delete(self, key: str) -> None:
-            raise AssertionError(key)
-
-    monkeypatch.setattr(store, "CoordinationStore", Fake)
-    monkeypatch.setattr(store, "PIECE", 20)
-    monkeypatch.setattr(store, "_exchanges", Counter())
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert distributed.all_of_from_a_thread([list(range(30))], "x") == [list(range(30)), 2.5]
-    monkeypatch.setattr(liveness, "_watch", SimpleNamespace(verdict="process 1 has failed: it broke"))
-    with pytest.raises(liveness.PeerLostError, match="it broke"):
-        distributed.all_of_from_a_thread([1], "y")
-
-
-class Shelf:
-    """What the processes share, in memory."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.texts[key] = value
-
-    def under(self, folder: str) -> dict[str, str]:
-        return {key.removeprefix(folder + "/"): text for key, text in self.texts.items() if key.startswith(folder)}
-
-
-def test_a_verdict_says_whether_a_process_is_lost_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has failed takes part in the shutdown; one that is lost does not, so nobody waits for it."""
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    for lost in (False, True):
-        shelf = Shelf()
-        first, last = (liveness.Watch(shelf, number, 3) for number in (1, 2))  # type: ignore[arg-type]
-        shelf.set(f"{liveness.WATCH}/beats/0", '{"doing": "update", "pid": "7", "host": "here"}')
-        first._note(shelf.under(liveness.WATCH))
-        if lost:
-            first._lose(0)
-        else:
-            first.failed("it broke")
-        until = time.monotonic() + 10
-        while len(shelf.texts) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        last._note(shelf.under(liveness.WATCH))
-        assert (last.verdict, last.lost) == (first.verdict, lost)
-        monkeypatch.setattr(liveness, "_watch", last)
-        monkeypatch.setattr(jax, "process_index", lambda: 2)
-        liveness.leave(69)
-    assert "process 0 of 3 has given no sign for" in last.verdict
-    assert ended == [69]
-
-
-def test_a_process_that_knows_of_a_verdict_writes_no_other() -> None:
-    """All processes name the same one, even if two see two of them silent at a time."""
-    shelf = Shelf()
-    watch = liveness.Watch(shelf, 1, 3)  # type: ignore[arg-type]
-    watch._note({liveness.LOST: "process 0 is lost"})
-    for kind in (liveness.LOST, liveness.FAILED):
-        watch._publish(kind, "process 2").join(10)
-    assert shelf.texts == {f"{liveness.WATCH}/{liveness.LOST}": "process 0 is lost"}
-
-
-def test_process_0_leaves_once_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = liveness.Watch(Shelf(), 0, 3, every=0.01)  # type: ignore[arg-type]
-    beats = iter("abcde")
-
-    def beat(seconds: float) -> None:
-        watch._beats[1].text = next(beats, "e")
-
-    monkeypatch.setattr(time, "sleep", beat)
-    watch.wait_for_the_others()
-    assert next(beats, None) is None  # it has waited for all of them, and not for ever
-
-
-def test_process_0_prints_a_verdict_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: it has told of the error and waits for the others, and its watch ends it with the same words."""
-    monkeypatch.setattr(liveness, "END_SECONDS", 0.02)
-    for leaves, told in ((False, ["process 1 is lost"]), (True, [])):
-        ended: list[str] = []
-        watch = liveness.Watch(Shelf(), 0, 3, every=0.01, end=ended.append)  # type: ignore[arg-type]
-        watch._take(liveness.LOST, "process 1 is lost")
-        if leaves:
-            watch.wait_for_the_others()
-        watch._judge()
-        assert ended == told
-
-
-def test_a_broken_exchange_names_the_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: a closed connection says that another process is gone, and not which."""
-
-    def breaks() -> None:
-        raise ValueError("Connection closed by peer")
-
-    for blamed, told in (("process 2 of 4 has given no sign for 6 s", "process 2 of 4"), ("", "Connection closed")):
-        monkeypatch.setattr(liveness, "_watch", SimpleNamespace(blame=lambda blamed=blamed: blamed))
-        with pytest.raises(PeerError, match=told):
-            distributed._exchange(breaks)
-
-
-def test_one_process_is_given_back_what_it_gave() -> None:
-    value = object()
-    assert distributed.gathered(value, "x")[0] is value
-    assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
-    with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
-        assert not jax.distributed.is_initialized()
-
-
 def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
     code = """
     import jax
@@ -425,22 +165,12 @@ def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
         return "/jax/compilation_cache/cache_hits" in found
 
     read = [reads(), reads()]
-    distributed.read_no_programs()
+    distributed.disable_compilation_cache()
     read += [reads(), reads()]  # JAX looks for a program compiled before under another key than after
     assert read == [False, True, False, False], read
     """
     limits = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | limits, check=True)
-
-
-def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
-    a = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
-    tree = {"a": a, "b": jnp.ones(3, jnp.bfloat16), "c": jnp.arange(2), "d": jnp.array([True, False])}
-    one = distributed.fingerprint(tree)
-    sharded = jax.device_put(a, NamedSharding(make_mesh((4, 1)), PartitionSpec("fsdp")))
-    assert distributed.fingerprint(tree | {"a": sharded}) == one
-    for name, value in {"a": jnp.nextafter(a[-1], jnp.inf), "b": 1.0078125, "c": 2, "d": True}.items():
-        assert distributed.fingerprint(tree | {name: tree[name].at[-1].set(value)}) != one
 
 
 @pytest.mark.parametrize(
@@ -453,6 +183,7 @@ def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
         ({ADDRESS: "here:1", COUNT: "2", NUMBER: "2"}, "from 0 to 1"),
         ({MODE: "automatic"}, "did you mean 'auto'?"),
         ({SILENT: "1"}, "seconds, from 5 up"),
+        ({PORT: "any"}, "a port"),
         ({MODE: "auto"}, "did not come together"),
         ({ADDRESS: "192.0.2.1:1234", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1234"),
         ({ADDRESS: "127.0.0.1:1234", BIND: "192.0.2.1:1", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1"),
@@ -463,6 +194,12 @@ def test_a_contradictory_environment_is_refused(environment: dict[str, str], tol
     with pytest.raises(CoveyError) as error, distributed.start(environment):
         pass
     assert told_ in str(error.value)
+
+
+def test_one_process_joins_nothing() -> None:
+    with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
+        assert not jax.distributed.is_initialized()
+    assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
 
 
 def test_the_command_reads_the_environment(

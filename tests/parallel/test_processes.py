@@ -54,7 +54,7 @@ from covey.errors import STOPPED
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
-from covey.parallel import distributed, flatten, make_mesh, reshard
+from covey.parallel import distributed, flatten, make_mesh, order, reshard
 from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
@@ -239,7 +239,7 @@ def role_meshes(model: str) -> dict[str, Any]:
     cluster.trainer.programs.accumulate = seen  # type: ignore[method-assign]
     found = trained_by(learner, PromptLoader(prompts, 4, seed=1))
     refused: list[str] = []
-    thread = threading.Thread(target=lambda: refused.append(refusal(lambda: distributed.gathered(0, "thread"))))
+    thread = threading.Thread(target=lambda: refused.append(refusal(lambda: order.phase("thread", 0).__enter__())))
     thread.start()
     thread.join()
     assert waited == [True] * 4, waited

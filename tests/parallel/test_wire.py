@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
-from covey.parallel.wire import pack, unpack
+from covey.parallel.wire import deserialize, serialize
 from covey.rl.experience import RolloutBatch
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
@@ -45,7 +45,7 @@ def same(one: Any, other: Any) -> None:
 
 @given(VALUES)
 def test_plain_values_come_back(value: Any) -> None:
-    assert unpack(pack(value)) == value
+    assert deserialize(serialize(value)) == value
 
 
 def test_what_processes_send_each_other_comes_back() -> None:
@@ -54,16 +54,16 @@ def test_what_processes_send_each_other_comes_back() -> None:
     done = Completion(np.array([3, 4], np.int32), logps, logps, FinishReason.STOP, text="\x1b é", mask=None)
     group = Group([{"role": "user", "content": "hi"}], np.array([1], np.int32), (done,), {"answer": ["4", None]})
     rollout = RolloutBatch([group], [0], SamplerStats(tokens=2), seconds={"rollout": 0.25})
-    back = unpack(pack((rollout, Path("runs/x"))))[0]
+    back = deserialize(serialize((rollout, Path("runs/x"))))[0]
     assert isinstance(back, RolloutBatch)
-    assert (back.stats, back.kept, back.seconds) == (rollout.stats, [0], {"rollout": 0.25})
+    assert (back.stats, back.indices, back.seconds) == (rollout.stats, [0], {"rollout": 0.25})
     found = back.groups[0].completions[0]
     assert (found.text, found.finish, found.mask) == (done.text, FinishReason.STOP, None)
     same(found.logps, logps)
     assert (back.groups[0].columns, back.groups[0].prompt) == (group.columns, group.prompt)
     arrays = {"a": Mean(np.float32(1.5), np.zeros((0, 3), bool)), "b": (np.int64(3), np.array(2.0), [np.nan])}
-    same(unpack(pack(arrays)), arrays)
-    same(unpack(pack(jnp.arange(3))), np.arange(3, dtype=np.int32))
+    same(deserialize(serialize(arrays)), arrays)
+    same(deserialize(serialize(jnp.arange(3))), np.arange(3, dtype=np.int32))
 
 
 class Foreign(StrEnum):
@@ -73,7 +73,7 @@ class Foreign(StrEnum):
 @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 1, Foreign.ONE, np.array([object()])])
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(CoveyError, match="cannot go to another process"):
-        pack({"column": value})
+        serialize({"column": value})
 
 
 def test_nothing_that_arrives_runs(tmp_path: Path) -> None:
@@ -86,13 +86,13 @@ def test_nothing_that_arrives_runs(tmp_path: Path) -> None:
     for name in ("os:mkdir", "covey.errors:nearest", "covey.cli:main", "covey.nowhere:X", "builtins:eval"):
         text = f'{{"class": ["{name}", []]}}'.encode()
         with pytest.raises(CoveyError, match="another process sent"):
-            unpack(len(text).to_bytes(8, "little") + text)
+            deserialize(len(text).to_bytes(8, "little") + text)
     array = np.empty(1, object)
     array[0] = Evil()
     text, file = b'{"array": null}', io.BytesIO()
     np.lib.format.write_array(file, array, allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle"):
-        unpack(len(text).to_bytes(8, "little") + text + file.getvalue())
+        deserialize(len(text).to_bytes(8, "little") + text + file.getvalue())
     assert not (tmp_path / "hit").exists()
     np.load(io.BytesIO(file.getvalue()), allow_pickle=True)
     assert (tmp_path / "hit").exists()  # it would have

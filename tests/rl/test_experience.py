@@ -10,7 +10,7 @@ import pytest
 
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
-from covey.parallel import distributed
+from covey.parallel import channel
 from covey.rewards import RewardRunner
 from covey.rl.experience import PromptBatch, gather_step_stats, tokens_in_loss
 from covey.rl.grpo import GRPOLearner
@@ -146,7 +146,7 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
     other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, 2, {"reward": 9.0}
-    monkeypatch.setattr(distributed, "gathered", lambda mine, about: [mine, other])
+    monkeypatch.setattr(channel, "all_gather", lambda mine, about: [mine, other])
     stats = gather_step_stats(replace(learner.stats, clock=Clock({"reward": 1.0, "update": 2.0})))
     assert stats.rollout.failed == {"in_order": 4, "another": 0}
     assert stats.rollout.dropped == 2

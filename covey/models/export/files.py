@@ -23,8 +23,8 @@ from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merge_kernel, projections
+from covey.parallel.channel import broadcast, together
 from covey.parallel.reshard import flatten
-from covey.parallel.store import exchange, together
 
 
 class Difference(NamedTuple):
@@ -59,7 +59,7 @@ def new_folder(out: Path, card: str) -> Iterator[Path]:
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
     """
-    draft = out.with_name(f".{out.name}.{exchange(secrets.token_hex(4), 'export/name')[0]}")
+    draft = out.with_name(f".{out.name}.{broadcast(secrets.token_hex(4), 'export/name')}")
     first = jax.process_index() == 0
     try:
         with together("export/folder"):

@@ -16,8 +16,8 @@ from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
+from covey.parallel.channel import together
 from covey.parallel.reshard import to_host
-from covey.parallel.store import together
 
 Parts = list[Linear]
 """The projections that are one module in Hugging Face's model: one, or Phi-3's three of q, k and v."""

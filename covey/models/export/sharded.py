@@ -24,7 +24,7 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export.files import export_arrays, parameter_arrays
-from covey.parallel.store import together
+from covey.parallel.channel import together
 
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Names of the types in a header."""

@@ -1,0 +1,560 @@
+"""One control channel between the processes of a run: values of the host, beats, and the verdict on a lost process.
+
+Each process has a TCP connection to process 0, which listens at a port that it publishes in the key-value store of
+JAX's coordination service, together with a token that must come first on a connection. No device program is involved,
+so the channel may be used from any thread, also while a program over several processes runs:
+
+    values = channel.all_gather(value, "what it is")      # by process index, on every process
+
+Exchanges of the thread that has opened the channel come in one order, and processes at different places are told so.
+Other threads exchange beside it; there `about` tells the exchanges apart.
+
+A process that fails says so itself; the connection of one that is killed closes; and one that is stopped sends nothing
+any more, not even the beat that each sends every second. Process 0 sends the verdict on the first of these to all, so
+that all name the same process. From then on every exchange raises a `PeerLostError`. A process that has not ended by
+itself within `END_SECONDS`, because it waits in a device program, is ended with the exit code `PEER_LOST`. JAX's own
+heartbeat would notice a stopped process late, and abort the others without a name.
+
+With one process there is no channel, and every function here returns its input.
+"""
+
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain, count
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax._src import distributed as runtime  # the only way to the key-value store at jax 0.10
+
+from covey.config.processes import BIND, PEER_LOST, PORT
+from covey.display import printable
+from covey.errors import CoveyError, Stopped
+from covey.parallel.wire import deserialize, serialize
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONNECT_SECONDS = 60.0
+"""Seconds that the processes have to connect, once all have joined JAX's coordination service."""
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 18.0
+"""Seconds without a sign after which a process is taken to be stopped; `COVEY_SILENT_SECONDS` sets others."""
+REPORT_SECONDS = 60.0
+"""Seconds that a process waits for the others before it says so."""
+BLAME_SECONDS = 6.0
+"""Seconds that a process whose device program has failed waits for a verdict."""
+END_SECONDS = 5.0
+"""Seconds that a process has to end by itself behind a verdict."""
+HELLO, BEAT, VALUES, VERDICT, LEAVES = "hello", "beat", "values", "verdict", "leaves"
+
+
+class PeerLostError(CoveyError):
+    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
+
+    Attributes:
+        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+    """
+
+    exit_code = PEER_LOST
+    stopped: Stopped | None = None
+
+
+class Verdict(NamedTuple):
+    """What keeps a run from going on: a text that names the process; whether that process is lost, so that it does not
+    take part in the shutdown; and the signal that has stopped it, if one has.
+    """
+
+    text: str
+    lost: bool = False
+    signal: str = ""
+
+    def error(self) -> PeerLostError:
+        """Return the error that the other processes raise."""
+        error = PeerLostError(self.text, fix="its own output, or the system's log, says why")
+        error.stopped = Stopped(self.signal) if self.signal else None
+        return error
+
+
+def verdict_on(error: BaseException, index: int) -> Verdict:
+    """Return what process `index`, which ends by `error`, tells the others."""
+    if isinstance(error, KeyboardInterrupt):
+        name = error.signal if isinstance(error, Stopped) else "SIGINT"
+        return Verdict(f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}", signal=name)
+    return Verdict(f"process {index} has failed: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
+
+
+class Message(NamedTuple):
+    """What is sent at once: its kind, the exchange that it belongs to, its content, and what the sender is doing."""
+
+    kind: str
+    key: str = ""
+    parts: Sequence[bytes] = ()
+    doing: str = "start"
+
+
+class Peer:
+    """Connection to another process. One thread receives, another one sends, and a beat when it has nothing to send; so
+    a value of any size delays no beat of another process, and its own pieces are signs of life.
+
+    Attributes:
+        number: index of the process.
+        place: its process id and host.
+        doing: what it did last.
+        silent: seconds without a sign of it, as far as this process was running.
+        is_open: whether it may still send something.
+    """
+
+    def __init__(self, connection: socket.socket, number: int = 0):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number, self.place, self.doing = number, "", "start"
+        self.silent, self.is_open = 0.0, True
+        self.connection, self._outgoing = connection, SimpleQueue[Message]()
+        self._threads: Sequence[threading.Thread] = ()
+
+    def start(self, channel: "Channel", token: bytes = b"") -> None:
+        """Start the two threads, which hand over to `channel` what arrives behind `token`."""
+        work = partial(self._receive_all, channel, token), partial(self._send_all, channel)
+        self._threads = [threading.Thread(target=each, name="channel", daemon=True) for each in work]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send `message`, without waiting for it."""
+        self._outgoing.put(message)
+
+    def close(self) -> None:
+        """Wait a moment until both sides have said that they leave; close the connection."""
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+    def write(self, message: Message) -> None:
+        """Write `message` to the connection: 4 bytes, the length of a JSON list, that list, and the parts."""
+        sizes = [len(part) for part in message.parts]
+        head = json.dumps([message.kind, message.key, message.doing, sizes]).encode()
+        for data in (len(head).to_bytes(4, "big") + head, *message.parts):
+            self.connection.sendall(data)
+
+    def read(self) -> Message:
+        """Read the next message.
+
+        Raises:
+            EOFError: the connection has closed.
+        """
+        kind, key, self.doing, sizes = json.loads(self.read_bytes(int.from_bytes(self.read_bytes(4), "big")))
+        return Message(kind, key, [self.read_bytes(size) for size in sizes])
+
+    def read_bytes(self, size: int) -> bytes:
+        """Read so many bytes; each piece that arrives is a sign of life."""
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            if not (received := self.connection.recv_into(rest)):
+                raise EOFError
+            self.silent, rest = 0.0, rest[received:]
+        return bytes(data)
+
+    def _receive_all(self, channel: "Channel", token: bytes) -> None:
+        try:
+            if not hmac.compare_digest(self.read_bytes(len(token)), token):
+                raise EOFError
+            while self.is_open:
+                channel.receive(self, self.read())
+        except (OSError, EOFError):
+            channel.lose(self, "is gone")
+
+    def _send_all(self, channel: "Channel") -> None:
+        message = Message(BEAT)
+        with suppress(OSError):  # the thread that receives tells it
+            while message.kind != LEAVES:
+                try:
+                    message = self._outgoing.get(timeout=BEAT_SECONDS)
+                except Empty:
+                    message = Message(BEAT)
+                self.write(message._replace(doing=channel.doing))
+
+
+def end_process(verdict: str) -> None:
+    """Print the verdict and end this process at once: its main thread may wait in a device program for ever."""
+    print(printable(f"covey: {verdict}; this process ends too"), file=sys.stderr, flush=True)
+    os._exit(PEER_LOST)
+
+
+class Channel:
+    """The channel as one process sees it. An error in the body of the `with` statement is told to the other processes;
+    without one, the body ends when those of all processes have.
+
+    Args:
+        index: index of this process.
+        count: number of processes.
+        silent: seconds without a sign after which a process is taken to be stopped.
+        end: ends this process because of a verdict.
+
+    Attributes:
+        doing: phase that this process is in; the others show it when it is lost.
+        verdict: verdict on the process that is lost or has failed; None as long as there is none.
+        thread: the thread that has opened the channel.
+    """
+
+    def __init__(
+        self, index: int, count: int, silent: float = SILENT_SECONDS, end: Callable[[str], None] = end_process
+    ):
+        self.index, self.count, self._silent, self._end = index, count, silent, end
+        self.doing, self.thread = "start", threading.current_thread()
+        self.verdict: Verdict | None = None
+        self._peers: dict[int, Peer] = {}
+        self._values: dict[str, dict[int, bytes]] = defaultdict(dict)
+        self._numbers: Counter[str] = Counter()
+        self._changed, self._leaves = threading.Condition(), threading.Event()
+
+    def __enter__(self) -> "Channel":
+        threading.Thread(target=self._watch, name="liveness", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.all_gather(None, "the end")
+            self.close()
+        elif not isinstance(error, PeerLostError):
+            self._fail(error)
+
+    def accept(self, server: socket.socket, token: bytes) -> None:
+        """Wait until all others have connected to `server`, for process 0; then close it.
+
+        Raises:
+            CoveyError: some do not connect in time.
+        """
+        until = time.monotonic() + CONNECT_SECONDS
+        with server:
+            server.settimeout(0.05)
+            while missing := set(range(1, self.count)) - self._peers.keys():
+                if time.monotonic() > until:
+                    raise _not_connected(f"process {min(missing)} has not connected to process 0")
+                with suppress(TimeoutError):
+                    Peer(server.accept()[0]).start(self, token)
+
+    def connect(self, host: str, port: int, token: bytes) -> None:
+        """Connect to process 0.
+
+        Raises:
+            CoveyError: it does not answer.
+        """
+        try:
+            connection = socket.create_connection((host, port), CONNECT_SECONDS)
+            connection.settimeout(None)
+            connection.sendall(token)
+        except OSError as error:
+            raise _not_connected(f"process 0 cannot be reached at {host}:{port}: {error}") from error
+        peer = Peer(connection)
+        peer.start(self)
+        self._greet(peer)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._peers, CONNECT_SECONDS):
+                raise _not_connected(f"process 0 does not answer at {host}:{port}")
+
+    def _greet(self, peer: Peer) -> None:
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        peer.send(Message(HELLO, str(self.index), [place.encode()]))
+
+    def all_gather(self, value: T, about: str) -> list[T]:
+        """Return the `value` of every process, by process index. All must call it, with the same `about`.
+
+        Raises:
+            PeerLostError: a process is stopped, gone or has failed, or is at another place.
+        """
+        thread = "" if threading.current_thread() is self.thread else about
+        with self._changed:
+            self._numbers[thread] += 1
+            key = f"{thread}/{self._numbers[thread]}"
+        everyone = [deserialize(data) for data in self._exchange(key, about, serialize([about, value]))]
+        for number, (place, _) in enumerate(everyone):
+            if place != about:
+                raise PeerLostError(
+                    f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
+                    want="the same program, settings and data in all of them",
+                )
+        return [theirs for _, theirs in everyone]
+
+    def find_lost_peer(self, seconds: float = BLAME_SECONDS) -> Verdict | None:
+        """Wait for the verdict; None if there is none after `seconds`.
+
+        For a process whose device program has failed: a closed connection says that a process is gone, not which.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.verdict, seconds)
+        return self.verdict
+
+    def wait_for_peers(self) -> None:
+        """Wait until no other process has its connection open, or as long as they have to end by themselves. The end
+        of this process, which has printed the verdict, is then left to the caller.
+        """
+        self._leaves.set()
+        with self._changed:
+            self._changed.wait_for(lambda: not any(peer.is_open for peer in self._peers.values()), END_SECONDS)
+
+    def close(self) -> None:
+        """Tell the others that this process leaves as it should; close the connections."""
+        self._leaves.set()
+        for peer in self._peers.values():
+            peer.send(Message(LEAVES))
+        for peer in self._peers.values():
+            peer.close()
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Take a message of another process."""
+        if message.kind == VALUES:
+            numbers = range(self.count) if self.index else [peer.number]
+            self._add(message.key, dict(zip(numbers, message.parts, strict=True)))
+        elif message.kind == VERDICT:
+            self._decide(Verdict(*json.loads(message.parts[0])))
+        elif message.kind == HELLO:
+            peer.number, peer.place = int(message.key), message.parts[0].decode()
+            with self._changed:
+                self._peers[peer.number] = peer
+                self._changed.notify_all()
+            if self.index == 0:
+                self._greet(peer)
+        elif message.kind == LEAVES:
+            peer.is_open = False
+
+    def lose(self, peer: Peer, what: str) -> None:
+        """Take a process to be lost that has not left; close the connection of a stranger."""
+        if not peer.place:
+            peer.connection.close()
+        elif peer.is_open:
+            last = f"(last: {peer.doing}; {peer.place})"
+            self._decide(Verdict(f"process {peer.number} of {self.count} {what} {last}", lost=True))
+        with self._changed:
+            peer.is_open = False
+            self._changed.notify_all()
+
+    def _exchange(self, key: str, about: str, data: bytes) -> list[bytes]:
+        """Return the data of all processes for the exchange `key`."""
+
+        def is_over() -> bool:
+            return self.verdict is not None or len(self._values[key]) == self.count
+
+        self._add(key, {self.index: data})
+        if self.index:
+            self._peers[0].send(Message(VALUES, key, [data]))
+        with self._changed:
+            if not self._changed.wait_for(is_over, REPORT_SECONDS):
+                missing = sorted(set(range(self.count)) - self._values[key].keys())
+                late = "the other processes" if self.index else f"processes {missing}"
+                log.warning(f"waiting for {late} at {about!r} since {REPORT_SECONDS:.0f} s")
+                self._changed.wait_for(is_over)
+            values = self._values.pop(key)
+        if len(values) < self.count and self.verdict is not None:
+            raise self.verdict.error()
+        return [values[number] for number in range(self.count)]
+
+    def _add(self, key: str, values: Mapping[int, bytes]) -> None:
+        """Add values of an exchange; process 0 sends them to all others once it has those of all."""
+        with self._changed:
+            known = self._values[key]
+            known |= {number: data for number, data in values.items() if number not in known}
+            if self.index == 0 and len(known) == self.count:
+                for peer in self._peers.values():
+                    parts = [b"" if number == peer.number else known[number] for number in range(self.count)]
+                    peer.send(Message(VALUES, key, parts))
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this process has failed. If they are told of no other one, this process ends with its
+        own exit code, and takes part in JAX's shutdown.
+        """
+        verdict = verdict_on(error, self.index)
+        if self.index == 0:
+            self._decide(verdict)
+        for peer in self._peers.values() if self.index else ():
+            peer.send(_verdict_message(verdict))
+        if self.find_lost_peer(2 * BEAT_SECONDS) in (None, verdict):  # process 0 sends it back
+            self._leaves.set()
+
+    def _decide(self, verdict: Verdict) -> None:
+        """Let `verdict` be the one of all processes, if none is known."""
+        with self._changed:
+            if self.verdict is None:
+                self.verdict = verdict
+                for peer in self._peers.values() if self.index == 0 else ():
+                    peer.send(_verdict_message(verdict))
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """Look for processes that give no sign; end this process if it has not ended behind a verdict."""
+        # Seconds are counted in steps of the loop: a process that was halted itself must not blame the others for it.
+        before = time.monotonic()
+        while self.verdict is None and not self._leaves.wait(BEAT_SECONDS / 2):
+            now = time.monotonic()
+            for peer in list(self._peers.values()):
+                peer.silent += min(now - before, BEAT_SECONDS)
+                if peer.silent > self._silent:
+                    self.lose(peer, f"has given no sign for {peer.silent:.0f} s")
+            before = now
+        if self.verdict is not None and not self.verdict.signal and not self._leaves.wait(self._seconds_to_end()):
+            self._end(self.verdict.text)
+
+    def _seconds_to_end(self) -> float:
+        """Return the seconds that this process has to end by itself: process 0 some more, because JAX aborts the others
+        without it; the others none if it is gone.
+        """
+        if self.index == 0:
+            return END_SECONDS + 2 * BEAT_SECONDS
+        return END_SECONDS if self._peers[0].is_open else 0.0
+
+
+def _verdict_message(verdict: Verdict) -> Message:
+    return Message(VERDICT, parts=[json.dumps(verdict).encode()])
+
+
+def _not_connected(what: str) -> CoveyError:
+    fix = f"let the machines reach each other; where single ports are open, {PORT} names one for process 0"
+    return CoveyError(what, want="one connection of each process to process 0", fix=fix, where="channel")
+
+
+def listen(place: str) -> socket.socket:
+    """Return a socket that listens at `place`, host:port: on every interface without a host, at a free port for 0.
+
+    Raises:
+        CoveyError: the address cannot be bound.
+    """
+    host, _, port = place.rpartition(":")
+    host = host.strip("[]") or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        every = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, dualstack_ipv6=every)
+    except OSError as error:
+        raise CoveyError(
+            f"process 0 cannot listen at {place}: {error.strerror or error}",
+            want="an address of this machine and a free port",
+            fix=f"where the others reach it under another address, {BIND}=[::]:port listens on every interface",
+            where="environment",
+        ) from error
+
+
+_channel: Channel | None = None
+_opened = count()
+
+
+def current() -> Channel | None:
+    """Return the channel of this process; None with one process.
+
+    Raises:
+        CoveyError: there are several processes, and no channel between them.
+    """
+    if _channel is None and jax.process_count() > 1:
+        raise CoveyError("the processes have no channel", fix="run the program in `with distributed.start():`")
+    return _channel
+
+
+@contextmanager
+def opened(host: str, port: int, silent: float) -> Iterator[None]:
+    """Open the channel between all processes for the body of the `with` statement, unless it is open already.
+
+    Behind an error it stays open: the process may wait for the others at its end.
+
+    Args:
+        host: host that process 0 listens at; every interface if empty.
+        port: port that process 0 listens at; a free one if 0.
+        silent: seconds without a sign after which a process is taken to be stopped.
+
+    Raises:
+        CoveyError: the processes do not reach each other.
+    """
+    global _channel
+    if _channel is not None:
+        yield
+        return
+    with Channel(jax.process_index(), jax.process_count(), silent) as _channel:
+        _connect(_channel, f"{host}:{port}")
+        yield
+    _channel = None
+
+
+def _connect(channel: Channel, place: str) -> None:
+    """Connect to the host of JAX's coordinator, at a port that process 0 publishes there."""
+    state: Any = runtime.global_state
+    key = f"covey/channel/{next(_opened)}"
+    if channel.index == 0:
+        server, token = listen(place), secrets.token_hex(16)
+        state.client.key_value_set(key, f"{server.getsockname()[1]} {token}")
+        channel.accept(server, token.encode())
+        return
+    try:
+        port, token = state.client.blocking_key_value_get(key, int(1000 * CONNECT_SECONDS)).split()
+    except jax.errors.JaxRuntimeError as error:
+        raise _not_connected("process 0 has published no address") from error
+    channel.connect(state.coordinator_address.rpartition(":")[0].strip("[]"), int(port), token.encode())
+
+
+def all_gather(value: T, about: str) -> list[T]:
+    """Return the `value` of every process, by process index; arguments and errors as for `Channel.all_gather`."""
+    channel = current()
+    return [value] if channel is None else channel.all_gather(value, about)
+
+
+def gather_items(items: Sequence[T], about: str) -> list[T]:
+    """Return the `items` of all processes, by process index."""
+    return list(chain.from_iterable(all_gather(list(items), about)))
+
+
+def broadcast(value: T, about: str) -> T:
+    """Return the `value` of process 0 to all processes."""
+    return all_gather(value, about)[0]
+
+
+@contextmanager
+def together(about: str, several: bool = True) -> Iterator[None]:
+    """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
+
+    Args:
+        about: name of this place, the same in all processes.
+        several: whether the other processes come here too; if not, nothing is waited for.
+
+    Raises:
+        CoveyError: the body has raised an error in another process.
+    """
+    if not several:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        all_gather(_reason(error), about)
+        raise
+    for number, failure in enumerate(all_gather("", about)):
+        if failure:
+            raise CoveyError(f"process {number} has failed at this: {failure}")
+
+
+def leave(code: int) -> None:
+    """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one. Process 0
+    lets the others end first, because JAX aborts them without it.
+    """
+    if _channel is None or _channel.verdict is None or not _channel.verdict.lost:
+        return
+    if _channel.index == 0:
+        _channel.wait_for_peers()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,265 @@
+"""What processes tell each other over the channel, and whom they name when one fails, ends or falls silent."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from covey.errors import CoveyError, RewardError, Stopped
+from covey.parallel import channel, order
+from covey.parallel.channel import Channel, PeerLostError
+
+Threads = Callable[[int, Callable[[int], Any]], list[Any]]
+TOKEN = b"0123456789abcdef"
+
+
+def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
+    values = [{"text": "ä" * 1000}, None, [1.5, float("inf")]]
+    assert threads(3, lambda i: channel.all_gather(values[i], "x")) == [values] * 3
+    assert threads(3, lambda i: channel.gather_items("ab" * i, "x")) == [list("ababab")] * 3
+    assert threads(3, lambda i: channel.broadcast(i, "x")) == [0, 0, 0]
+    for large in threads(2, lambda i: channel.all_gather(np.full(16 << 20, i, np.int8), "large")):
+        assert [(each.size, int(each.sum())) for each in large] == [(16 << 20, 0), (16 << 20, 16 << 20)]
+
+
+def test_exchanges_of_another_thread_come_beside_those_of_the_first(threads: Any) -> None:
+    """In each process they come in another order."""
+
+    def work(index: int) -> list[Any]:
+        own, results = threads.own.channel, dict[str, Any]()
+
+        def produce() -> None:
+            results["thread"] = [own.all_gather((index, n), "groups") for n in range(50)]
+
+        thread = threading.Thread(target=produce)
+        thread.start()
+        if index == 1:
+            thread.join(0.05)
+        results["first"] = [own.all_gather((n, index), "step") for n in range(50)]
+        thread.join()
+        return [results["first"], results["thread"]]
+
+    wanted = [[[(n, 0), (n, 1)] for n in range(50)], [[(0, n), (1, n)] for n in range(50)]]
+    assert threads(2, work) == [wanted, wanted]
+
+
+def test_one_that_fails_ends_all(threads: Threads) -> None:
+    """The trap: the others wait in an exchange for one that has gone, and it waits at its end for them."""
+
+    def work(index: int) -> None:
+        channel.all_gather(index, "before")
+        if index == 1:
+            raise RewardError("the reward broke", where="my.py")
+        channel.all_gather(index, "after")
+
+    first, second, third = threads(3, work)
+    assert isinstance(second, RewardError)
+    for other in (first, third):
+        assert isinstance(other, PeerLostError)
+        assert "process 1 has failed: my.py: the reward broke" in str(other)
+
+
+def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
+    first, second = threads(2, lambda index: 1 / index)
+    assert isinstance(first, ZeroDivisionError)
+    assert "process 0 has failed: ZeroDivisionError" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("stop", "told", "name"),
+    [
+        (Stopped("SIGTERM"), "SIGTERM", "SIGTERM"),
+        (Stopped("SIGINT", step=3), "SIGINT", "SIGINT"),
+        (KeyboardInterrupt(), "Ctrl-C", "SIGINT"),
+    ],
+)
+def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str, name: str) -> None:
+    """The others leave with the code of that signal, not with that of a mistake."""
+
+    def work(index: int) -> None:
+        if index == 0:
+            raise stop
+        channel.all_gather(index, "step")
+
+    _, second = threads(2, work)
+    assert f"process 0 has failed: it was stopped by {told}" in str(second)
+    assert isinstance(second, PeerLostError)
+    assert second.stopped is not None
+    assert (second.stopped.signal, second.stopped.step) == (name, None)
+
+
+def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
+    """The trap: one evaluates while the other trains, and each takes the other's numbers for what it waits for."""
+    for index, error in enumerate(threads(2, lambda index: channel.all_gather(index, f"place {index}"))):
+        assert isinstance(error, PeerLostError)
+        assert f"come apart: this one is at 'place {index}', process {1 - index} at 'place {1 - index}'" in str(error)
+
+
+def test_a_failure_in_one_process_is_one_in_all(threads: Threads) -> None:
+    def work(index: int) -> None:
+        with channel.together("here"):
+            if index == 1:
+                raise OSError("disk full")
+
+    first, second = threads(2, work)
+    assert isinstance(second, OSError)
+    assert isinstance(first, CoveyError)
+    assert "process 1 has failed at this: OSError: disk full" in str(first)
+
+
+def gone(threads: Any, index: int) -> None:
+    """Let a process be gone: nobody has closed its connection in an orderly way."""
+    for peer in threads.own.channel._peers.values():
+        peer.connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_is_gone_is_named_at_once(threads: Any, victim: int) -> None:
+    """Also to one whose device program has failed, which knows of a closed connection and not whose."""
+
+    def work(index: int) -> None:
+        threads.own.channel.doing = f"step {index}"
+        for place in ("before", "and again"):
+            channel.all_gather(index, place)
+        if index == victim:
+            return gone(threads, index)
+        if index == 1:
+            with order.phase("update", 1):
+                pass
+        threads.own.channel.doing = "the device program"
+        try:
+            raise ValueError("Connection closed by peer")
+        except ValueError as error:
+            verdict = threads.own.channel.find_lost_peer()
+            raise verdict.error() from error
+
+    before = time.monotonic()
+    results = threads(3, work)
+    assert time.monotonic() - before < 10
+    for index in {0, 1, 2} - {victim}:
+        assert isinstance(results[index], PeerLostError)
+        told = str(results[index])
+        assert f"process {victim} of 3 is gone (last: step {victim}; process {os.getpid()} on " in told
+
+
+def test_a_failed_device_program_names_the_process_that_is_gone(threads: Any) -> None:
+    def work(index: int) -> None:
+        with order.phase("update", 1):
+            if index == 1:
+                return gone(threads, index)
+            raise ValueError("Connection closed by peer")
+
+    assert "process 1 of 2 is gone (last: 'update' of step 1;" in str(threads(2, work)[0])
+
+
+def test_a_process_that_has_not_ended_behind_a_verdict_is_ended(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits in a device program; none that is about to leave, or that another one's signal will stop."""
+    monkeypatch.setattr(channel, "END_SECONDS", 0.1)
+    monkeypatch.setattr(channel, "BEAT_SECONDS", 0.1)
+
+    def work(index: int, error: BaseException, leaves: bool) -> None:
+        if index == 1:
+            raise error
+        if leaves:
+            threads.own.channel.wait_for_peers()
+        time.sleep(0.6)
+
+    broken, verdict = ValueError("it broke"), "process 1 has failed: ValueError: it broke"
+    for error, leaves, told in ((broken, False, [verdict] * 2), (broken, True, []), (Stopped("SIGTERM"), False, [])):
+        threads.ended.clear()
+        threads(3, partial(work, error=error, leaves=leaves))
+        assert threads.ended == told
+
+
+def test_process_0_leaves_last(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX aborts the others without it. A process that is lost is not waited for, and who has only failed leaves as
+    usual.
+    """
+    left: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "_exit", lambda code: left.append((threads.own.index, code)))
+
+    def work(index: int) -> None:
+        own = threads.own.channel
+        monkeypatch.setattr(channel, "_channel", SimpleNamespace(verdict=None))
+        if index == 1:
+            return gone(threads, index)
+        assert own.find_lost_peer().lost
+        if index == 2:
+            time.sleep(0.3)
+            left.append((2, 0))
+            return gone(threads, index)
+        monkeypatch.setattr(channel, "_channel", own)
+        channel.leave(69)
+
+    threads(3, work)
+    assert left == [(2, 0), (0, 69)]
+
+
+def link(token: bytes, *frames: bytes) -> tuple[Channel, socket.socket]:
+    """Process 0 of two, and the connection of another one that begins with these bytes."""
+    server, hub = socket.create_server(("127.0.0.1", 0)), Channel(0, 2, silent=0.6, end=lambda verdict: None)
+    other = socket.create_connection(server.getsockname())
+    for data in (token, *frames):
+        other.sendall(data)
+    hub.__enter__()
+    try:
+        hub.accept(server, TOKEN)
+    except CoveyError:
+        with other, suppress(ConnectionResetError):
+            while other.recv(1000):
+                pass  # beats, until it is closed
+        raise
+    return hub, other
+
+
+def frame(kind: str, key: str, sizes: list[int]) -> bytes:
+    head = json.dumps([kind, key, "there", sizes]).encode()
+    return len(head).to_bytes(4, "big") + head
+
+
+def test_pieces_of_a_value_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large value on a slow line delays the beats behind it."""
+    monkeypatch.setattr(channel, "BEAT_SECONDS", 0.1)
+    hub, other = link(TOKEN, frame("hello", "1", [5]), b"there")
+    value = channel.serialize(["x", "a" * 1000])
+    with other:
+        other.sendall(frame("values", "/1", [len(value)]))
+        for start in range(0, len(value), 100):
+            time.sleep(0.15)
+            other.sendall(value[start : start + 100])
+        assert hub.all_gather(0, "x") == [0, "a" * 1000]
+        assert hub.verdict is None
+        verdict = hub.find_lost_peer(5)  # and now nothing comes
+        assert verdict is not None
+        assert "process 1 of 2 has given no sign for 1 s (last: there; there)" in verdict.text
+        hub.close()
+
+
+def test_a_stranger_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "CONNECT_SECONDS", 0.5)
+    with pytest.raises(CoveyError, match="process 1 has not connected to process 0"):
+        link(b"another token!!!", frame("hello", "1", [5]), b"there")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(CoveyError, match=f"process 0 cannot be reached at 127.0.0.1:{port}"):
+        Channel(1, 2).connect("127.0.0.1", port, TOKEN)
+
+
+def test_several_processes_need_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = object()
+    assert channel.all_gather(value, "x")[0] is value
+    with channel.together("x"), order.phase("update", 1), order.phase("update", 0):
+        assert channel.current() is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(CoveyError, match="have no channel"):
+        channel.all_gather(value, "x")
