@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from covey.errors import CoveyError
 
 OURS = "covey."
+Convert = Callable[[Any], Any]
 
 
 def serialize(value: Any) -> bytes:
@@ -32,7 +33,7 @@ def serialize(value: Any) -> bytes:
         CoveyError: `value` contains an object of an unsupported type.
     """
     arrays: list[np.ndarray] = []
-    text = json.dumps(_described(value, arrays)).encode()
+    text = json.dumps(_describe(value, arrays)).encode()
     out = io.BytesIO()
     out.write(len(text).to_bytes(8, "little") + text)
     for array in arrays:
@@ -53,39 +54,39 @@ def deserialize(data: bytes) -> Any:
         array: np.ndarray = np.lib.format.read_array(source, allow_pickle=False)
         return array
 
-    return _made(tree, next_array)
+    return _restore(tree, next_array)
 
 
-def _described(value: Any, arrays: list[np.ndarray]) -> Any:
+def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
     """Convert `value` to JSON: plain values and lists as they are, anything else as {kind: content}."""
-    inner = partial(_described, arrays=arrays)
-    if isinstance(value, Enum):
-        return {"enum": [_name(type(value)), inner(value.value)]}
+    inner = partial(_describe, arrays=arrays)
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if type(value) is list:
+        return [inner(item) for item in value]
     if isinstance(value, np.ndarray | np.generic | jax.Array) and not value.dtype.hasobject:
         arrays.append(np.asarray(value))
         return {"scalar" if isinstance(value, np.generic) else "array": None}
-    if type(value) is list:
-        return [inner(part) for part in value]
-    if type(value) is tuple:
-        return {"tuple": [inner(part) for part in value]}
-    if isinstance(value, Mapping):
-        return {"dict": [[inner(key), inner(part)] for key, part in value.items()]}
-    if isinstance(value, Path):
-        return {"path": str(value)}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, tuple):
-        return {"named": [_name(type(value)), [inner(part) for part in value]]}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {"class": [_name(type(value)), [[name, inner(part)] for name, part in fields.items()]]}
+    for kind, (fits, describe, _) in KINDS.items():
+        if fits(value):
+            return {kind: describe(value, inner)}
     raise CoveyError(
         f"{value!r:.80} of type {type(value).__name__} cannot go to another process",
         want="numbers, text, lists, dicts and arrays",
         fix="make columns of such values where all processes can, from text say",
     )
+
+
+def _restore(tree: Any, next_array: Callable[[], np.ndarray]) -> Any:
+    inner = partial(_restore, next_array=next_array)
+    if isinstance(tree, list):
+        return [inner(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind in ("array", "scalar"):
+        return next_array() if kind == "array" else next_array()[()]
+    return KINDS[kind].restore(content, inner)
 
 
 def _name(kind: type) -> str:
@@ -94,36 +95,63 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _made(tree: Any, next_array: Callable[[], np.ndarray]) -> Any:
-    inner = partial(_made, next_array=next_array)
-    if isinstance(tree, list):
-        return [inner(part) for part in tree]
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, content),) = tree.items()
-    return KINDS[kind](content, inner, next_array)
-
-
 def _class(name: str) -> Any:
     module, _, path = name.partition(":")
-    found = getattr(sys.modules.get(module), path, None) if module.startswith(OURS) else None
-    tuples = isinstance(found, type) and issubclass(found, tuple | Enum)
-    if not (tuples or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+    kind = getattr(sys.modules.get(module), path, None) if module.startswith(OURS) else None
+    if not isinstance(kind, type) or not (issubclass(kind, tuple | Enum) or dataclasses.is_dataclass(kind)):
         raise CoveyError(f"another process sent a {name!r}", want="a dataclass of Covey's", fix="one version for all")
-    return found
+    return kind
 
 
-Inner = Callable[[Any], Any]
+def _fields(value: Any, inner: Convert) -> list[Any]:
+    return [[field.name, inner(getattr(value, field.name))] for field in dataclasses.fields(value)]
 
-KINDS: dict[str, Callable[[Any, Inner, Callable[[], np.ndarray]], Any]] = {
-    "tuple": lambda content, inner, array: tuple(inner(part) for part in content),
-    "dict": lambda content, inner, array: {inner(key): inner(part) for key, part in content},
-    "path": lambda content, inner, array: Path(content),
-    "bytes": lambda content, inner, array: base64.b64decode(content),
-    "array": lambda content, inner, array: array(),
-    "scalar": lambda content, inner, array: array()[()],
-    "enum": lambda content, inner, array: _class(content[0])(inner(content[1])),
-    "named": lambda content, inner, array: _class(content[0])(*(inner(part) for part in content[1])),
-    "class": lambda content, inner, array: _class(content[0])(**{name: inner(part) for name, part in content[1]}),
+
+class Kind(NamedTuple):
+    """Values of one kind: which these are, and how they become JSON and are restored from it. The second argument of
+    `describe` and `restore` converts what a value contains.
+    """
+
+    fits: Callable[[Any], bool]
+    describe: Callable[[Any, Convert], Any]
+    restore: Callable[[Any, Convert], Any]
+
+
+KINDS = {
+    "enum": Kind(
+        lambda value: isinstance(value, Enum),
+        lambda value, inner: [_name(type(value)), inner(value.value)],
+        lambda content, inner: _class(content[0])(inner(content[1])),
+    ),
+    "dict": Kind(
+        lambda value: isinstance(value, Mapping),
+        lambda value, inner: [[inner(key), inner(item)] for key, item in value.items()],
+        lambda content, inner: {inner(key): inner(item) for key, item in content},
+    ),
+    "path": Kind(
+        lambda value: isinstance(value, Path),
+        lambda value, inner: str(value),
+        lambda content, inner: Path(content),
+    ),
+    "bytes": Kind(
+        lambda value: isinstance(value, bytes),
+        lambda value, inner: base64.b64encode(value).decode(),
+        lambda content, inner: base64.b64decode(content),
+    ),
+    "tuple": Kind(
+        lambda value: type(value) is tuple,
+        lambda value, inner: [inner(item) for item in value],
+        lambda content, inner: tuple(inner(item) for item in content),
+    ),
+    "named": Kind(
+        lambda value: isinstance(value, tuple),
+        lambda value, inner: [_name(type(value)), [inner(item) for item in value]],
+        lambda content, inner: _class(content[0])(*(inner(item) for item in content[1])),
+    ),
+    "class": Kind(
+        lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
+        lambda value, inner: [_name(type(value)), _fields(value, inner)],
+        lambda content, inner: _class(content[0])(**{name: inner(item) for name, item in content[1]}),
+    ),
 }
-"""Function that restores a value from its content, for each kind."""
+"""Kinds of values that JSON does not have, by name; the first one that fits describes a value."""
