@@ -51,52 +51,43 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
         CoveyError: they are another command, or the command itself would be refused.
     """
     if not words or words[0] not in VERBS:
-        got = f"covey {words[0]}" if words else "nothing"
-        raise CoveyError(f"{got} cannot be launched as several processes", want="covey launch … train NAME_OR_YAML")
-    if words[0] not in TRAINING:
-        return _evaluation(words) if words[0] == "eval" else _export(words)
+        command = f"covey {words[0]}" if words else "nothing"
+        raise CoveyError(f"{command} cannot be launched as several processes", want="covey launch … train NAME_OR_YAML")
     names, pairs = split(words[1:], 1)
-    flags = dict(pairs)
-    if "--resume" not in flags and not names:
-        raise CoveyError("no recipe is given to launch", want=f"covey launch … {words[0]} NAME_OR_YAML")
-    source = flags.get("--resume") or names[0]
-    settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--resume"])
-    return TrainingCommand(tuple(words), _folder(flags.get("--resume") or settings.out), _devices(settings))
+    flags, verb = dict(pairs), words[0]
+    if verb == "export":
+        return TrainingCommand(tuple(words), _export_folder(words, names, pairs))
+    flag, usage = ("--resume", "NAME_OR_YAML") if verb in TRAINING else ("--recipe", "RUN_OR_MODEL [--recipe NAME]")
+    if not names and (verb == "eval" or flag not in flags):
+        missing = "no model is given to evaluate" if verb == "eval" else "no recipe is given to launch"
+        raise CoveyError(missing, want=f"covey launch … {verb} {usage}")
+    changes = [f"{name}={value}" for name, value in pairs if name != flag]
+    settings = recipe.load_any(flags.get(flag) or names[0], changes)
+    if verb == "eval":
+        run: str | None = names[0] if recipe.is_run(names[0]) else "eval"
+    else:
+        run = flags.get("--resume") or settings.out
+    mesh = settings.model.mesh
+    devices = mesh.data * mesh.fsdp * mesh.tp
+    return TrainingCommand(tuple(words), _without_slash(run), devices if devices > 1 else 0)
 
 
-def _folder(name: str | None) -> str | None:
+def _without_slash(folder: str | None) -> str | None:
     """Return the folder without slashes at its end: the launcher makes a folder of logs beside it, whose name begins
     with it.
     """
-    return None if name is None else str(Path(name).expanduser())
+    return None if folder is None else str(Path(folder).expanduser())
 
 
-def _devices(settings: recipe.Recipe | recipe.SFTRecipe) -> int:
-    mesh = settings.model.mesh
-    devices = mesh.data * mesh.fsdp * mesh.tp
-    return devices if devices > 1 else 0
-
-
-def _evaluation(words: Sequence[str]) -> TrainingCommand:
-    names, pairs = split(words[1:], 1)
-    if not names:
-        raise CoveyError("no model is given to evaluate", want="covey launch … eval RUN_OR_MODEL [--recipe NAME]")
-    source = dict(pairs).get("--recipe") or names[0]
-    settings = recipe.load_any(source, [f"{flag}={value}" for flag, value in pairs if flag != "--recipe"])
-    return TrainingCommand(tuple(words), str(Path(names[0])) if recipe.is_run(names[0]) else "eval", _devices(settings))
-
-
-def _export(words: Sequence[str]) -> TrainingCommand:
-    names, pairs = split(words[1:], 1)
+def _export_folder(words: Sequence[str], names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str | None:
     flags = {flag.removeprefix("--"): value for flag, value in pairs}
-    out = flags.get("out")
-    if not names or out is None:
-        what = "no model is given to export" if not names else "no folder is given to export to"
-        raise CoveyError(what, want="covey launch … export RUN_OR_MODEL --out FOLDER")
+    if not names or "out" not in flags:
+        missing = "no model is given to export" if not names else "no folder is given to export to"
+        raise CoveyError(missing, want="covey launch … export RUN_OR_MODEL --out FOLDER")
     if flags.get("format") == "gguf":
         raise CoveyError(
             "a GGUF file is written by one process",
             want="--format hf or peft for several; llama.cpp converts the first to GGUF",
             fix=f"{shlex.join(['covey', *words])}, where one process can hold the model",
         )
-    return TrainingCommand(tuple(words), _folder(out))
+    return _without_slash(flags["out"])
