@@ -110,7 +110,7 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
     Raises:
         CoveyError: no restart could have fewer processes, and `options` ask for some.
     """
-    _refuse_useless_minimum(options, command.devices)
+    _check_minimum(options, command.devices)
     members: Sequence[int] = range(options.processes)
     logs = Path(options.logs or f"{command.run}-logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
     raise AssertionError("unreachable")
 
 
-def _refuse_useless_minimum(options: LocalOptions, devices: int) -> None:
+def _check_minimum(options: LocalOptions, devices: int) -> None:
     if options.min_processes is None or options.fewer(options.processes, devices) is not None:
         return
     of_mesh = f", for a mesh of {devices} devices" if devices else ""

@@ -1,7 +1,7 @@
 """Meshes: the devices of a run as a grid with named axes.
 
 `data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. The devices
-may be those of several processes, equally many of each; `own_part` is the part that belongs to one of them.
+may be those of several processes, equally many of each; `local_mesh` is the part that belongs to one of them.
 """
 
 import math
@@ -19,7 +19,7 @@ from covey.errors import RecipeError, nearest
 
 MESH_AXES = ("data", "fsdp", "tp")
 PROCESS = "process"
-"""Name of the axis over the processes, see `parts_of_processes`."""
+"""Name of the axis over the processes, see `with_process_axis`."""
 
 
 def make_mesh(
@@ -83,7 +83,7 @@ def mesh_from_config(config: MeshConfig, devices: Sequence[jax.Device] | None = 
     count = math.prod(sizes.values())
     if count == 1:
         return default_mesh()
-    return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count, _by_process(devices)))
+    return make_mesh(tuple(sizes.values()), tuple(sizes), _first_devices(count, _devices_by_process(devices)))
 
 
 def rollout_mesh_from_config(
@@ -103,7 +103,7 @@ def rollout_mesh_from_config(
     count = config.size
     if not count:
         return None
-    processes = _by_process(devices)
+    processes = _devices_by_process(devices)
     used = set(processes[0][:1] if actor is None else actor.devices.flat)
     free = [[d for d in own if d not in used] for own in processes]
     each = _equal_share(count, len(processes), "role_to_mesh.rollout")
@@ -118,17 +118,17 @@ def rollout_mesh_from_config(
     sizes = tuple(getattr(config, axis) or 1 for axis in MESH_AXES)
     mesh = make_mesh(sizes, MESH_AXES, [d for own in free for d in own[:each]])
     if spans_processes(mesh):
-        refuse_divided_copies(mesh, "rollout")
+        check_whole_copies(mesh, "rollout")
     return mesh
 
 
-def refuse_divided_copies(mesh: Mesh, role: str) -> None:
+def check_whole_copies(mesh: Mesh, role: str) -> None:
     """Refuse the mesh of a role that each process plays for itself, if a copy of the weights lies over processes.
 
     Raises:
         RecipeError: see above.
     """
-    part = own_part(mesh)
+    part = local_mesh(mesh)
     if divided := [axis for axis, size in part.shape.items() if axis != "data" and size != mesh.shape[axis]]:
         axis = divided[0]
         raise RecipeError(
@@ -145,7 +145,7 @@ def default_mesh() -> Mesh | None:
     each, along `data`.
     """
     count = jax.process_count()
-    return make_mesh((count,), ("data",), _first_devices(count, _by_process())) if count > 1 else None
+    return make_mesh((count,), ("data",), _first_devices(count, _devices_by_process())) if count > 1 else None
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
@@ -154,7 +154,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 @cache
-def own_part(mesh: Mesh, process: int | None = None) -> Mesh:
+def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
     """Return the part of `mesh` on the devices of one process, with the same axes.
 
     Args:
@@ -178,29 +178,29 @@ def own_part(mesh: Mesh, process: int | None = None) -> Mesh:
 
 
 @cache
-def parts_of_processes(mesh: Mesh) -> Mesh:
+def with_process_axis(mesh: Mesh) -> Mesh:
     """Return `mesh` with the axis `PROCESS` before its own: the parts of all processes.
 
     Raises:
         RecipeError: a process has no part, or they differ in shape.
     """
-    parts = [own_part(mesh, process).devices for process in range(jax.process_count())]
+    parts = [local_mesh(mesh, process).devices for process in range(jax.process_count())]
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(str(part.shape) for part in parts)
         raise RecipeError(f"the processes have parts of {shapes} in a mesh", want="parts of one shape", where="mesh")
     return Mesh(np.stack(parts), (PROCESS, *mesh.axis_names), axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim))
 
 
-def refuse_uneven_mesh(mesh: Mesh) -> None:
+def check_even_mesh(mesh: Mesh) -> None:
     """Refuse the mesh of a model of which the processes do not have equal parts.
 
     Raises:
         RecipeError: see above.
     """
-    parts_of_processes(mesh)
+    with_process_axis(mesh)
 
 
-def refuse_mesh_of_each_process(mesh: Mesh, actor: Mesh | None, role: str) -> None:
+def check_per_process_mesh(mesh: Mesh, actor: Mesh | None, role: str) -> None:
     """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
 
     Raises:
@@ -216,8 +216,8 @@ def refuse_mesh_of_each_process(mesh: Mesh, actor: Mesh | None, role: str) -> No
                 where="role_to_mesh",
             )
         return
-    parts_of_processes(mesh)
-    refuse_divided_copies(mesh, role)
+    with_process_axis(mesh)
+    check_whole_copies(mesh, role)
     shared = set(mesh.devices.flat) & (set() if actor is None else set(actor.devices.flat))
     if shared and len(shared) != mesh.devices.size:
         raise RecipeError(
@@ -244,7 +244,7 @@ def _equal_share(count: int, processes: int, where: str) -> int:
     return each
 
 
-def _by_process(devices: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
+def _devices_by_process(devices: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
     """Return devices by process; those of JAX if not set."""
     found = jax.devices() if devices is None else devices
     return [[d for d in found if d.process_index == process] for process in sorted({d.process_index for d in found})]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from covey.errors import CoveyError
-from covey.parallel.mesh import own_part, parts_of_processes
+from covey.parallel.mesh import local_mesh, with_process_axis
 
 Tree = TypeVar("Tree")
 
@@ -165,7 +165,7 @@ def _put_over_processes(x: jax.Array, to: Sharding) -> jax.Array:
         put: jax.Array = jax.device_put(x, to)
         return put
     if not x.is_fully_addressable:
-        return _gather_to_own(x, to)
+        return _gather_locally(x, to)
     host = np.asarray(x)
     return jax.make_array_from_callback(x.shape, to, lambda index: host[index])
 
@@ -190,13 +190,13 @@ def _is_divided(x: jax.Array) -> bool:
     return not (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _gather_to_own(x: jax.Array, to: Sharding) -> jax.Array:
+def _gather_locally(x: jax.Array, to: Sharding) -> jax.Array:
     """Gather `x`, on a mesh over processes, in each process on its part of that mesh; then put it on `to`."""
     assert isinstance(x.sharding, NamedSharding)
     assert isinstance(x.sharding.mesh, Mesh)
-    own = own_part(x.sharding.mesh)
+    own = local_mesh(x.sharding.mesh)
     spec = to.spec if isinstance(to, NamedSharding) and to.mesh == own else x.sharding.spec
-    gathered = jax.device_put(x, NamedSharding(parts_of_processes(x.sharding.mesh), spec))
+    gathered = jax.device_put(x, NamedSharding(with_process_axis(x.sharding.mesh), spec))
     pieces = [piece.data for piece in gathered.addressable_shards]
     whole = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(own, spec), pieces)
     put: jax.Array = jax.device_put(whole, to)

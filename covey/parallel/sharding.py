@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import PyTree
 
 from covey.parallel import checks
-from covey.parallel.mesh import own_part, platform_of, spans_processes, with_auto_axes
+from covey.parallel.mesh import local_mesh, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
 
@@ -213,12 +213,12 @@ def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
     return build_for_devices(nnx.merge(graph, reshard(params, targets)))
 
 
-def on_own_devices(params: Tree) -> Tree:
+def on_local_devices(params: Tree) -> Tree:
     """Return weights on this process's part of their mesh; themselves if that is the whole mesh."""
     mesh = mesh_of(params)
     if mesh is None or not spans_processes(mesh):
         return params
-    own: Tree = reshard(params, shardings(params, own_part(mesh)))
+    own: Tree = reshard(params, shardings(params, local_mesh(mesh)))
     return own
 
 

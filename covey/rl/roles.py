@@ -16,10 +16,10 @@ from covey.models.decoder import DecoderOptions
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel.mesh import (
     MESH_AXES,
+    check_even_mesh,
+    check_per_process_mesh,
     default_mesh,
-    own_part,
-    refuse_mesh_of_each_process,
-    refuse_uneven_mesh,
+    local_mesh,
     spans_processes,
 )
 from covey.parallel.sharding import Model, place_model
@@ -64,7 +64,7 @@ class ClusterConfig(Config):
     def mesh(self, role: Role) -> Mesh | None:
         """Return the mesh of `role`, or this process's part if each process plays the role; None means one device."""
         mesh = self._named(role) or self.role_to_mesh.get(Role.ACTOR) or default_mesh()
-        return own_part(mesh) if role in PER_PROCESS_ROLES and mesh and spans_processes(mesh) else mesh
+        return local_mesh(mesh) if role in PER_PROCESS_ROLES and mesh and spans_processes(mesh) else mesh
 
     def _named(self, role: Role) -> Mesh | None:
         if (named := self.role_to_mesh.get(role)) is None and role == Role.REWARD and jax.process_count() > 1:
@@ -97,7 +97,7 @@ class ClusterConfig(Config):
 
         Raises:
             RecipeError: the processes do not have equal parts of the mesh; or that of a role that each process plays
-                does not let it, see `refuse_mesh_of_each_process`.
+                does not let it, see `check_per_process_mesh`.
         """
         if jax.process_count() > 1:
             self._check_mesh(role)
@@ -106,9 +106,9 @@ class ClusterConfig(Config):
     def _check_mesh(self, role: Role) -> None:
         if role in PER_PROCESS_ROLES:
             if (named := self._named(role)) is not None:
-                refuse_mesh_of_each_process(named, self.mesh(Role.ACTOR), role)
+                check_per_process_mesh(named, self.mesh(Role.ACTOR), role)
         elif (mesh := self.mesh(role)) is not None:
-            refuse_uneven_mesh(mesh)
+            check_even_mesh(mesh)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, fixed_shapes: bool = False) -> int:
         """Return how many rows `role` computes together; for `fixed_shapes` see `packing.bins.rows_per_micro_batch`."""

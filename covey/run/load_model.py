@@ -28,7 +28,7 @@ from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import channel, checks, mesh_from_config
-from covey.parallel.mesh import default_mesh, own_part, spans_processes
+from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -97,7 +97,7 @@ def available_mesh(config: MeshConfig) -> Mesh | None:
 def available_own_mesh(config: MeshConfig) -> Mesh | None:
     """Return the part of this process of the mesh that `available_mesh` finds."""
     mesh = available_mesh(config)
-    return own_part(mesh) if mesh is not None and spans_processes(mesh) else mesh
+    return local_mesh(mesh) if mesh is not None and spans_processes(mesh) else mesh
 
 
 def load_source(

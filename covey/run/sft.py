@@ -16,7 +16,7 @@ from covey.display import show_log
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
-from covey.parallel.sharding import on_own_devices
+from covey.parallel.sharding import on_local_devices
 from covey.rewards import check_evaluation_columns
 from covey.rl.rollout import RolloutWorker
 from covey.run.base import Run, RunResources
@@ -63,7 +63,7 @@ def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
         worker = answering_worker(model, tokenizer, recipe.rollout)
         answerable = select_answerable(worker, chosen, recipe.evaluation.answers)
         if answerable:
-            worker.update_params(on_own_devices(worker.params))
+            worker.update_params(on_local_devices(worker.params))
         metrics |= answer_examples(worker, answerable, recipe, progress)[0]
         progress.evaluation(source, metrics)
     return metrics
@@ -126,7 +126,7 @@ class SFTRun(Run[SFTRecipe]):
         the answers, and return their metrics.
         """
         params = self.trainer.params
-        worker.update_params(on_own_devices(params) if self.answerable else params)
+        worker.update_params(on_local_devices(params) if self.answerable else params)
         metrics, groups, correct = answer_examples(worker, self.answerable, self.recipe, self.progress)
         worker.update_params(params)
         self.folder.write_answers(name, groups, correct)

@@ -24,7 +24,7 @@ from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepR
 from covey.packing.bins import compile_cost, most_rows, row_length_bucket
 from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_time
 from covey.parallel import checks, distributed, order
-from covey.parallel.mesh import default_mesh, refuse_uneven_mesh
+from covey.parallel.mesh import check_even_mesh, default_mesh
 from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards, place_model, rows_placement
 from covey.sft.batch import (
@@ -88,7 +88,7 @@ class SFTLearner(Keywords):
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
         if mesh is not None and distributed.count() > 1:
-            refuse_uneven_mesh(mesh)
+            check_even_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)

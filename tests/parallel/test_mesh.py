@@ -17,9 +17,9 @@ from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_from_config
 from covey.parallel import mesh as mesh_module
 from covey.parallel.mesh import (
-    own_part,
+    check_per_process_mesh,
+    local_mesh,
     platform_of,
-    refuse_mesh_of_each_process,
     rollout_mesh_from_config,
     spans_processes,
 )
@@ -126,12 +126,12 @@ def test_a_process_has_a_block_of_a_mesh_or_is_refused(monkeypatch: pytest.Monke
         mesh = of_processes(*owners)
         mesh.axis_names = ("fsdp", "tp")
         assert spans_processes(mesh)
-        part = own_part.__wrapped__(mesh, 1)
+        part = local_mesh.__wrapped__(mesh, 1)
         assert part.shape == shape
         assert {device.process_index for device in part.flat} == {1}
     for owners, said in {((0, 1), (1, 0)): "no block", ((0, 0), (0, 0)): "process 1 has 0 devices"}.items():
         with pytest.raises(RecipeError, match=said):
-            own_part.__wrapped__(of_processes(*owners), 1)
+            local_mesh.__wrapped__(of_processes(*owners), 1)
 
 
 class FakeMesh:
@@ -187,15 +187,15 @@ def test_the_rollout_of_a_recipe_has_devices_beside_the_actors(two_processes: li
 def test_a_role_of_each_process_has_its_own_devices_or_those_of_the_actor(two_processes: list[Any]) -> None:
     actor = mesh_from_config(MeshConfig(fsdp=4))
     same = FakeMesh(actor.devices.reshape(2, 2), ("data", "fsdp"))  # type: ignore[union-attr]
-    refuse_mesh_of_each_process(same, actor, "rollout")  # type: ignore[arg-type]
+    check_per_process_mesh(same, actor, "rollout")  # type: ignore[arg-type]
     mixed = rollout_mesh_from_config(RoleMeshConfig(data=4), mesh_from_config(MeshConfig(fsdp=2)))
     assert mixed is not None
     with pytest.raises(RecipeError, match="has 2 of the actor's devices beside others"):
-        refuse_mesh_of_each_process(mixed, actor, "rollout")
+        check_per_process_mesh(mixed, actor, "rollout")
     own, other = (FakeMesh(np.array(two_processes[at], object).reshape(1, -1), ("fsdp", "tp")) for at in OF_PROCESSES)
-    refuse_mesh_of_each_process(own, actor, "rollout")  # type: ignore[arg-type]
+    check_per_process_mesh(own, actor, "rollout")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="mesh of the rollout has devices of another process"):
-        refuse_mesh_of_each_process(other, actor, "rollout")  # type: ignore[arg-type]
+        check_per_process_mesh(other, actor, "rollout")  # type: ignore[arg-type]
 
 
 OF_PROCESSES = slice(0, 3), slice(3, 6)
