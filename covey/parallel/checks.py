@@ -146,7 +146,7 @@ def digest_of(file: Path) -> str:
 
 
 def _differences(wanted: Any, value: Any) -> str:
-    if not isinstance(wanted, Mapping):
+    if not (isinstance(wanted, Mapping) and isinstance(value, Mapping)):
         return ""
     names = [name for name in sorted(wanted.keys() | value.keys()) if wanted.get(name) != value.get(name)]
     differences = [_difference(name, str(wanted.get(name, "")), str(value.get(name, ""))) for name in names[:NAMED]]
@@ -188,7 +188,7 @@ def _read(folder: Path, announced: Mapping[str, str], index: int) -> str:
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         return f"{folder} is not the folder of that path in process 0: a file written there is not here"
-    own = folder / f"{announced['name']}-{index}"
-    own.write_text("")
-    own.unlink()
+    probe = folder / f"{announced['name']}-{index}"
+    probe.write_text("")
+    probe.unlink()
     return ""

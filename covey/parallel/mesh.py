@@ -105,7 +105,7 @@ def rollout_mesh_from_config(
         return None
     processes = _devices_by_process(devices)
     used = set(processes[0][:1] if actor is None else actor.devices.flat)
-    free = [[d for d in own if d not in used] for own in processes]
+    free = [[device for device in devices if device not in used] for devices in processes]
     each = _equal_share(count, len(processes), "role_to_mesh.rollout")
     if each > min(map(len, free)):
         places = "" if len(free) == 1 else f" of each of {len(free)} processes"
@@ -116,7 +116,7 @@ def rollout_mesh_from_config(
             where="role_to_mesh.rollout",
         )
     sizes = tuple(getattr(config, axis) or 1 for axis in MESH_AXES)
-    mesh = make_mesh(sizes, MESH_AXES, [d for own in free for d in own[:each]])
+    mesh = make_mesh(sizes, MESH_AXES, [device for devices in free for device in devices[:each]])
     if spans_processes(mesh):
         check_whole_copies(mesh, "rollout")
     return mesh
@@ -230,7 +230,7 @@ def check_per_process_mesh(mesh: Mesh, actor: Mesh | None, role: str) -> None:
 def _first_devices(count: int, processes: Sequence[Sequence[jax.Device]]) -> list[jax.Device]:
     """Return `count` devices, the first ones of each process, in the order of the processes."""
     each = _equal_share(count, len(processes), "mesh")
-    return [device for own in processes for device in own[:each]]
+    return [device for devices in processes for device in devices[:each]]
 
 
 def _equal_share(count: int, processes: int, where: str) -> int:
@@ -246,8 +246,9 @@ def _equal_share(count: int, processes: int, where: str) -> int:
 
 def _devices_by_process(devices: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
     """Return devices by process; those of JAX if not set."""
-    found = jax.devices() if devices is None else devices
-    return [[d for d in found if d.process_index == process] for process in sorted({d.process_index for d in found})]
+    devices = jax.devices() if devices is None else devices
+    numbers = sorted({device.process_index for device in devices})
+    return [[device for device in devices if device.process_index == number] for number in numbers]
 
 
 def platform_of(place: Mesh | Sharding) -> str:

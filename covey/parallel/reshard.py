@@ -119,9 +119,9 @@ def mesh_of(tree: PyTree) -> Mesh | None:
         if isinstance(sharding, NamedSharding):
             meshes.setdefault(sharding.mesh, name)
     if len(meshes) > 1:
-        found = "; ".join(f"{name} on {_describe(mesh)}" for mesh, name in meshes.items())
+        places = "; ".join(f"{name} on {_describe(mesh)}" for mesh, name in meshes.items())
         raise CoveyError(
-            f"one tree on {len(meshes)} meshes: {found}", want="all arrays on one mesh", fix="reshard it first"
+            f"one tree on {len(meshes)} meshes: {places}", want="all arrays on one mesh", fix="reshard it first"
         )
     return next(iter(meshes), None)
 
@@ -133,15 +133,15 @@ def _describe(mesh: Mesh) -> str:
 
 def _shardings(tree: PyTree, target: PyTree) -> PyTree:
     """Return the shardings of `target`, matched by name, in the structure of `tree`."""
-    ours = flatten(tree)
-    theirs = dict.fromkeys(ours, target) if isinstance(target, Sharding) else flatten(target)
-    if odd := sorted(ours.keys() ^ theirs.keys()):
+    paths = flatten(tree).keys()
+    targets = dict.fromkeys(paths, target) if isinstance(target, Sharding) else flatten(target)
+    if odd := sorted(paths ^ targets.keys()):
         raise CoveyError(
             f"only one of the two trees has {', '.join(odd[:5])}", want="a target for each array, and no other"
         )
-    found = [theirs[name] for name in ours]
-    found = [leaf if isinstance(leaf, Sharding) else leaf.sharding for leaf in found]
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    ordered = [targets[path] for path in paths]
+    shardings = [leaf if isinstance(leaf, Sharding) else leaf.sharding for leaf in ordered]
+    return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
 
 def _leaves_devices(x: jax.Array, to: Sharding) -> bool:
@@ -182,23 +182,19 @@ def put_host(tree: Tree, to: Sharding) -> Tree:
 
 def to_host(x: jax.Array) -> np.ndarray:
     """Return the whole of `x`, also where other processes hold parts of it; then all of them call this."""
-    whole: np.ndarray = np.asarray(multihost_utils.process_allgather(x, tiled=True) if _is_divided(x) else x)
-    return whole
-
-
-def _is_divided(x: jax.Array) -> bool:
-    return not (x.is_fully_addressable or x.is_fully_replicated)
+    is_whole = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(x if is_whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def _gather_locally(x: jax.Array, to: Sharding) -> jax.Array:
     """Gather `x`, on a mesh over processes, in each process on its part of that mesh; then put it on `to`."""
     assert isinstance(x.sharding, NamedSharding)
     assert isinstance(x.sharding.mesh, Mesh)
-    own = local_mesh(x.sharding.mesh)
-    spec = to.spec if isinstance(to, NamedSharding) and to.mesh == own else x.sharding.spec
+    local = local_mesh(x.sharding.mesh)
+    spec = to.spec if isinstance(to, NamedSharding) and to.mesh == local else x.sharding.spec
     gathered = jax.device_put(x, NamedSharding(with_process_axis(x.sharding.mesh), spec))
     pieces = [piece.data for piece in gathered.addressable_shards]
-    whole = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(own, spec), pieces)
+    whole = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local, spec), pieces)
     put: jax.Array = jax.device_put(whole, to)
     return put
 
