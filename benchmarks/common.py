@@ -173,7 +173,8 @@ def tell(result: Result, part: str, settings: Settings) -> None:
     asked, tokens = settings.asked, f"; {result.tokens} completion tokens" if result.tokens else ""
     print(f"\n{part}: " + ", ".join(f"{k} {v}" for k, v in asked.items()) + tokens)
     _print_table(variants)
-    measured = {"peaks": machine_peaks(settings.dtype).json()} if result.limits else {}
+    rates = vars(machine_peaks(settings.dtype)) if result.limits else {}
+    measured = {"peaks": {name: short(rate / 1e9) for name, rate in rates.items()}} if rates else {}
     tell_json(part, settings, {"tokens": result.tokens, "variants": variants, "checks": result.checks, **measured})
 
 
