@@ -70,9 +70,10 @@ def same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
 def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
     base = sample(requests())
     same(base, sample(requests(), slots=4, decode_chunk=3))
-    same(base, sample(requests(), slots=1, decode_chunk=16))
+    assert SHARED.stats.prompt_tokens == sum(len(r.prompt) for r in requests())  # once for all samples of a prompt
     backwards = sample(requests()[::-1], slots=8, decode_chunk=1)
     same(base, backwards[::-1])
+    same([base[3]], sample([requests()[3]]))  # drawn alone
 
 
 @pytest.mark.slow
@@ -91,16 +92,10 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 4}
     config = RolloutConfig(**settings, max_prompt_length=32)
     sampler = Sampler(nnx.split(model)[0], STOPS, config, fixed_shapes=True)
+    monkeypatch.setattr(sampler.programs, "keep", None)  # nothing is resized
     same(sampler.generate(params, requests(1)), sample(requests(1)))
     assert sampler.programs.prefill._cache_size() == 1
     assert sampler.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
-    assert sampler.programs.keep._cache_size() == 0
-
-
-@pytest.mark.slow
-def test_a_sample_drawn_alone_is_the_one_drawn_in_a_batch() -> None:
-    everything = sample(requests())
-    same([everything[3]], sample([requests()[3]]))
 
 
 @jax.jit
@@ -163,13 +158,6 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
 
 
 @pytest.mark.slow
-def test_each_prompt_is_prefilled_once_for_all_its_samples() -> None:
-    wanted = requests(7)
-    sample(wanted, slots=4, decode_chunk=3, max_new_tokens=6)
-    assert SHARED.stats.prompt_tokens == sum(len(r.prompt) for r in wanted)
-
-
-@pytest.mark.slow
 def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     """The trap: a batch that waits for its slowest row."""
     stops = range(0, 300, 15)  # many, so that lengths are ragged
@@ -182,16 +170,7 @@ def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
 
 
 @pytest.mark.slow
-def test_few_programs_are_compiled_whatever_the_lengths() -> None:
-    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_new_tokens=24, slots=32))
-    for step in range(4):
-        sampler.generate(PARAMS, requests(3, step))
-    assert sampler.programs.decode._cache_size() <= 3
-    assert sampler.programs.prefill._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_attention_covers_the_live_length_only() -> None:
+def test_few_programs_are_compiled_and_attention_covers_the_live_length_only() -> None:
     """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []
     sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
@@ -202,8 +181,11 @@ def test_attention_covers_the_live_length_only() -> None:
         return inner(params, cache, *args, **settings)
 
     sampler.programs.decode = noted  # type: ignore[assignment]
-    sampler.generate(PARAMS, requests(1))
+    for step in range(4):
+        sampler.generate(PARAMS, requests(1, step))
     assert set(seen) == {64}
+    assert inner._cache_size() <= 3
+    assert sampler.programs.prefill._cache_size() == 1
 
 
 @pytest.mark.slow

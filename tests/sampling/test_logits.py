@@ -23,7 +23,7 @@ LOWEST = np.finfo(np.float32).min
 jitted_threshold = jax.jit(nucleus_threshold)
 FAST = {"xla_backend_optimization_level": 1}
 fast_draw = jax.jit(draw, static_argnums=2, compiler_options=FAST)
-fast_draw_by_numbers = jax.jit(draw, compiler_options=FAST)
+fast_draw_traced = jax.jit(draw, compiler_options=FAST)
 
 
 def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
@@ -44,11 +44,8 @@ def oracle(logits: np.ndarray, sampling_params: SamplingParams) -> np.ndarray:
     "sampling_params",
     [
         SamplingParams(),
-        pytest.param(SamplingParams(temperature=0.7), marks=pytest.mark.slow),
-        pytest.param(SamplingParams(top_k=50), marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=1.3, top_k=7), marks=pytest.mark.slow),
         pytest.param(SamplingParams(top_p=0.9), marks=pytest.mark.slow),
-        pytest.param(SamplingParams(temperature=0.8, top_p=0.5), marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=0.9, top_k=40, top_p=0.95), marks=pytest.mark.slow),
         pytest.param(SamplingParams(min_p=0.05), marks=pytest.mark.slow),
         pytest.param(SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.1), marks=pytest.mark.slow),
@@ -61,10 +58,10 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     uniform = jax.random.uniform(jax.random.PRNGKey(1), (DRAWS,))
     rows = jnp.broadcast_to(logits, (DRAWS, WORDS))
     token, logp, sampler_logp = fast_draw(rows, uniform, sampling_params)
-    by_numbers = fast_draw_by_numbers(rows, uniform, TracedSamplingParams.of(sampling_params))
-    same = np.asarray(by_numbers[0] == token)
+    traced = fast_draw_traced(rows, uniform, TracedSamplingParams.of(sampling_params))
+    same = np.asarray(traced[0] == token)
     assert same.mean() > 0.9999  # a sum may be rounded otherwise
-    for one, other in ((by_numbers[1], logp), (by_numbers[2], sampler_logp)):
+    for one, other in ((traced[1], logp), (traced[2], sampler_logp)):
         np.testing.assert_allclose(np.asarray(one)[same], np.asarray(other)[same], atol=1e-5)
     counts = np.bincount(np.asarray(token), minlength=WORDS)
     assert counts[expected == 0].sum() == 0
@@ -126,13 +123,6 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-6)
     assert sampler_logp.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.slow
-def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
-    logits = jax.random.normal(jax.random.PRNGKey(0), (32, 500))
-    token, _, _ = draw(logits, jnp.linspace(0, 0.999, 32), SamplingParams(temperature=1e-4, top_k=1))
-    assert jnp.array_equal(token, logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
