@@ -55,39 +55,36 @@ def plan(
     prepare_environment(target)
 
     from covey.plan import here as measuring
-    from covey.plan import outline
+    from covey.plan import outline, table
     from covey.plan.plan import make_plan, outline_for
-    from covey.plan.table import as_json as to_json
-    from covey.plan.table import show
     from covey.plan.work import Lengths, expected_lengths
 
     def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
         return recipe.load_any(source, [*settings, *more])
 
+    ready = load(())
     if quick:
-        first = outline_for(load(()), target)
+        first = outline_for(ready, target)
         if as_json:
-            print(json.dumps({"recipe": load(()).name, "on": target.name, **outline.to_json(first)}))
+            print(json.dumps({"recipe": ready.name, "on": target.name, **outline.to_json(first)}))
         else:
             outline.show(first, make_console())
         return
-    assumed = expected_lengths(load(()))
-    prompt, completion = lengths
-    expected = Lengths(prompt or assumed.prompt, completion or assumed.completion)
+    expected = Lengths(*(length or assumed for length, assumed in zip(lengths, expected_lengths(ready), strict=True)))
     console = Console(stderr=True)
     with console.status("") as status:
         show_first = partial(_show_first, status) if not as_json else lambda first: None
-        made = make_plan(load, target, partial(_tell, console, status), expected, show_first)
-        found = to_json(made)
+        needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
+        figures = table.as_json(needs)
         if here:
             _tell(console, status, "running two steps")
-            found["measured"] = measuring.measure(load(measuring.overrides(load(()))))
+            figures["measured"] = measuring.measure(load(measuring.overrides(ready)))
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
-    show(made, make_console())
+    table.show(needs, make_console())
     if here:
-        measuring.show(found, make_console())
+        measuring.show(figures, make_console())
 
 
 def _show_first(status: Status, outline: "Outline") -> None:

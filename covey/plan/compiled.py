@@ -59,7 +59,7 @@ class CompiledProgram:
         temporary: bytes that it allocates beside them.
         refused: bytes that the compiler says the program needs where it is too large for the device; else 0.
         compiling: most bytes that the compiler held on the host; 0 where that is not the device's memory.
-        kept: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
+        host_bytes: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
         collectives: by loop.
         cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
             not in it. None where the compiler gives no estimate.
@@ -74,7 +74,7 @@ class CompiledProgram:
     temporary: int = 0
     refused: int = 0
     compiling: int = 0
-    kept: int = 0
+    host_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     cycles: tuple[int, int] | None = None
     kernels: tuple[int, int] = (0, 0)
@@ -82,7 +82,7 @@ class CompiledProgram:
 
 
 def compile_program(
-    program: Program, read_text: bool, on_host: bool = False, kept: list[Any] | None = None
+    program: Program, read_text: bool, on_host: bool = False, executables: list[Any] | None = None
 ) -> CompiledProgram:
     """Compile `program`, and read what the compiler says.
 
@@ -90,7 +90,7 @@ def compile_program(
         program: of shapes, on its devices.
         read_text: read collectives and cycles too, from the text of the program.
         on_host: whether the device's memory is that of the host, so that the compiler's counts too.
-        kept: gets the executable, which otherwise is freed.
+        executables: gets the executable, which otherwise is freed.
     """
     before = process_memory() if on_host else 0
     reset_peak_memory()
@@ -103,8 +103,8 @@ def compile_program(
             raise
         return CompiledProgram(program.name, time.monotonic() - start, refused=needed)
     seconds = time.monotonic() - start
-    if kept is not None:
-        kept.append(compiled)
+    if executables is not None:
+        executables.append(compiled)
     compiling = peak_memory() - before if on_host else 0
     memory: Any = compiled.memory_analysis()
     result = CompiledProgram(
@@ -114,7 +114,7 @@ def compile_program(
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         compiling=compiling,
-        kept=max(process_memory() - before, 0) if on_host and kept is not None else 0,
+        host_bytes=max(process_memory() - before, 0) if on_host and executables is not None else 0,
     )
     return _with_text(result, compiled) if read_text else result
 

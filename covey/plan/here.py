@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
 from covey.plan.compiled import peak_memory, reset_peak_memory
 from covey.plan.memory import SAMPLING
+from covey.plan.table import make_table
 from covey.run.base import Run
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
@@ -30,9 +30,9 @@ PHASES = {"rollout": SAMPLING, "logps": ("score",), "update": ("gradients", "app
 
 def overrides(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the settings that shorten a run of `recipe` to `STEPS` steps and a small evaluation."""
-    fewer = [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", "training.eval_every_n_steps=0"]
-    fewer += ["training.checkpoint_every_n_steps=0"]
-    return fewer + (["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else [])
+    never = ["training.eval_every_n_steps=0", "training.checkpoint_every_n_steps=0"]
+    answers = ["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else []
+    return [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", *never, *answers]
 
 
 def measure(recipe: Recipe | SFTRecipe) -> dict[str, int]:
@@ -48,29 +48,27 @@ def measure(recipe: Recipe | SFTRecipe) -> dict[str, int]:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             raise CoveyError("the run of two steps failed:\n" + done.stdout.decode(errors="replace")[-2000:])
-        found: dict[str, int] = json.loads(peaks.read_text())
-        return found
+        measured: dict[str, int] = json.loads(peaks.read_text())
+        return measured
 
 
-def predicted(found: dict[str, Any]) -> dict[str, int]:
+def predicted(plan: dict[str, Any]) -> dict[str, int]:
     """Return the predicted peak by phase of a plan in JSON's types, for phases that have programs."""
-    peaks: dict[str, int] = {}
-    for phase, names in PHASES.items():
-        if mine := [one["peak"] for one in found["programs"] if one["name"] in names]:
-            peaks[phase] = max(mine)
-    return peaks
+    peaks = {
+        phase: max((one["peak"] for one in plan["programs"] if one["name"] in names), default=0)
+        for phase, names in PHASES.items()
+    }
+    return {phase: peak for phase, peak in peaks.items() if peak}
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(plan: dict[str, Any], console: Console) -> None:
     """Print measured beside predicted peaks."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("phase, two steps here", "predicted GB", "measured GB", "difference"):
-        table.add_column(name, justify="left" if name.startswith("phase") else "right")
-    for phase, peak in predicted(found).items():
-        if measured := found["measured"].get(phase):
-            difference = f"{peak / measured - 1:+.0%}"
-            table.add_row(phase, f"{peak / 1e9:.2f}", f"{measured / 1e9:.2f}", difference)
-    console.print(table)
+    rows = [
+        (phase, f"{peak / 1e9:.2f}", f"{measured / 1e9:.2f}", f"{peak / measured - 1:+.0%}")
+        for phase, peak in predicted(plan).items()
+        if (measured := plan["measured"].get(phase))
+    ]
+    console.print(make_table(["phase, two steps here", "predicted GB", "measured GB", "difference"], rows))
 
 
 class PeakRecorder:

@@ -20,6 +20,8 @@ SAMPLING = ("prefill", "insert", "admit", "decode")
 """Names of the programs that run while the KV cache exists; an accelerator has `admit` instead of `insert`."""
 SYNC = "sync"
 """Name of the transfer of new weights to the rollout; it is no program."""
+Parts = dict[str, int]
+"""Part of the memory → its bytes on one device."""
 FURTHER_PROGRAMS = "further programs"
 """Name of the memory of programs that a run compiles and a plan does not."""
 
@@ -34,30 +36,24 @@ class Residents:
             neighbours'.
     """
 
-    always: Mapping[str, int]
-    during: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    always: Parts
+    during: dict[str, Parts] = field(default_factory=dict)
 
     def peak(self, program: CompiledProgram) -> int:
         """Return the most bytes of one device while `program` is compiled and runs."""
-        held = self.held(program.name)
-        return max(held + program.results + program.temporary, held + program.compiling, program.refused)
+        running, compiling = program.results + program.temporary, program.compiling
+        return max(self.held(program.name) + max(running, compiling), program.refused)
 
     def held(self, name: str) -> int:
         """Return the bytes of the arrays while the program `name` runs."""
         return sum(self.always.values()) + sum(self.during.get(name, {}).values())
 
-    def most(self) -> dict[str, int]:
+    def most(self) -> Parts:
         """Return the most bytes of each part."""
         parts = dict(self.always)
         for held in self.during.values():
             parts |= {part: max(size, parts.get(part, 0)) for part, size in held.items()}
         return parts
-
-    def with_programs(self, size: int) -> "Residents":
-        """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
-        more = {FURTHER_PROGRAMS: size} if size else {}
-        during = {name: {**held, **more} if name in SAMPLING else held for name, held in self.during.items()}
-        return replace(self, during=during)
 
 
 class RunResidents(NamedTuple):
@@ -77,14 +73,17 @@ class RunResidents(NamedTuple):
 
     def peaks(self, programs: Iterable[CompiledProgram]) -> dict[str, int]:
         """Return the most bytes of a device by program, and of the transfer of weights to the rollout."""
-        found: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         for program in programs:
-            found[program.name] = max(self.of(program.name).peak(program), found.get(program.name, 0))
-        return found | ({SYNC: self.of(SYNC).held(SYNC)} if SYNC in self.of(SYNC).during else {})
+            peaks[program.name] = max(self.of(program.name).peak(program), peaks.get(program.name, 0))
+        return peaks | ({SYNC: self.of(SYNC).held(SYNC)} if SYNC in self.of(SYNC).during else {})
 
     def with_programs(self, size: int) -> "RunResidents":
         """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
-        return RunResidents(self.actor.with_programs(size), self.rollout and self.rollout.with_programs(size))
+        more, sampling = {FURTHER_PROGRAMS: size} if size else {}, self.of("decode")
+        during = {name: parts | more for name, parts in sampling.during.items() if name in SAMPLING}
+        changed = replace(sampling, during=sampling.during | during)
+        return self._replace(rollout=changed) if self.rollout else self._replace(actor=changed)
 
 
 def run_residents(
@@ -99,25 +98,23 @@ def run_residents(
         rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
         synced: shapes of those that it gets after each update: they arrive while it still holds the ones before.
     """
-    actor = _training(weights, programs, reference)
+    by_name = {program.name: program for program in programs}
+    always, training = _training(weights, by_name, reference)
+    sampling = _sampling(by_name, weights if rollout is None else rollout)
     if rollout is None:
-        return RunResidents(_with(actor, {}, _sampling(programs, weights)))
-    sampling = _sampling(programs, rollout) | {SYNC: {"new weights of the rollout": nbytes(synced)}}
+        return RunResidents(Residents(always, training | sampling))
+    sampling |= {SYNC: {"new weights of the rollout": nbytes(synced)}}
     if _devices(rollout).isdisjoint(_devices(weights)):
-        return RunResidents(actor, Residents({"weights": nbytes(rollout)}, sampling))
-    return RunResidents(_with(actor, {"weights of the rollout": nbytes(rollout)}, sampling))
-
-
-def _with(held: Residents, always: Mapping[str, int], during: Mapping[str, Mapping[str, int]]) -> Residents:
-    return Residents({**held.always, **always}, {**held.during, **during})
+        return RunResidents(Residents(always, training), Residents({"weights": nbytes(rollout)}, sampling))
+    return RunResidents(Residents(always | {"weights of the rollout": nbytes(rollout)}, training | sampling))
 
 
 def _devices(state: Any) -> set[jax.Device]:
     return set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(state)))
 
 
-def _training(weights: Any, programs: Sequence[Program], reference: bool) -> Residents:
-    by_name = {program.name: program for program in programs}
+def _training(weights: Any, by_name: Mapping[str, Program], reference: bool) -> tuple[Parts, dict[str, Parts]]:
+    """Return the bytes of what is held always and of what is held while the programs of training run."""
     _, frozen, sums, batch, _ = by_name["gradients"].args
     always = {"weights": nbytes(weights), "optimizer": nbytes(by_name["apply"].args[1])}
     if reference:
@@ -130,12 +127,11 @@ def _training(weights: Any, programs: Sequence[Program], reference: bool) -> Res
         if name in by_name:
             rounded, rows = by_name[name].args
             during[name] = {"rows": nbytes(rows), "rounded weights": _other(rounded, weights)}
-    return Residents(always, _without_empty(during))
+    return always, _without_empty(during)
 
 
-def _sampling(programs: Sequence[Program], weights: Any) -> dict[str, dict[str, int]]:
-    """Return what is held while a run samples with `weights`, by program."""
-    by_name = {program.name: program for program in programs}
+def _sampling(by_name: Mapping[str, Program], weights: Any) -> dict[str, Parts]:
+    """Return the bytes of what is held while a run samples with `weights`, by program."""
     if "decode" not in by_name:
         return {}
     rounded, cache, *_ = by_name["decode"].args
@@ -144,7 +140,7 @@ def _sampling(programs: Sequence[Program], weights: Any) -> dict[str, dict[str, 
     return _without_empty({name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING})
 
 
-def _without_empty(during: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def _without_empty(during: Mapping[str, Parts]) -> dict[str, Parts]:
     return {name: {part: n for part, n in held.items() if n} for name, held in during.items()}
 
 

@@ -200,7 +200,7 @@ def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> 
     """Return the bytes of this process that a run's other decode programs keep: each batch size has one, and so has an
     evaluation, which draws otherwise.
     """
-    decode = sum(one.kept for one in compiled if one.name == "decode")
+    decode = sum(one.host_bytes for one in compiled if one.name == "decode")
     return num_batch_sizes(run.scheduler()) * decode if isinstance(run, RLPrograms) else 0
 
 

@@ -125,7 +125,7 @@ def _memory(group: Mapping[str, Any], several: bool) -> Table:
     title, peak = "memory of a device", {}
     if several:
         title, peak = f"{title} of the {group['role']}", {"peak": group["peak"]}
-    return _table([title, "GB"], [(part, _gb(size)) for part, size in {**group["parts"], **peak}.items()])
+    return make_table([title, "GB"], [(part, _gb(size)) for part, size in {**group["parts"], **peak}.items()])
 
 
 def _programs(plan: Mapping[str, Any]) -> Table:
@@ -136,13 +136,13 @@ def _programs(plan: Mapping[str, Any]) -> Table:
         rows.setdefault(one["name"], (one["name"], *sizes, f"{one['compile_seconds']:.1f}"))
     ordered = [rows[name] for name in dict.fromkeys(one["name"] for one in plan["programs"])]
     sync = [(SYNC, "", "", _gb(plan["sync"]["peak"]), "")] if plan["sync"] else []
-    return _table(["program", "temporary GB", "results GB", "peak GB", "compiled in s"], [*ordered, *sync])
+    return make_table(["program", "temporary GB", "results GB", "peak GB", "compiled in s"], [*ordered, *sync])
 
 
 def _inventory(entries: list[dict[str, Any]]) -> Table:
     seconds = ["" if (s := one["compile_seconds"]) is None else f"{s:.1f}" for one in entries]
     rows = [(one["name"], one["shape"] or "all weights", s) for one, s in zip(entries, seconds, strict=True)]
-    return _table([f"programs of a run: {len(entries)}", "shape", "compiled in s"], rows)
+    return make_table([f"programs of a run: {len(entries)}", "shape", "compiled in s"], rows)
 
 
 def _phases(plan: Mapping[str, Any]) -> Table:
@@ -158,7 +158,7 @@ def _phases(plan: Mapping[str, Any]) -> Table:
     ]
     roofline, expected = (f"{plan['step_seconds'][kind]:.3g}" for kind in ("roofline", "expected"))
     titles = ["phase of a step", "TFLOP", "GB read or written", "GB over links", "roofline s", "bound", "expected s"]
-    return _table(titles, [*rows, ("step", "", "", "", roofline, "", expected)])
+    return make_table(titles, [*rows, ("step", "", "", "", roofline, "", expected)])
 
 
 def _collectives(programs: list[dict[str, Any]]) -> Table:
@@ -173,7 +173,7 @@ def _collectives(programs: list[dict[str, Any]]) -> Table:
         for program in programs
         for one in program["collectives"]
     ]
-    return _table(["collectives of", "kind", "loops", "number", "MB sent a turn"], rows)
+    return make_table(["collectives of", "kind", "loops", "number", "MB sent a turn"], rows)
 
 
 def _show_assumptions(plan: Plan, console: Console) -> None:
@@ -201,7 +201,8 @@ def _show_verdict(plan: Plan, console: Console) -> None:
         console.print("  no setting tried suffices: more devices are needed (--on, with --mesh.fsdp)", soft_wrap=True)
 
 
-def _table(titles: list[str], rows: Sequence[Sequence[str]]) -> Table:
+def make_table(titles: list[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table with these titles of the columns; all but the first have numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
         table.add_column(title, no_wrap=number == 0, justify="right" if number else "left")

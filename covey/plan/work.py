@@ -32,8 +32,7 @@ KERNEL_SHARE = 0.6
 """Share of the peak that the schedules of the attention kernels for TPUs reach: 57 to 72 per cent of their bundles."""
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Expected lengths in tokens.
 
     Attributes:

@@ -24,10 +24,10 @@ a begin marker in the prompt is ignored. After a call that is empty or has no re
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -63,23 +63,23 @@ def calculate(text: str) -> str | None:
         return None
     try:
         return _format(_Parser(_tokens(text)).parse())
-    except (_RefusedError, ZeroDivisionError):  # most model text is not an expression
+    except (_NotAnExpressionError, ZeroDivisionError):  # most model text is not an expression
         return None
 
 
-class _RefusedError(Exception):
+class _NotAnExpressionError(Exception):
     """Raised when the text is not an expression of the grammar or exceeds a limit."""
 
 
 def _tokens(text: str) -> list[str]:
-    found, position, end = [], 0, len(text.rstrip())
+    tokens, position, end = [], 0, len(text.rstrip())
     while position < end:
         match = _TOKEN.match(text, position)
         if match is None:
-            raise _RefusedError
-        found.append(match[match.lastgroup or 0])
+            raise _NotAnExpressionError
+        tokens.append(match[match.lastgroup or 0])
         position = match.end()
-    return found
+    return tokens
 
 
 class _Parser:
@@ -92,21 +92,21 @@ class _Parser:
         """Return the value of the whole token list."""
         value = self.expression(0, 0)
         if self.remaining:
-            raise _RefusedError
+            raise _NotAnExpressionError
         return value
 
     def expression(self, outer_precedence: int, depth: int) -> Fraction:
         """Evaluate operands joined by operators of higher precedence than `outer_precedence`, from left to right."""
         value = self.operand(depth)
-        while (found := OPERATORS.get(self.next)) and found[0] > outer_precedence:
-            precedence, apply = found
+        while (operation := OPERATORS.get(self.next)) and operation[0] > outer_precedence:
+            precedence, apply = operation
             self.take()
             value = _bounded(apply(value, self.expression(precedence, depth)))
         return value
 
     def operand(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
-            raise _RefusedError
+            raise _NotAnExpressionError
         token = self.take()
         if token in ("-", "+"):
             value = self.operand(depth + 1)
@@ -123,7 +123,7 @@ class _Parser:
         substring = self.take()
         self.take(")")
         if substring[0] not in "\"'":
-            raise _RefusedError
+            raise _NotAnExpressionError
         return Fraction(quoted[1:-1].count(substring[1:-1]))
 
     @property
@@ -133,20 +133,20 @@ class _Parser:
 
     def take(self, wanted: str | None = None) -> str:
         if not self.remaining or wanted not in (None, self.remaining[-1]):
-            raise _RefusedError
+            raise _NotAnExpressionError
         return self.remaining.pop()
 
 
 def _number(token: str) -> Fraction:
     whole, _, decimals = token.replace(",", "").partition(".")
     if not (whole + decimals).isdigit():
-        raise _RefusedError
+        raise _NotAnExpressionError
     return _bounded(Fraction(int(whole + decimals), 10 ** len(decimals)))
 
 
 def _bounded(value: Fraction) -> Fraction:
     if abs(value) > MAX_NUMBER:
-        raise _RefusedError
+        raise _NotAnExpressionError
     return value
 
 
@@ -164,19 +164,13 @@ OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
 """Operator → its precedence and its function."""
 
 
-@dataclass(frozen=True)
-class Markers:
+class Markers(NamedTuple):
     """Ids of the tokens around a call and around its response."""
 
     start: int
     end: int
     output_start: int
     output_end: int
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """All four ids."""
-        return (self.start, self.end, self.output_start, self.output_end)
 
 
 @dataclass(frozen=True)
@@ -238,23 +232,23 @@ def make_tool(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
     markers = _markers(tokenizer, config.tool_markers)
     control = {token for token, added in tokenizer.inner.get_added_tokens_decoder().items() if added.special}
     decode = partial(tokenizer.decode, skip_special=False)
-    return Tool(markers, TOOLS[config.tool], decode, tokenizer.encode, frozenset(control - set(markers.ids)))
+    return Tool(markers, TOOLS[config.tool], decode, tokenizer.encode, frozenset(control - set(markers)))
 
 
 def _markers(tokenizer: Tokenizer, texts: Sequence[str]) -> Markers:
-    where, names = "rollout.tool_markers", [field.name for field in fields(Markers)]
+    where, names = "rollout.tool_markers", Markers._fields
     if len(texts) != len(names) or len(set(texts)) != len(names):
         raise RecipeError(f"these are not four different tokens: {list(texts)}", want=", ".join(names), where=where)
-    found = {text: token for text in texts if (token := tokenizer.inner.token_to_id(text)) is not None}
-    if missing := [text for text in texts if text not in found]:
+    ids = {text: token for text in texts if (token := tokenizer.inner.token_to_id(text)) is not None}
+    if missing := [text for text in texts if text not in ids]:
         raise RecipeError(
             f"the tokenizer has no token {missing[0]!r}, so its model cannot use the tool",
             fix="set rollout.tool to none, or name the model's own markers in rollout.tool_markers",
             where=where,
         )
-    if stops := [text for text in texts if found[text] in tokenizer.stop_ids]:
+    if stops := [text for text in texts if ids[text] in tokenizer.stop_ids]:
         raise RecipeError(f"{stops[0]!r} is a stop token: a completion would end there", where=where)
-    return Markers(*found.values())
+    return Markers(*ids.values())
 
 
 TOOLS: dict[str, Callable[[str], str | None]] = {"calculator": calculate}

@@ -180,8 +180,8 @@ class Engine:
 
     def _decode(self) -> None:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
-        while (kept := self.scheduler.resize()) is not None:
-            self.runner.resize(kept, self.scheduler.cache_length)
+        while (slots := self.scheduler.resize()) is not None:
+            self.runner.resize(slots, self.scheduler.cache_length)
         active = {slot: self.sequences[sample] for slot, sample in self.scheduler.active.items()}
         self.runner.resume({slot: s.response for slot, s in active.items() if s.response is not None})
         for resumed in active.values():

@@ -212,15 +212,15 @@ class ModelRunner:
         for array, value in zip((*self.slots, self.keys), (*swapped.slot, swapped.key), strict=True):
             array[slot] = value
 
-    def resize(self, kept: np.ndarray, cache_length: int) -> None:
-        """Keep only the slots `kept`, in that order, each with room for `cache_length` tokens."""
-        if len(kept) < len(self.slots.token):
-            self.slots, self.keys = jax.tree.map(lambda x: x[kept], (self.slots, self.keys))
+    def resize(self, indices: np.ndarray, cache_length: int) -> None:
+        """Keep only the slots at `indices`, in that order, each with room for `cache_length` tokens."""
+        if len(indices) < len(self.slots.token):
+            self.slots, self.keys = jax.tree.map(lambda x: x[indices], (self.slots, self.keys))
             for blocks in self.cache:  # one block after the other: the whole cache is never there twice
                 for i, block in enumerate(blocks):
-                    blocks[i] = self.programs.keep(block, kept)
+                    blocks[i] = self.programs.keep(block, indices)
         if cache_length > self.cache_length:
-            new = self.programs.empty_cache(self.params, len(kept), self.cache_length, cache_length)
+            new = self.programs.empty_cache(self.params, len(indices), self.cache_length, cache_length)
             self.cache = [old + more for old, more in zip(self.cache, new, strict=True)]
             self.cache_length = cache_length
 

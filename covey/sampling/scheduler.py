@@ -35,7 +35,7 @@ MIN_CACHE_TOKENS = 16384
 
 
 def check_length(size: int, config: RolloutConfig, name: str) -> None:
-    """Refuse a prompt of `size` tokens that cannot be sampled; `name` is the prompt's in the error.
+    """Check that a prompt of `size` tokens can be sampled; `name` is the prompt's in the error.
 
     Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
@@ -57,7 +57,7 @@ def check_length(size: int, config: RolloutConfig, name: str) -> None:
 
 
 def check_positions(config: RolloutConfig, positions: int) -> None:
-    """Refuse settings under which a prompt and its completion could exceed the model's `positions` tokens.
+    """Check that no prompt with its completion can exceed the model's `positions` tokens.
 
     Errors: RecipeError.
     """
@@ -293,7 +293,7 @@ class Scheduler:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.
 
         Once no sample waits, each call shrinks the batch to its next smaller size if that holds all running samples.
-        Returns the slots that are kept, in their new order, or None when neither size changes.
+        Returns the indices of the slots that stay, in their new order, or None when neither size changes.
         """
         if not self.resizes:
             return None
@@ -304,9 +304,10 @@ class Scheduler:
         length = max(self.cache_length, self._cache_size(int(self.lengths[running].max()), size))
         if (size, length) == (len(self.slots), self.cache_length):
             return None
-        kept = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
-        self.slots, self.lengths, self.cache_length = [self.slots[slot] for slot in kept], self.lengths[kept], length
-        return kept
+        indices = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
+        self.slots, self.lengths = [self.slots[slot] for slot in indices], self.lengths[indices]
+        self.cache_length = length
+        return indices
 
     def _cache_size(self, length: int, slots: int) -> int:
         """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.

@@ -23,7 +23,7 @@ from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.machines import MACHINES, parse_target
-from covey.plan.memory import Residents, nbytes, run_residents
+from covey.plan.memory import Residents, RunResidents, nbytes, run_residents
 from covey.plan.outline import Outline
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.topologies import Places
@@ -191,8 +191,8 @@ def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
     assert residents.peak(replace(decode, name="apply")) == 311
     assert residents.peak(replace(decode, refused=999)) == 999
     assert residents.peak(replace(decode, compiling=20)) == 370
-    further = residents.with_programs(30)
-    assert (further.peak(decode), further.peak(replace(decode, name="apply"))) == (391, 311)
+    further = RunResidents(residents).with_programs(30)
+    assert further.peaks([decode, replace(decode, name="apply")]) == {"decode": 391, "apply": 311}
 
 
 def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:

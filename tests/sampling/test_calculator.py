@@ -342,7 +342,7 @@ def known_mask(stream: str) -> list[bool]:
 def replay(completion: Completion) -> Counter[str]:
     """Checks a completion token by token, with the bookkeeping of nanochat's engine, and counts what happened."""
     inside, asked, due, seen = False, [], [], Counter[str]()
-    start, end, output_start, output_end = TOOL.markers.ids
+    start, end, output_start, output_end = TOOL.markers
     for token, drawn in zip(completion.tokens.tolist(), completion.mask.tolist(), strict=True):
         assert drawn == (not due)
         if due:
