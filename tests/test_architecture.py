@@ -199,7 +199,7 @@ def check(words):
         return
     sources = [line.options["--recipe"]] if "--recipe" in line.options else line.arguments
     if line.command.is_prefix:
-        launch.parse(line.arguments)
+        launch.parse(line)
     elif any(issubclass(cls, recipe.AnyRecipe) for cls in line.command.classes):
         if "NAME_OR_YAML" in line.command.arguments or "--recipe" in line.options:
             recipe.load_any(sources[0], line.settings) if sources else None

@@ -64,7 +64,7 @@ class ExportOptions(Config):
         return size
 
 
-OptionsT = TypeVar("OptionsT", ChatOptions, GenerateOptions, ExportOptions)
+OptionsT = TypeVar("OptionsT", bound=Config)
 
 
 class Option(NamedTuple):
@@ -376,6 +376,7 @@ examples
   covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
   covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
   covey launch skypilot --nodes 2 --accelerator H100 --volume data --dry-run train mine.yaml --out /shared/runs/a""",
+            missing="no place is given to launch on",
             options=(Option("--dry-run", help="print the job file instead of writing it"),),
             settings=(LocalOptions, JobOptions),
             usages=(
