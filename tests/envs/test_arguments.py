@@ -1,7 +1,6 @@
 """`envs.arguments`: what gets them, and what is said where it does not take them."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from covey.config.recipe import load
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
+from covey.envs import EnvironmentRunner, resolve
 from covey.errors import RecipeError
 
 GAMES = """
@@ -113,14 +112,7 @@ def test_a_recipe_and_the_command_line_name_them(tmp_path: Path) -> None:
 
 def test_the_reset_of_a_server_gets_them_and_the_rows_own_win() -> None:
     pytest.importorskip("websockets")
-    starts: Callable[[dict[str, Any]], Any] = lambda row: made_start(row, {"size": 3, "seed": 1})  # noqa: E731
-    assert starts(ROW | {"seed": 9}) == {"size": 3, "seed": 9}
-    assert starts(ROW | {"reset": {"size": 4}}) == {"size": 4, "seed": 1}
-
-
-def made_start(row: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    from covey.envs.openenv import factory
-
-    config = EnvsConfig(environment="openenv:http://127.0.0.1:9", arguments=arguments)
-    environment: Any = factory("http://127.0.0.1:9", config)(row)
-    return environment._start
+    url = "openenv:http://127.0.0.1:9"
+    make: Any = resolve(url, EnvsConfig(environment=url, arguments={"size": 3, "seed": 1}))
+    assert make(ROW | {"seed": 9})._start == {"size": 3, "seed": 9}
+    assert make(ROW | {"reset": {"size": 4}})._start == {"size": 4, "seed": 1}

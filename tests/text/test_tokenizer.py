@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import DataError, WeightsError
@@ -591,3 +592,37 @@ def test_named_templates_of_another_form(folder: Path):
     tokenizer = with_bos(folder, chat_template=["x", {"template": "y"}, {"name": ["default"]}])
     with pytest.raises(WeightsError, match="no chat template"):
         tokenizer.render(HI)
+
+
+# --- texts of single tokens
+
+
+def from_bytes(tokens: Sequence[int]) -> str:
+    """A decoder whose tokens are bytes."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def test_a_character_is_the_text_of_its_last_byte() -> None:
+    assert token_texts(from_bytes, list("aé😀".encode())) == ["a", "", "é", "", "", "", "😀"]
+    assert token_texts(from_bytes, list("é".encode())[:1]) == ["\ufffd"]
+    assert token_texts(from_bytes, [0x80, 0x41]) == ["", "\ufffdA"]
+
+
+@given(st.text())
+@settings(max_examples=30)
+def test_texts_join_to_the_whole(text: str) -> None:
+    tokens = list(text.encode("utf-8", errors="ignore"))
+    texts = token_texts(from_bytes, tokens)
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == from_bytes(tokens)
+
+
+@given(st.binary())
+@settings(max_examples=30)
+def test_any_bytes_have_texts(tokens: bytes) -> None:
+    assert len(token_texts(from_bytes, list(tokens))) == len(tokens)
+
+
+def test_a_space_that_the_decoder_leaves_out_at_the_beginning_is_kept_between() -> None:
+    words = [" the", " end"]
+    assert token_texts(lambda tokens: "".join(words[i] for i in tokens).removeprefix(" "), [0, 1]) == ["the", " end"]

@@ -1,6 +1,5 @@
 """Turns: what follows a sampled turn is the difference of the template, and what was sampled is not encoded again."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,9 @@ def tiny() -> Tokenizer:
     return Tokenizer.from_folder(TINY)
 
 
-def with_template(tmp_path: Path, template: str) -> Tokenizer:
-    for file in TINY.iterdir():
-        if file.is_file():
-            shutil.copy(file, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return Tokenizer.from_folder(tmp_path)
+def with_template(template: str) -> Tokenizer:
+    plain = Tokenizer.from_folder(TINY)
+    return Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=plain.stop_ids, chat_template=template)
 
 
 def continued(tokenizer: Tokenizer, sampled: np.ndarray) -> np.ndarray:
@@ -82,8 +78,8 @@ def test_what_the_environment_says_cannot_speak_as_the_model(tiny: Tokenizer) ->
     assert tiny.decode(after, skip_special=False).count("<|im_end|>") == 2
 
 
-def test_a_template_that_trims_changes_nothing_of_what_follows(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, TRIMS)
+def test_a_template_that_trims_changes_nothing_of_what_follows() -> None:
+    tokenizer = with_template(TRIMS)
     (end,) = tokenizer.encode("<|im_end|>")
     after = tokenizer.decode(tokenizer.encode_turn(ASK, SAY, int(end)), skip_special=False)
     assert after == "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
@@ -91,14 +87,14 @@ def test_a_template_that_trims_changes_nothing_of_what_follows(tmp_path: Path) -
     assert not tokenizer.keeps_history(ASK, " 5", SAY)
 
 
-def test_a_template_without_ends_of_turns_keeps_the_message(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, NO_END)
+def test_a_template_without_ends_of_turns_keeps_the_message() -> None:
+    tokenizer = with_template(NO_END)
     after = tokenizer.encode_turn(ASK, SAY, tokenizer.eos_id)
     assert tokenizer.decode(after) == "\nuser: Higher.\n"
 
 
-def test_a_template_that_drops_thoughts_rewrites_the_history_and_is_noticed(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, DROPS_THOUGHTS)
+def test_a_template_that_drops_thoughts_rewrites_the_history_and_is_noticed() -> None:
+    tokenizer = with_template(DROPS_THOUGHTS)
     (end,) = tokenizer.encode("<|im_end|>")
     assert tokenizer.keeps_history(ASK, "5", SAY)
     assert not tokenizer.keeps_history(ASK, "Hm.</think>5", SAY)
@@ -112,7 +108,7 @@ def test_text_is_continued_by_text_alone(tiny: Tokenizer) -> None:
         tiny.encode_turn(ASK, ">", tiny.eos_id)
 
 
-def test_a_template_that_leaves_out_the_models_turn_is_refused(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+def test_a_template_that_leaves_out_the_models_turn_is_refused() -> None:
+    tokenizer = with_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(DataError, match="leaves out"):
         tokenizer.encode_turn(ASK, SAY, tokenizer.eos_id)
