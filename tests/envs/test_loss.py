@@ -87,25 +87,23 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         )
 
     def by_hand(params: Any) -> jax.Array:
-        model, total = nnx.merge(graph, params), 0.0
         parts = [
             (sequence, own, completion, advantage)
             for group in learner.stats.rollout.groups
             for completion, advantage in zip(group.completions, group.advantages, strict=True)
             for sequence, own in sequences(group.prompt_tokens, completion)
         ]
-        size = max(len(sequence) for sequence, *_ in parts)
-        tokens = np.stack([np.pad(sequence, (0, size - len(sequence))) for sequence, *_ in parts])
-        valid = np.stack([np.arange(size) < len(sequence) for sequence, *_ in parts])
-        positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+        tokens = np.zeros((len(parts), max(len(sequence) for sequence, *_ in parts)), np.int32)
+        valid, weights = np.zeros(tokens.shape, bool), np.zeros(tokens.shape)
+        for row, (sequence, own, completion, advantage) in enumerate(parts):
+            end, count = len(sequence), own.stop - own.start
+            tokens[row, :end], valid[row, :end] = sequence, True
+            weights[row, end - count : end] = advantage * completion.mask[own] / completion.mask.sum()
+        model, positions = nnx.merge(graph, params), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden, _ = model(tokens, positions, causal_attention(jnp.asarray(valid), positions))
-        logps = jax.nn.log_softmax(model.logits(hidden))
-        for row, (sequence, own, completion, advantage) in zip(logps, parts, strict=True):
-            count, end = own.stop - own.start, len(sequence)
-            picked = row[np.arange(end - count - 1, end - 1), completion.tokens[own]]
-            ratio = jnp.exp(picked - jax.lax.stop_gradient(picked))
-            total -= advantage * jnp.sum(ratio * completion.mask[own]) / completion.mask.sum()
-        return total / 4
+        logps = jax.nn.log_softmax(model.logits(hidden))[:, :-1]
+        picked = jnp.take_along_axis(logps, tokens[:, 1:, None], -1)[..., 0]
+        return -jnp.sum(weights[:, 1:] * jnp.exp(picked - jax.lax.stop_gradient(picked))) / 4
 
     (loss, got), (wanted_loss, wanted) = (jax.jit(jax.value_and_grad(f))(params) for f in (packed, by_hand))
     np.testing.assert_allclose(loss, wanted_loss, atol=1e-5)
