@@ -51,9 +51,6 @@ MAX_INT = 2**31 - 1
 MAX_SHOWN = 200
 """Largest number of characters of a wrong value that an error shows."""
 
-CLASSES: list[type] = []
-"""Public classes whose keywords are suggested, as far as they are imported."""
-
 Int = Annotated[int, Le(MAX_INT)]
 NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
 PositiveInt = Annotated[int, Ge(1), Le(MAX_INT)]
@@ -193,7 +190,6 @@ class Config:
         cls._set_defaults, cls.__init__ = cls.__init__, Config.__init__  # type: ignore[method-assign]
         names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
         cls.kinds = {name: kind for name, kind in hints.items() if name in names}
-        _register(cls)
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         if len(args) > len(self.kinds):
@@ -374,10 +370,6 @@ class Keywords:
             check_keywords(cls.__name__, arguments, known, partial(suggest, cls))
         return super().__new__(cls)
 
-    def __init_subclass__(cls, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        _register(cls)
-
 
 def check_keywords(
     callee: str, arguments: Mapping[str, Any], known: Mapping[str, Any], suggest: Callable[[str], str]
@@ -400,12 +392,6 @@ def check_keywords(
         if classes and value is not None and not isinstance(value, classes):
             errors.append(RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee))
     raise_together(errors)
-
-
-def _register(cls: type) -> None:
-    """Suggest keywords of `cls` from now on, if it is public."""
-    if cls.__name__ in covey.__all__:
-        CLASSES.append(cls)
 
 
 def keywords_of(cls: type) -> dict[str, Any] | None:
@@ -433,7 +419,7 @@ def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
         return advice
     if owners := list(_owners(name)):
         return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
-    everywhere = {key for other in _concrete() for key in keywords_of(other) or ()}
+    everywhere = {key for other in _public_classes() for key in keywords_of(other) or ()}
     for close in difflib.get_close_matches(name, sorted(everywhere.union(known)), n=1):
         if close not in known:
             return f"did you mean {next(_owners(close)).__name__}({close}=...)?"
@@ -442,19 +428,23 @@ def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
 
 def _owners(name: str) -> Iterator[type]:
     """Return the classes that take the keyword `name`, except subclasses of another of them."""
-    having = [cls for cls in _concrete() if name in (keywords_of(cls) or ())]
+    having = [cls for cls in _public_classes() if name in (keywords_of(cls) or ())]
     return (cls for cls in having if not any(cls is not other and issubclass(cls, other) for other in having))
 
 
-def _concrete() -> list[type]:
-    """Return the classes of which objects can be made."""
-    return [cls for cls in CLASSES if not inspect.isabstract(cls)]
+def _public_classes() -> list[type]:
+    """Return the public classes whose keywords are checked, as far as they are imported."""
+    classes: list[type] = [Config, Keywords]
+    for cls in classes:  # the list grows
+        classes += cls.__subclasses__()
+    public = {*covey.__all__}
+    return [cls for cls in dict.fromkeys(classes) if cls.__name__ in public and not inspect.isabstract(cls)]
 
 
 def _as_keyword(path: str, preferred: type) -> str | None:
     """Return the setting `path` of a recipe as a keyword: of the class `preferred` if that has the same section."""
     section, _, name = path.rpartition(".")
-    classes = [cls for cls in CLASSES if getattr(cls, "section", None) == section]
+    classes = [cls for cls in _public_classes() if getattr(cls, "section", None) == section]
     owners = [preferred] if preferred in classes else classes
     return next((f"{cls.__name__}({name}=...)" for cls in owners if name in (keywords_of(cls) or ())), None)
 

@@ -78,19 +78,17 @@ def unlogged(
         functions: names of its reward functions; if None, any are possible.
     """
     choices = list(names(method, functions or ()))
-    for setting, named in (("show", tuple(show)), ("keep_best", (keep_best,) if keep_best else ())):
-        for name in named:
-            row, logged = metric(name), is_logged(name, method, (":",) if functions is None else functions)
-            if logged and row and NAME in row.name and setting == "keep_best":
-                what = f"training.keep_best names {name!r}, which is no metric that every step has for sure"
-                yield Problem(setting, what, "a metric that does not depend on Step.info, such as reward")
-            elif not logged:
-                want = " or ".join(choice for choice in choices if choice.endswith(f"/{name}")) or nearest(
-                    name, choices
-                )
-                command = "covey train" if method == RL else "covey sft"
-                what = f"training.{setting} names {name!r}, which is no metric of {command}"
-                yield Problem(setting, what, want)
+    settings = [*(("show", name) for name in show), *([("keep_best", keep_best)] if keep_best else [])]
+    for setting, name in settings:
+        row, logged = metric(name), is_logged(name, method, (":",) if functions is None else functions)
+        if logged and row and NAME in row.name and setting == "keep_best":
+            what = f"training.keep_best names {name!r}, which is no metric that every step has for sure"
+            yield Problem(setting, what, "a metric that does not depend on Step.info, such as reward")
+        elif not logged:
+            want = " or ".join(other for other in choices if other.endswith(f"/{name}")) or nearest(name, choices)
+            command = "covey train" if method == RL else "covey sft"
+            what = f"training.{setting} names {name!r}, which is no metric of {command}"
+            yield Problem(setting, what, want)
 
 
 FUNCTION, NUMBER, NAME = "<function>", "<k>", "<name>"
