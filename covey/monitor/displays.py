@@ -60,7 +60,7 @@ class SampleLine:
 
 
 class LogDisplay:
-    """Display in a log file, one line per step. A phase is told once between two evaluations, a long one now and then.
+    """Display in a log file: a line per step, one per phase between two evaluations, and some for a long phase.
 
     Args:
         console: where to print.
@@ -83,7 +83,7 @@ class LogDisplay:
         self._slow_compile.cancel()
 
     def changed(self) -> None:
-        """Tell a new phase, a long one now and then, and a program that takes long to compile."""
+        """Print a new phase, the progress of a long one, and a compilation that takes long."""
         status = self.view.status()
         self._slow_compile.cancel()
         if status.phase and status.phase not in self._announced:
@@ -97,7 +97,7 @@ class LogDisplay:
             self.stamp()
 
     def stamp(self, text: str = "") -> None:
-        """Print `text`, or what the run does, with the time."""
+        """Print `text`, or the present activity, with the time."""
         self.line(f"[{time.monotonic() - self._started:6.1f}s] {text or self.view.status().activity}")
 
     def line(self, text: str) -> None:
@@ -194,7 +194,7 @@ class NotebookOutput(io.TextIOBase):
         return len(text)
 
     def start(self) -> None:
-        """Wait for the first text."""
+        """Do nothing: the first text makes the output."""
 
     def stop(self) -> None:
         """Show the last text."""

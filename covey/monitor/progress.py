@@ -1,6 +1,7 @@
-"""The progress of a run: phases, one row of metrics and its samples per step, evaluations, a summary.
+"""Follow the progress of a run and show it.
 
-Out: its `Status`, and the same story on whatever display there is (`displays`). The headline metric is the reward in
+In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: the `Status` of the run, and lines
+on the display that fits the console (`displays`). The headline metric is the reward in
 reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
 training.
 """
@@ -105,7 +106,7 @@ class Progress:
             self.display.samples(samples)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Add the metrics of a step to what times and plots are made of, without showing it."""
+        """Add the metrics of a step to the times and plots, without showing it."""
         before = self._rows[-1]["step"] if self._rows else self.steps_before
         self._rows.append(row)
         self._values.extend([row[self.headline]] if self.headline in row else [])
@@ -114,7 +115,7 @@ class Progress:
         self._stepped = time.monotonic()
 
     def status(self) -> Status:
-        """Return what the run does now."""
+        """Return the present status."""
         now, row = time.monotonic(), self._rows[-1] if self._rows else {}
         (done, parts), expected = self._count, self._seconds_left() if self._rows else 0.0
         passed = min(now - self._stepped, self._row_time())  # the rest of a longer step is compilation
@@ -167,7 +168,7 @@ class Progress:
         self.display.done(printable("\n".join(lines), keep="\n"))
 
     def _facts(self, summary: Mapping[str, Any]) -> dict[str, str]:
-        """Return what the run came to, by name."""
+        """Return the results of the run by name."""
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
         facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}

@@ -112,9 +112,9 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 def open_tensorboard(run: Tracked) -> Tracker:
     """Write scalars to the folder `tensorboard` of the run."""
-    again = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
+    purge = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
     folder = folder_below(run.folder, TENSORBOARD)
-    writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **again)
+    writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **purge)
 
     def log_scalars(step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -85,9 +85,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._files[name] = self._open(name)
         file = self._files[name]
         with self._writing(file, f"{len(encoded):,} bytes"):
-            left = memoryview(encoded)
-            while left:  # a full disk accepts a part, and refuses the next
-                left = left[file.write(left) :]
+            remaining = memoryview(encoded)
+            while remaining:  # a full disk accepts a part, and refuses the next
+                remaining = remaining[file.write(remaining) :]
         if not is_open_at(file, Path(file.name)):
             raise ResumeError(
                 "this file was removed or replaced while the run was writing it",

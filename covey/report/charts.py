@@ -149,7 +149,7 @@ def _series(chart: Chart, pattern: str, name: str, measured: Mapping[str, None])
     series = _described(name, _label(pattern, name))
     if name == chart.metrics[0]:
         series |= {"error": chart.error} if chart.error in measured else {}
-        series |= dict(zip(("low", "high"), chart.band, strict=False)) if measured.keys() >= set(chart.band) else {}
+        series |= dict(zip(("low", "high"), chart.band, strict=False)) if measured.keys() >= {*chart.band} else {}
     return series
 
 

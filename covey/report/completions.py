@@ -31,13 +31,13 @@ MAX_TOKENS = 512
 VALUES = ("logps", "change", "entropy", "kl")
 """Values of each token, in the order of the page."""
 
-Place = tuple[int, int]
+GroupKey = tuple[int, int]
 """Step and number of a group."""
 _KEY = re.compile(rb'\{"step": (\d{1,15}), "group": (\d{1,9}),')
 
 
 class Location(NamedTuple):
-    """Place of one group in the file.
+    """Position of one group in the file.
 
     Attributes:
         start, stop: offsets of its lines in bytes.
@@ -79,9 +79,11 @@ def collect(
         by_step.setdefault(location.step, []).append(location)
     with open_or_empty(file.parent, file.name) as lines:
         table = _Table(lines, mask)
-        wanted = [location for location in index if (location.step, location.group) in first]
+        preferred = [location for location in index if (location.step, location.group) in first]
         others = _in_order_of_choice(by_step, _room(_Table(lines, mask), index, budget))
-        groups = fitting(((location, *table.add(location)) for location in dict.fromkeys((*wanted, *others))), budget)
+        groups = fitting(
+            ((location, *table.add(location)) for location in dict.fromkeys((*preferred, *others))), budget
+        )
     in_file = groupby(sorted(groups, key=lambda group: (group.step, group.start)), key=lambda group: group.step)
     steps = [f"[{step},{len(by_step[step])},[{','.join(map(groups.__getitem__, some))}]]" for step, some in in_file]
     return (
@@ -96,18 +98,18 @@ def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
     otherwise is parsed.
     """
     groups: list[Location] = []
-    place = 0
+    position = 0
     with open_or_empty(file.parent, file.name) as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 break
-            start, place = place, place + len(line)
+            start, position = position, position + len(line)
             if (key := _key(line)) is None:
                 unreadable[file.name] = unreadable.get(file.name, 0) + 1
             elif groups and (*key, start) == (groups[-1].step, groups[-1].group, groups[-1].stop):
-                groups[-1] = groups[-1]._replace(stop=place)
+                groups[-1] = groups[-1]._replace(stop=position)
             else:
-                groups.append(Location(*key, start, place))
+                groups.append(Location(*key, start, position))
     return groups
 
 
@@ -157,8 +159,8 @@ class _Table:
 
 def _room(table: _Table, index: Sequence[Location], budget: int) -> int:
     """Estimate from some groups how many groups fit in `budget` bytes."""
-    some = [index[i] for i in spread(len(index), TRIED)]
-    return budget * len(some) // max(1, sum(table.add(location)[1] for location in some))
+    sample = [index[i] for i in spread(len(index), TRIED)]
+    return budget * len(sample) // max(1, sum(table.add(location)[1] for location in sample))
 
 
 def _in_order_of_choice(by_step: Mapping[int, list[Location]], room: int) -> Iterator[Location]:
@@ -170,8 +172,8 @@ def _in_order_of_choice(by_step: Mapping[int, list[Location]], room: int) -> Ite
     if not everything:
         steps = [steps[i] for i in spread(len(steps), max(2, room // GROUPS_PER_STEP))]
     for i in coarse_to_fine(len(steps)):
-        here = by_step[steps[i]]
-        yield from here if everything else (here[j] for j in spread(len(here), GROUPS_PER_STEP))
+        groups = by_step[steps[i]]
+        yield from groups if everything else (groups[j] for j in spread(len(groups), GROUPS_PER_STEP))
 
 
 def _key(line: bytes) -> tuple[int, int] | None:
@@ -188,7 +190,7 @@ def _number(value: Any) -> str:
 
 def keep_token_values(
     file: Path, budget: int, unreadable: dict[str, int], mask: Mask = lambda value: value
-) -> tuple[dict[Place, str], int]:
+) -> tuple[dict[GroupKey, str], int]:
     """Return the token values of `file` that fit in `budget` bytes, as JSON by group, and the number of all groups.
 
     A group is a list of `[sample, texts, advantage, log-probs, changes, entropies, KL, inserted]`: `advantage` is one
@@ -196,24 +198,24 @@ def keep_token_values(
     tokens that a tool or an environment inserted. A completion whose text has a secret in it is left out, because the
     secret would be spread over its tokens.
     """
-    groups: dict[Place, list[Row]] = {}
+    groups: dict[GroupKey, list[Row]] = {}
     for row in read_lines(file, unreadable):
         step, group = row.get("step"), row.get("group")
         if is_count(step) and is_count(group) and _texts(row) is not None:
             groups.setdefault((step, group), []).append(row)
-    encoded: dict[Place, str] = {}
-    places = sorted(groups)
-    for place in (places[i] for i in coarse_to_fine(len(places))):
-        samples = [values for row in groups[place] if (values := _token_values(row, mask))]
+    encoded: dict[GroupKey, str] = {}
+    keys = sorted(groups)
+    for key in (keys[i] for i in coarse_to_fine(len(keys))):
+        samples = [values for row in groups[key] if (values := _token_values(row, mask))]
         group = f"[{','.join(samples)}]"
         budget -= size_of(group) + 20
         if budget < 0:
             break
-        encoded |= {place: group} if samples else {}
+        encoded |= {key: group} if samples else {}
     return encoded, len(groups)
 
 
-def token_values_json(groups: Mapping[Place, str], total: int) -> str:
+def token_values_json(groups: Mapping[GroupKey, str], total: int) -> str:
     """Return the groups as the page reads them: `groups` by `step-group`, and the number of all of them."""
     entries = ",".join(f'"{step}-{group}":{values}' for (step, group), values in sorted(groups.items()))
     return f'{{"groups":{{{entries}}},"total":{total}}}'

@@ -52,7 +52,7 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
         total: number of questions.
     """
     before, after = _by_question(run.before), _by_question(run.after)
-    compared = any(right(row) is not None for row in (*run.before, *run.after))
+    compared = any(is_right(row) is not None for row in (*run.before, *run.after))
     state = _verdict if compared else _mean_reward
     pairs = [(before.get(key, []), after.get(key, [])) for key in {**before, **after}]
     changes = [_change(state(old), state(new), compared) for old, new in pairs]
@@ -72,7 +72,7 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
     return f'{{"prompts":[{",".join(prompts.encoded)}],"rows":[{in_order}],{script_json(rest)[1:]}'
 
 
-def right(row: Row) -> bool | None:
+def is_right(row: Row) -> bool | None:
     """Return whether the completion of `row` is right by the run's accuracy function; None if that is not recorded."""
     correct = row.get("correct")
     accuracy = correct.get("accuracy") if isinstance(correct, dict) else None
@@ -90,7 +90,7 @@ def _by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def _verdict(rows: Sequence[Row]) -> str | None:
-    verdicts = [verdict for row in rows if (verdict := right(row)) is not None]
+    verdicts = [verdict for row in rows if (verdict := is_right(row)) is not None]
     if not verdicts:
         return None
     return "right" if all(verdicts) else "wrong" if not any(verdicts) else "partly right"
@@ -111,7 +111,7 @@ def _change(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
 
 
 def _completion(row: Row) -> list[Any]:
-    return [completion_form(row), number(row.get("reward")), right(row)]
+    return [completion_form(row), number(row.get("reward")), is_right(row)]
 
 
 COUNTS = ("samples", "examples", "error")

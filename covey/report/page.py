@@ -191,7 +191,7 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
 
 
 def facts(run: RunData) -> list[list[str]]:
-    """Return what the run recorded about its model, data, machine and programs, as names and texts."""
+    """Return the recorded facts about model, data, machine and programs, as names and texts."""
     rows: list[list[str]] = []
     for name, label in FACTS.items():
         if isinstance(value := run.summary.get(name), Mapping):

@@ -6,6 +6,7 @@ line of its evidence. Where no problem is found, one note says how the run went,
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from covey.files import open_or_empty
 from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group
 from covey.report.diagnosis.features import OpposedParts, RunHistory
-from covey.report.diagnosis.rule import NOTE, PROBLEM, Finding, Rule
-from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, RULES, TREND_ROWS
+from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Condition, Finding, Rule, below
+from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, ROSE, RULES, TREND_ROWS
 from covey.report.run_data import Row
 from covey.train.json_lines import number
 
@@ -30,6 +31,8 @@ FIRST_STEPS = 5
 """Number of first steps in which nothing is judged."""
 GROWTH = 0.02
 """Share by which the history has grown between two judgements."""
+REWARD_ROSE, LOSS_FELL = ("reward", ROSE), ("loss", below("loss.change.difference", 0))
+"""Metrics by which a run is judged, with the condition of one that learns."""
 LIVE = {rule.name for rule in RULES if rule.live}
 
 
@@ -43,7 +46,9 @@ def diagnose(history: RunHistory) -> list[Finding]:
             findings[0] = replace(findings[0], samples=tuple(samples_to_read(history)))
         if any(finding.level == PROBLEM for finding in findings):
             return findings
-        return [_without_problem(history, len(rules)), *findings]
+        metric, improved = LOSS_FELL if history.method == "sft" else REWARD_ROSE
+        outcomes = _outcomes(metric, improved, len(rules))
+        return [next(_finding(rule, text, []) for rule in outcomes if (text := rule.evidence(history))), *findings]
 
 
 def _causes(matches: Sequence[Match]) -> list[Match]:
@@ -63,26 +68,25 @@ def _finding(rule: Rule, evidence: str, matches: Sequence[Match]) -> Finding:
     return Finding(rule.title, rule.threshold, evidence, rule.fix, rule.name, rule.level)
 
 
-def _without_problem(history: RunHistory, num_rules: int) -> Finding:
-    """Return the note on a run in which none of `num_rules` rules found a problem."""
-    n = len(history)
-    if n < TREND_ROWS:
-        judged = f"no rule is judged before step {MIN_ROWS}"
-        if n >= MIN_ROWS:
-            judged = f"rules about changes are not judged before step {TREND_ROWS}"
-        return Finding(
-            "The run is too short to judge", "", f"{n} step{'s' if n != 1 else ''}; {judged}", "", level=NOTE
-        )
-    name = "loss" if history.method == "sft" else "reward"
-    metric = history.metric(name)
-    change = metric.change
-    seen = f"the mean {name} went {change}" if change else f"{name} was not measured"
-    better = metric.rose if name == "reward" else change is not None and change.difference < 0
-    if better or n < LONG_ROWS:
-        threshold = f"none of the {num_rules} rules for this method of training is met"
-        return Finding("Nothing wrong was found", threshold, seen, "", level=NOTE)
+def _outcomes(metric: str, improved: Condition, num_rules: int) -> list[Rule]:
+    """Return the notes on a run in which none of `num_rules` rules found a problem; the first that is met is told."""
+    words = f"the mean {metric} went {{{metric}.change}}", f"{metric} was not measured"
+    sound = improved, below("run.steps.size", LONG_ROWS)
+    too_short = [
+        Case(f"{{num_steps}}; no rule is judged before step {MIN_ROWS}", [below("run.steps.size", MIN_ROWS)]),
+        Case(
+            f"{{num_steps}}; rules about changes are not judged before step {TREND_ROWS}",
+            [below("run.steps.size", TREND_ROWS)],
+        ),
+    ]
+    threshold = f"none of the {num_rules} rules for this method of training is met"
     advice = "train longer, or compare runs with another learning rate"
-    return Finding(f"The {name} did not improve, and no rule says why", "", seen, advice, level=NOTE)
+    note = partial(Rule, "", settings=(), level=NOTE)
+    return [
+        note("The run is too short to judge", "", 0, too_short, ""),
+        note("Nothing wrong was found", threshold, 0, [Case(text, [one]) for text in words for one in sound], ""),
+        note(f"The {metric} did not improve, and no rule says why", "", 0, [Case(text) for text in words], advice),
+    ]
 
 
 def samples_to_read(history: RunHistory) -> list[str]:
@@ -152,20 +156,20 @@ class LiveDiagnosis:
     ):
         self.method, self.settings, self.before = method, settings, before or {}
         self._rows: list[Mapping[str, Any]] = list(rows)
-        self._next = 0.0
-        self._held: dict[str, int] = {}
+        self._next_length = 0.0
+        self._streaks: dict[str, int] = {}
         self._announced: set[str] = set()
 
     def step(self, row: Mapping[str, Any]) -> list[Finding]:
         """Add the row of a step; return the problems that became certain with it."""
         self._rows.append(row)
         n = len(self._rows)
-        if n <= FIRST_STEPS or n < self._next:
+        if n <= FIRST_STEPS or n < self._next_length:
             return []
-        self._next = n * (1 + GROWTH)
+        self._next_length = n * (1 + GROWTH)
         history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before)
         problems = [finding for finding in diagnose(history) if finding.level == PROBLEM and finding.rule in LIVE]
-        self._held = {finding.rule: self._held.get(finding.rule, 0) + 1 for finding in problems}
-        certain = [rule for rule, count in self._held.items() if count >= CERTAIN and rule not in self._announced]
+        self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in problems}
+        certain = [rule for rule, count in self._streaks.items() if count >= CERTAIN and rule not in self._announced]
         self._announced.update(certain)
         return [finding for finding in problems if finding.rule in certain]

@@ -397,6 +397,7 @@ class MetricHistory:
 
 FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "run": lambda run: run,
+    "num_steps": lambda run: f"{len(run)} step{'s' if len(run) != 1 else ''}",
     "temperature": lambda run: run.numeric_setting("rollout.temperature", 1.0),
     "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
     # the advantages come from a critic, which learns from groups of equal rewards too

@@ -81,7 +81,7 @@ class Case(NamedTuple):
     unless: Sequence[Condition] = ()
 
     def evidence(self, run: Features) -> str:
-        """Return what was seen in `run`; "" if the case is not met."""
+        """Return the words with the features of `run`; "" if the case is not met."""
         if not all(one.holds(run) for one in self.when) or any(one.holds(run) for one in self.unless):
             return ""
         first, *others = map(_Words(run).text, self.words.split("|"))
