@@ -10,7 +10,6 @@ import ast
 import difflib
 import inspect
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -562,7 +561,7 @@ def _classes(kind: Any) -> str:
 
 def _nearest_choice(error: ErrorDetails) -> str:
     """Return the choice nearest to the wrong value; "" if there are no choices."""
-    choices = re.findall("'(.*?)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else ()
+    choices = error["ctx"]["expected"].split("'")[1::2] if error["type"] == "literal_error" else ()
     return nearest(error["input"], choices) if choices and isinstance(error["input"], str) else ""
 
 
