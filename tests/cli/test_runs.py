@@ -78,20 +78,6 @@ def test_the_table_shows_errors_and_what_is_missing(capsys: Any) -> None:
     assert next(line for line in shown.splitlines() if line.startswith("accuracy before")).split()[-1] == "-"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["compare", "a"], "there are not two runs to compare"),
-        (["compare", "a", "nowhere"], "this is no run folder"),
-        (["compare", "a", "a", "--seed", "1"], "compare has no setting --seed"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(words: list[str], told: str, capsys: Any) -> None:
-    write_run("a")
-    assert cli.main(words) == 2
-    assert told in capsys.readouterr().err
-
-
 # --- covey push
 
 
@@ -220,14 +206,15 @@ def test_without_a_login_nothing_is_exported(hub: type[FakeHub], monkeypatch: py
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["compare", "mine", "nowhere"], "this is no run folder"),
+        (["compare", "mine", "mine", "--seed", "1"], "compare has no setting --seed"),
         (["push", "mine"], "an argument is missing"),
-        (["push", "mine", "me/run"], "wanted: hf:org/name"),
         (["push", "nowhere", "hf:me/run"], "this is no run folder"),
         (["push", "begun", "hf:me/run"], "this run has no checkpoint yet"),
         (["push", "mine", "hf:me/run", "--format", "guff"], "did you mean 'gguf'?"),
     ],
 )
-def test_what_cannot_be_published_is_refused(words: list[str], told: str, capsys: Any) -> None:
+def test_what_cannot_be_compared_or_published_is_refused(words: list[str], told: str, capsys: Any) -> None:
     write_run("mine")
     (write_run("begun") / "checkpoints" / "00000020").rmdir()
     assert cli.main(words) == 2

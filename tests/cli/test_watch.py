@@ -39,13 +39,8 @@ def append(file: Path, *rows: Any) -> None:
 
 
 def beat(folder: Path, **more: Any) -> None:
-    content = {
-        "phase": "update",
-        "since": time.time() - 5,
-        "now": time.time(),
-        "process": 1,
-        "host": os.uname().nodename,
-    }
+    now = time.time()
+    content = {"phase": "update", "since": now - 5, "now": now, "process": 1, "host": os.uname().nodename}
     content |= {"step": 0, "total": 20, "done": 0, "parts": 0, "compiling": 0, "seconds": 61.0, "memory": 2_000_000_000}
     draft = folder / ".heartbeat.json"
     draft.write_text(json.dumps(content | more))
@@ -176,12 +171,7 @@ def test_a_run_of_an_older_version_has_no_end_in_its_heartbeat(folder: Path) -> 
     run = WatchedRun(folder)
     run.look()
     assert run.state == FINISHED
-
-
-def test_watching_takes_no_lock_that_a_run_needs(folder: Path) -> None:
-    run = WatchedRun(folder)
-    run.look()
-    with running(folder):
+    with running(folder):  # the look has taken no lock that a run needs
         run.look()
         assert run.state == RUNNING
 
@@ -228,12 +218,8 @@ def test_lines_are_read_once_and_a_cut_file_from_its_beginning(tmp_path: Path) -
     assert [line[:3] for line in lines.read()] == [b"cd\n", b"xxx", b"xxx", b"e\n"]
     file.write_bytes(b"a\n")
     assert list(lines.read()) == [b"a\n"]
-
-
-def test_the_first_look_at_a_large_file_reads_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "rows"
     file.write_bytes(b"0123456789\nlast\n")
-    assert list(NewLines(file, tail=8).read()) == [b"89\n", b"last\n"]
+    assert list(NewLines(file, tail=8).read()) == [b"89\n", b"last\n"]  # the first look at a large file
 
 
 def test_the_heartbeat_of_a_run_is_read_back(tmp_path: Path) -> None:
