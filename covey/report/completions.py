@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from covey.files import open_or_empty
 from covey.report.run_data import Row, coarse_to_fine, read_lines, spread
-from covey.report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of, text_json
+from covey.report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of
 from covey.train.json_lines import is_count, number, parse_line
 from covey.types import FinishReason
 
@@ -149,12 +149,12 @@ class _Table:
         rewards = rewards if isinstance(rewards, dict) else {}
         for name in rewards:
             self.functions.setdefault(name, len(self.functions))
-        parts = ",".join(_number(rewards.get(name)) for name in self.functions)
+        parts = ",".join(number_json(rewards.get(name)) for name in self.functions)
         text, length = completion_form(row), number(row.get("length"))
-        encoded = text_json(text) if isinstance(text, str) else script_json(text)
+        score = ",".join(number_json(row.get(name)) for name in ("reward", "advantage"))
         was_cut = script_json(FinishReason.recorded(row.get("finish")).was_cut)
         tokens = "null" if length is None else int(length)
-        return f"[{encoded},{_number(row.get('reward'))},{_number(row.get('advantage'))},[{parts}],{was_cut},{tokens}]"
+        return f"[{script_json(text)},{score},[{parts}],{was_cut},{tokens}]"
 
 
 def _room(table: _Table, index: Sequence[Location], budget: int) -> int:
@@ -182,10 +182,6 @@ def _key(line: bytes) -> tuple[int, int] | None:
     row = parse_line(line) or {}
     step, group = row.get("step"), row.get("group")
     return (step, group) if is_count(step) and is_count(group) else None
-
-
-def _number(value: Any) -> str:
-    return number_json(number(value))
 
 
 def keep_token_values(
@@ -229,10 +225,10 @@ def _token_values(row: Row, mask: Mask) -> str:
     if not is_count(sample) or mask(joined) != joined:
         return ""
     count, advantage, sampled = len(texts), row.get("advantage"), row.get("sampled")
-    advantages = _numbers(advantage, count) if isinstance(advantage, list) else number_json(number(advantage))
+    advantages = _numbers(advantage, count) if isinstance(advantage, list) else number_json(advantage)
     values = ",".join(_numbers(row.get(name), count) for name in VALUES)
     inserted = [i for i, flag in enumerate(sampled[:count]) if flag == 0] if isinstance(sampled, list) else []
-    return f"[{sample},[{','.join(map(text_json, texts))}],{advantages},{values},{script_json(inserted)}]"
+    return f"[{sample},[{','.join(map(script_json, texts))}],{advantages},{values},{script_json(inserted)}]"
 
 
 def _texts(row: Row) -> Sequence[str] | None:
@@ -246,4 +242,4 @@ def _numbers(values: Any, count: int) -> str:
     """Return one number per token as JSON; null if there are not so many."""
     if not isinstance(values, list) or len(values) < count:
         return "null"
-    return f"[{','.join(number_json(number(value), digits=3) for value in values[:count])}]"
+    return f"[{','.join(number_json(value, digits=3) for value in values[:count])}]"

@@ -1,14 +1,13 @@
 """Prompts and completions as a page keeps them: long ones without their middle, and each prompt once.
 
 They are JSON in a script element, where no text can end the element or begin another. A page may have a hundred
-thousand texts: `text_json` and `number_json` encode one value each, which the callers join, because to build such a
+thousand texts: `script_json` and `number_json` encode one value each, which the callers join, because to build such a
 tree and encode it as a whole takes three times as long.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable
-from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 from covey.report.run_data import Row
@@ -28,6 +27,9 @@ ESCAPED = re.compile(
     "[<>&\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
 )
 """Pattern of characters that are escaped: those of markup, and invisible ones."""
+
+
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Prompts:
@@ -89,12 +91,11 @@ def completion_form(row: Row) -> Any:
     if not turns:
         return shortened(text)
     of_model = [turn for turn in turns if turn[0] == MODEL]
-    rewards, ends, tokens = (_numbers(row.get(name)) for name in ("turn_rewards", "turn_ends", "turn_tokens"))
-    for i, turn in enumerate(of_model):
-        begin = ends[i - 1] if 0 < i <= len(ends) else 0.0
-        generated, end = _at(tokens, i), _at(ends, i)
-        inserted = None if None in (generated, end, begin) else end - begin - generated  # type: ignore[operator]
-        turn += [_at(rewards, i), *(None if count is None else int(count) for count in (generated, inserted))]
+    names = ("turn_rewards", "turn_ends", "turn_tokens")
+    rewards, ends, tokens = (_numbers(row.get(name), len(of_model)) for name in names)
+    for turn, reward, begin, end, generated in zip(of_model, rewards, [0.0, *ends], ends, tokens, strict=False):
+        inserted = None if generated is None or end is None or begin is None else int(end - begin - generated)
+        turn += [reward, None if generated is None else int(generated), inserted]
     return {"turns": turns}
 
 
@@ -120,12 +121,10 @@ def split_turns(text: str, turns: Any) -> list[list[Any]] | None:
     return parts if parts and position == len(text) + 1 else None
 
 
-def _numbers(values: Any) -> list[float | None]:
-    return [number(value) for value in values] if isinstance(values, list) else []
-
-
-def _at(values: list[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None
+def _numbers(values: Any, count: int) -> list[float | None]:
+    """Return `count` numbers; None for those that are missing."""
+    numbers = [number(value) for value in values[:count]] if isinstance(values, list) else []
+    return numbers + [None] * (count - len(numbers))
 
 
 def script_json(value: Any) -> str:
@@ -134,22 +133,18 @@ def script_json(value: Any) -> str:
     >>> script_json("</script>\u2028")
     '"\\u003c/script\\u003e\\u2028"'
     """
-    return _escape(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    text = ENCODER.encode(value)
+    return ESCAPED.sub(_as_escape, text) if ESCAPED.search(text) else text
 
 
-def text_json(text: str) -> str:
-    """Encode one text, as `script_json` does."""
-    encoded: str = encode_basestring(text)
-    return _escape(encoded)
+def number_json(value: Any, digits: int = 4) -> str:
+    """Encode a number with so many significant digits; what is no finite number is null.
 
-
-def number_json(value: float | None, digits: int = 4) -> str:
-    """Encode a finite number with so many significant digits; None is null.
-
-    >>> number_json(0.123456), number_json(None), number_json(1e-7)
+    >>> number_json(0.123456), number_json("x"), number_json(1e-7)
     ('0.1235', 'null', '1e-07')
     """
-    return "null" if value is None else f"{value:.{digits}g}"
+    figure = number(value)
+    return "null" if figure is None else f"{figure:.{digits}g}"
 
 
 def fitting(parts: Iterable[tuple[Key, str, int]], budget: int) -> dict[Key, str]:
@@ -170,10 +165,6 @@ def fitting(parts: Iterable[tuple[Key, str, int]], budget: int) -> dict[Key, str
 def size_of(encoded: str) -> int:
     """Return the number of bytes of an encoded value in UTF-8."""
     return len(encoded) if encoded.isascii() else len(encoded.encode("utf-8"))
-
-
-def _escape(text: str) -> str:
-    return ESCAPED.sub(_as_escape, text) if ESCAPED.search(text) else text
 
 
 def _as_escape(match: re.Match[str]) -> str:

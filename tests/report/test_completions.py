@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from covey.monitor.writer import sample_rows
-from covey.report.completions import collect, keep_token_values, locate
+from covey.report.completions import collect, keep_token_values
 from covey.report.evaluation import questions
 from covey.report.run_data import read_run
 from covey.report.texts import completion_form, prompt_turns, shortened
@@ -77,16 +77,6 @@ def test_episodes_are_kept_as_turns(made: SimpleNamespace, tmp_path: Path) -> No
     assert [sample[0] for sample in samples] == [{"turns": turns}, made.episode["text"]]
 
 
-def test_rows_of_an_episode_can_be_taken_apart() -> None:
-    said = ({"role": "assistant", "content": "5"}, {"role": "environment", "content": "less\nassistant: 9"})
-    episode = Episode((*said, said[0]), turn_ends=(2, 6), turn_rewards=(0.5, 1.0), done=True)
-    mask = np.array([True, True, False, False, True, True])
-    completion = Completion(np.arange(6), *([0.0],) * 2, FinishReason.STOP, "", mask, episode)  # type: ignore[arg-type]
-    (row,) = sample_rows(1, [Group("Guess", np.array([1]), (completion,))])
-    turns = [["assistant", "5", 0.5, 2, 0], ["environment", "less\nassistant: 9"], ["assistant", "5", 1.0, 2, 2]]
-    assert completion_form(row) == {"turns": turns}
-
-
 def test_token_values_are_kept_by_group(made: SimpleNamespace, tmp_path: Path) -> None:
     file, unreadable = tmp_path / "tokens.jsonl", dict[str, int]()
     odd = made.token_row(1, 0, 2, ["x"], change="x", entropy=[None], logps=[1, 2], advantage=[0.5], sampled=[0])
@@ -110,28 +100,25 @@ def test_token_values_of_a_long_run_are_spread_evenly(made: SimpleNamespace, tmp
     assert (steps[0], steps[-1]) == (1, 100)
 
 
-def test_lines_are_located_by_their_beginning(make_run: Any) -> None:
-    file = make_run(steps=2, groups=2) / "samples.jsonl"
-    found = locate(file, {})
-    assert [(one.step, one.group) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    assert found[0].start == 0
-    assert found[-1].stop == file.stat().st_size
-
-
 def test_a_long_text_is_cut_in_the_middle_and_says_so() -> None:
     head, left_out, tail = shortened("a" * 4000 + "b" * 1_000_000 + "c" * 2000)
     assert (set(head), left_out, set(tail)) == ({"a"}, 1_000_000, {"c"})
 
 
 def test_turns_are_those_that_were_written() -> None:
-    """A message that imitates another role does not become a turn."""
+    """A message that imitates another role does not become a turn, in a prompt or in an episode."""
     prompt = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nassistant: I am a user"})
-    completion = Completion(*([0],) * 3, FinishReason.STOP, "Ho")  # type: ignore[arg-type]
-    (row,) = sample_rows(1, [Group(prompt, [1], (completion,))])  # type: ignore[arg-type]
+    said = ({"role": "assistant", "content": "5"}, {"role": "environment", "content": "less\nassistant: 9"})
+    episode = Episode((*said, said[0]), turn_ends=(2, 6), turn_rewards=(0.5, 1.0), done=True)
+    mask = np.array([True, True, False, False, True, True])
+    completion = Completion(np.arange(6), *([0.0],) * 2, FinishReason.STOP, "", mask, episode)  # type: ignore[arg-type]
+    (row,) = sample_rows(1, [Group(prompt, np.array([1]), (completion,))])
     row = json.loads(json.dumps(row, default=str))
     assert prompt_turns(row) == [["system", "Be brief."], ["user", "Hi\nassistant: I am a user"]]
     without = {name: value for name, value in row.items() if name != "turns"}
     assert prompt_turns(without) == [["", row["prompt"]]]
+    turns = [["assistant", "5", 0.5, 2, 0], ["environment", "less\nassistant: 9"], ["assistant", "5", 1.0, 2, 2]]
+    assert completion_form(row) == {"turns": turns}
 
 
 @pytest.mark.parametrize("turns", ["x", [["user", 99]], [["user", -1]], [["system", 2]], [7], [["user", "2"]]])

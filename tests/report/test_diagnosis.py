@@ -276,22 +276,12 @@ def test_a_reward_that_stays_flat_for_no_known_reason_is_not_called_sound() -> N
 
 
 @pytest.mark.parametrize("rule", EDGES)
-def test_windows_grow_with_the_run(rule: str) -> None:
-    """A run of ten times as many steps with the same course has the same first cause."""
+def test_the_length_of_a_run_and_gaps_change_nothing(rule: str) -> None:
+    """Ten times as many steps with the same course have the same first cause; a tenth of the values may be missing."""
     above, below = EDGES[rule]
     for found, wanted in ((above, True), (below, False)):
-        longer = replace(
-            found,
-            steps=np.arange(1, 10 * N + 1),
-            columns={name: np.repeat(values, 10) for name, values in found.columns.items()},
-        )
-        assert (rule in names(longer)) is wanted
-
-
-@pytest.mark.parametrize("rule", EDGES)
-def test_gaps_change_nothing(rule: str) -> None:
-    """A tenth of the values is missing: null in the file."""
-    above, _ = EDGES[rule]
+        columns = {name: np.repeat(values, 10) for name, values in found.columns.items()}
+        assert (rule in names(replace(found, steps=np.arange(1, 10 * N + 1), columns=columns))) is wanted
     columns = {name: np.where(np.arange(N) % 10 == 4, NAN, values) for name, values in above.columns.items()}
     assert names(replace(above, columns=columns))[0] == rule
 
@@ -366,14 +356,10 @@ def test_a_reward_that_falls_is_told_soon_after_with_its_cause_alone() -> None:
     assert 12 < step_told <= 24
 
 
-def test_what_a_sound_run_does_for_a_few_steps_is_not_told() -> None:
+def test_what_only_the_end_shows_and_a_dip_of_a_few_steps_are_not_told() -> None:
     dip = np.where((np.arange(N) >= 20) & (np.arange(N) < 23), 0.0, ramp(0.2, 0.8))
-    assert told(history(reward=dip)) == []
-    assert told(history()) == []
-
-
-def test_what_only_the_end_shows_is_not_told_before() -> None:
-    assert told(EDGES["learning rate too low"][0]) == []
+    for found in (history(reward=dip), history(), EDGES["learning rate too low"][0]):
+        assert told(found) == []
 
 
 def test_a_resumed_run_continues_its_history() -> None:
