@@ -303,24 +303,23 @@ class RLCluster(Keywords):
 
     def state(self) -> dict[str, Any]:
         """Return the arrays of a checkpoint as nested dicts: the actor's part has the names of `Trainer.state`."""
-        state = self._trainer(Role.ACTOR).state()
-        if self.critic_trainer is not None:
-            state["critic"] = self.critic_trainer.state()
-        if self._reference_moves:
-            state["reference"] = self._reference_state(self.inference.params[Role.REFERENCE])
-        return state
+        return self._collect(Trainer.state, lambda params: params)
 
     def state_shapes(self) -> dict[str, Any]:
         """Return the shapes of `state()` with their shardings."""
-        state = self._trainer(Role.ACTOR).state_shapes()
-        if self.critic_trainer is not None:
-            state["critic"] = self.critic_trainer.state_shapes()
-        if self._reference_moves:
-            state["reference"] = self._reference_state(abstract(self.inference.params[Role.REFERENCE]))
-        return state
+        return self._collect(Trainer.state_shapes, abstract)
 
-    def _reference_state(self, params: Any) -> Any:
-        return nnx.to_pure_dict(LayerStacks(self.inference.model(Role.REFERENCE)).unstack(params))
+    def _collect(
+        self, of_trainer: Callable[[Trainer], dict[str, Any]], of_params: Callable[[Any], Any]
+    ) -> dict[str, Any]:
+        """Return the arrays of a checkpoint, or their shapes, by the functions for a trainer and for parameters."""
+        state = of_trainer(self._trainer(Role.ACTOR))
+        if self.critic_trainer is not None:
+            state["critic"] = of_trainer(self.critic_trainer)
+        if self._reference_moves:
+            params = of_params(self.inference.params[Role.REFERENCE])
+            state["reference"] = nnx.to_pure_dict(LayerStacks(self.inference.model(Role.REFERENCE)).unstack(params))
+        return state
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
@@ -382,7 +381,7 @@ class RLCluster(Keywords):
         return trainer
 
     def _micro_batches(self, role: Role, batches: Iterable[TrainBatch]) -> Iterator[MicroBatch]:
-        """Yield what the loss of actor or critic needs of `batches`, in pieces of `max_tokens_per_micro_batch`."""
+        """Yield the inputs of the loss of actor or critic, in pieces of `max_tokens_per_micro_batch`."""
         for batch in batches:
             loss_batch, denominator = batch.loss_batch(role)
             size = self.rows_at_a_time(batch.rows, role)

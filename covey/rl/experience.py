@@ -100,7 +100,7 @@ class RolloutBatch:
         return replace(self, groups=groups)
 
     def joined(self, other: "RolloutBatch") -> "RolloutBatch":
-        """Return all groups of both, and the sums of what was counted."""
+        """Return the groups of both, with the sums of their counts and seconds."""
         return RolloutBatch(
             [*self.groups, *other.groups],
             stats=self.stats + other.stats,
@@ -171,8 +171,7 @@ class StepStats:
 
     Attributes:
         clock: measures the phases.
-        rollout: all sampled groups, with advantages (0 for those that dynamic sampling replaced), and the sums of what
-            their rollouts counted.
+        rollout: all sampled groups, with advantages (0 for replaced ones), and the sums of their rollouts' counts.
         waste: fraction of padding in each micro-batch's rows.
     """
 

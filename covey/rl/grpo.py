@@ -99,7 +99,7 @@ def turn_advantages(
         x: groups with rewards.
         algorithm: its weights of rewards and its discount.
         compute: advantages of rewards [turns, G], NaN where an episode has no such turn or was not scored.
-        penalties: what is subtracted from the reward of each token, one array per completion.
+        penalties: number to subtract from the reward of each token, one array per completion.
     """
     weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
     subtracted = penalties or [np.zeros(n) for n in x.lengths]
@@ -128,14 +128,14 @@ def turn_advantages(
 def turn_rewards(
     completion: Completion, total: float, weight: float, penalty: Float[np.ndarray, "n"]
 ) -> Float[np.ndarray, "K"]:
-    """Compute the reward of each turn of a completion: what the environment gave for it, and for the last one also what
-    scores the whole (the other reward functions, penalties of length). NaN for all of them if `total` is NaN.
+    """Compute the reward of each turn of a completion: the environment's for the turn, and for the last one also the
+    scores of the whole (other reward functions, penalties of length). NaN for all of them if `total` is NaN.
 
     Args:
         completion: a completion with or without an episode.
         total: reward of the whole completion.
         weight: weight of the environment's reward in it.
-        penalty: what is subtracted from the reward of each token.
+        penalty: number to subtract from the reward of each token.
     """
     ends, episode = _turn_ends(completion), completion.episode
     rewards = np.zeros(len(ends))
@@ -167,5 +167,5 @@ def _by_turn(returns: Sequence[Float[np.ndarray, "K"]], size: int) -> Float[np.n
 
 
 def _as_table(compute: AdvantageFn, rewards: np.ndarray) -> np.ndarray:
-    """Return what a function of the user's returned, as an array like `rewards`."""
+    """Call a function of the user's, and return its advantages as an array like `rewards`."""
     return np.asarray(compute(rewards)).reshape(rewards.shape)

@@ -1,8 +1,8 @@
 """Inference on given completions: log-probs, values and scores, slice by slice.
 
 `InferenceWorker` hosts the reference, the current critic and the reward model. The same scorers compute the actor's old
-log-probs, with the weights of its trainer. The last functions make the weights of the reference: those that it begins
-with, and how they follow the actor.
+log-probs, with the weights of its trainer. The last functions make the reference from the actor, and let it follow the
+actor.
 """
 
 import math

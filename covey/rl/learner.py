@@ -188,7 +188,7 @@ class Learner(Keywords, ABC):
         return self.replace_tied(rollout, prompts, next_prompts)
 
     def make_experience(self, rollout: RolloutBatch) -> Experience:
-        """Compute what the loss needs to know of the groups that are trained on."""
+        """Compute log-probs, values and advantages of the groups to train on."""
         experience = self.compute_logps(rollout.trained)
         return self.estimate_advantages(experience)
 
@@ -269,7 +269,7 @@ class Learner(Keywords, ABC):
             )
 
     def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
-        """Check the data, build what the algorithm needs and return the updates of the whole run."""
+        """Check the data, build trainers and models, and return the number of updates of the whole run."""
         training = self.cluster.config.training_config
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.prepare(total)

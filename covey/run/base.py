@@ -101,7 +101,7 @@ class Run(ABC, Generic[RecipeT]):
 
     Attributes:
         recipe: the checked recipe; that of a script's run has the learner's settings.
-        resources: what the run holds open.
+        resources: folder, display, trackers and signal handler of the run.
         learner: the learner that it trains.
         loader: batches of training data.
         held_out: rows of the evaluations before, during and after training.
@@ -162,12 +162,12 @@ class Run(ABC, Generic[RecipeT]):
             recipe: the checked recipe.
             data: its data.
             mesh: the devices to train on; the default device when not given.
-            resources: what the run holds open.
+            resources: folder, display, trackers and signal handler of the run.
         """
 
     @abstractmethod
     def prepare(self) -> int:
-        """Check the data, build what the learner needs, and return the number of steps of the whole run."""
+        """Check the data, build the trainers, and return the number of steps of the whole run."""
 
     @abstractmethod
     def evaluate(self, name: str) -> dict[str, Any]:
@@ -195,9 +195,7 @@ class Run(ABC, Generic[RecipeT]):
 
     @classmethod
     def _load_inputs(cls, recipe: RecipeT) -> tuple[Dataset, Mesh | None]:
-        """Return data and mesh, and show the forms of the rows; what is wrong with them is found before a folder is
-        made.
-        """
+        """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
         checks.check_same("recipe", lambda: to_yaml(recipe), "the same command for all")
         check_same_modules(recipe)
         mesh = mesh_from_config(recipe.model.mesh)
@@ -270,7 +268,7 @@ class Run(ABC, Generic[RecipeT]):
         return summary
 
     def _begin_summary(self) -> dict[str, Any]:
-        """Return the summary of what is known before training; the evaluation is made here."""
+        """Evaluate, and return the summary of a run that has not trained yet."""
         return {
             "model": self.origin,
             "data": dict(self.counts),
@@ -354,7 +352,7 @@ class Run(ABC, Generic[RecipeT]):
 
 
 def _show_nothing(text: str) -> None:
-    """Show nothing: the first process shows it for all."""
+    """Discard a message, which the first process shows."""
 
 
 def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:

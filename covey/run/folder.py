@@ -208,7 +208,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     if wrong:
         raise ResumeError(
             f"this is no summary of a run: {wrong}",
-            want="what the run has written, with the figures from before training",
+            want="the file that the run has written, with the figures from before training",
             fix="put the file back, or remove it: the figures from before training are then left out",
             where=str(path),
         )

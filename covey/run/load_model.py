@@ -110,7 +110,7 @@ def load_source(
     on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
 
     Args:
-        announce: log what is loaded.
+        announce: log the source.
     """
     use_compilation_cache()
     if chain_of_runs(source)[0]:

@@ -38,9 +38,9 @@ class Preview:
         completion: the completion to learn after it; None in reinforcement learning.
         rows: number of training rows that are used.
         held_out: number of held-out rows.
-        unfit: number of rows that were too long, by what is done with them: dropped or truncated.
+        unfit: numbers of rows that are too long, by their treatment: dropped or truncated.
         steps: optimizer updates of the whole run.
-        budget: tokens and completions of one step, by what they are.
+        budget: numbers of prompts, completions and tokens of one step, by name.
         files: names of the files and folders in the run folder at the end.
     """
 
