@@ -272,8 +272,8 @@ class Learner(Keywords, ABC):
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
         training = self.cluster.config.training_config
         total = total_steps(training, len(loader), self.config.num_iterations)
-        self.prepare(total)
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
+        self.prepare(total)
         self._check_same_start(loader, total)
         self.rehearse(loader.rows)
         return total

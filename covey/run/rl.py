@@ -115,8 +115,8 @@ class RLRun(Run[Recipe]):
         recipe, learner = self.recipe, self.learner
         total = total_steps(recipe.training, len(self.loader), recipe.grpo.num_iterations)
         learner.token_values_every = interval(recipe.training, recipe.grpo.num_generations, total)
-        learner.prepare(total)
         learner.check_data(self.loader.rows, self.held_out)
+        learner.prepare(total)
         return total
 
     def evaluate(self, name: str) -> dict[str, Any]:
