@@ -44,7 +44,7 @@ def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
     if "--json" in line.options:
         from covey.run.preview import preview_to_json
 
-        memory = {"bytes": outline.memory["actor"], "what": LIMITS, "left_out": outline.left_out}
+        memory = {"bytes": outline.memory["actor"], "what": LIMITS, "left_out": outline.not_counted}
         memory |= {"bytes_of_rollout": outline.memory["rollout"]} if "rollout" in outline.memory else {}
         result = {"settings": [setting._asdict() for setting in settings], **preview_to_json(preview)}
         echo(json.dumps(result | {"memory": memory, "out": str(out)}))

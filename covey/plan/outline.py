@@ -1,7 +1,7 @@
 """Outline of a run: memory, tokens of a step and disk, from shapes alone, before any program is compiled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -22,14 +22,14 @@ class Outline:
         step: numbers of prompts, completions and tokens of a step, by what they are.
         checkpoint: bytes of a checkpoint: the trained weights and the optimizer's state.
         checkpoints: number of checkpoints that the run folder has at the end, at most.
-        left_out: what is not counted.
+        not_counted: what is not counted.
     """
 
     memory: Mapping[str, Mapping[str, int]]
     step: Mapping[str, int]
     checkpoint: int
     checkpoints: int
-    left_out: Sequence[str]
+    not_counted: Sequence[str]
 
 
 def make_outline(
@@ -37,7 +37,7 @@ def make_outline(
     trainable: Any,
     programs: Sequence[Program],
     residents: RunResidents,
-    left_out: Sequence[str],
+    not_counted: Sequence[str],
 ) -> Outline:
     """Return the outline of a run of `recipe`.
 
@@ -46,7 +46,7 @@ def make_outline(
         trainable: shapes of the weights that are trained.
         programs: programs of the run.
         residents: arrays on its devices.
-        left_out: what is not counted.
+        not_counted: what is not counted.
     """
     optimizer = next(program.args[1] for program in programs if program.name == "apply")
     return Outline(
@@ -54,7 +54,7 @@ def make_outline(
         _step(recipe),
         _total_bytes(trainable) + _total_bytes(optimizer),
         _checkpoints(recipe),
-        left_out,
+        not_counted,
     )
 
 
@@ -90,8 +90,8 @@ def memory_lines(outline: Outline) -> list[str]:
         parts = ", ".join(f"{name} {size_in_words(size)}" for name, size in held.items())
         device = f"a device of the {role}" if len(outline.memory) > 1 else "a device"
         lines.append(f"{size_in_words(sum(held.values()))} {device} at most: {parts}")
-    left_out = " and ".join(outline.left_out)
-    return [*lines[:-1], f"{lines[-1]}; without {left_out}" if left_out else lines[-1]]
+    not_counted = " and ".join(outline.not_counted)
+    return [*lines[:-1], f"{lines[-1]}; without {not_counted}" if not_counted else lines[-1]]
 
 
 def disk_line(outline: Outline) -> str:
@@ -110,8 +110,9 @@ def show(outline: Outline, console: Console) -> None:
 
 def to_json(outline: Outline) -> dict[str, Any]:
     """Return an outline in JSON's types."""
-    memory = {role: dict(held) for role, held in outline.memory.items()}
-    return vars(outline) | {"memory": memory, "step": dict(outline.step), "left_out": list(outline.left_out)}
+    figures = asdict(outline)
+    figures["left_out"] = list(figures.pop("not_counted"))
+    return figures
 
 
 def size_in_words(size: float) -> str:

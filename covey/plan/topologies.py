@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import MeshConfig, RoleMeshConfig
 from covey.errors import CoveyError, RecipeError
-from covey.parallel.mesh import MESH_AXES, mesh_from_config, platform_of, rollout_mesh_from_config
+from covey.parallel.mesh import MESH_AXES, mesh_from_config, rollout_mesh_from_config
 from covey.plan.machines import Target
 from covey.registry import install_command
 
@@ -43,11 +43,6 @@ class Places(NamedTuple):
     rollout: Mesh | None = None
 
     @property
-    def platform(self) -> str:
-        """Platform for which programs are built."""
-        return platform_of(self.actor if isinstance(self.actor, Mesh) else SingleDeviceSharding(self.actor))
-
-    @property
     def several(self) -> bool:
         """Whether there are several devices."""
         return isinstance(self.actor, Mesh) or self.rollout is not None
@@ -64,7 +59,7 @@ def rollout_config(recipe: Recipe | SFTRecipe) -> RoleMeshConfig:
 
 
 def check_mesh(config: MeshConfig, rollout: RoleMeshConfig, target: Target) -> None:
-    """Refuse meshes that do not use every device of `target` once.
+    """Check that the meshes use every device of `target` once.
 
     Raises:
         RecipeError: they do not.

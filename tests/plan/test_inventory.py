@@ -84,10 +84,9 @@ def run(ready: Recipe, compiled: Counter[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("more", [[]], ids=["adapters"])
-def test_a_run_compiles_the_programs_of_its_plan(more: list[str], compiled: Counter[str]) -> None:
+def test_a_run_compiles_the_programs_of_its_plan(compiled: Counter[str]) -> None:
     """Prompts of other lengths, evaluations of other sizes and settings, and rollouts that drain take no others."""
-    ready = recipe.load("gsm8k-gemma2", [*SETTINGS, *more])
+    ready = recipe.load("gsm8k-gemma2", SETTINGS)
     mesh = mesh_from_config(ready.model.mesh)
     planned = inventory(ready, policy_programs(ready, mesh or jax.devices()[0], 3))
     run(ready, compiled)

@@ -15,8 +15,8 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
-from covey.parallel import flatten, make_mesh
-from covey.parallel.programs import Program, abstract
+from covey.parallel import make_mesh
+from covey.parallel.programs import Program
 from covey.parallel.sharding import place_model
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -58,15 +58,13 @@ def programs(model: Decoder, mesh: tuple[int, ...] | None = None, platform: str 
 
 
 @PLACES
-@pytest.mark.slow
-def test_all_programs_are_compiled_without_an_array(mesh: tuple[int, ...] | None) -> None:
+def test_programs_are_built_without_an_array(mesh: tuple[int, ...] | None) -> None:
     before = {id(x) for x in jax.live_arrays()}
-    made = programs(policy(lora=4), mesh).largest()
-    compiled = {program.name: program.lower().compile() for program in made}
+    largest = programs(policy(lora=4), mesh).largest()
     assert [id(x) for x in jax.live_arrays() if id(x) not in before] == []
-    assert list(compiled) == NAMES
+    assert [program.name for program in largest] == NAMES
     devices = 1 if mesh is None else 4
-    assert {len(jax.tree.leaves(x.input_shardings)[0].device_set) for x in compiled.values()} == {devices}
+    assert {len(jax.tree.leaves(program.args)[0].sharding.device_set) for program in largest} == {devices}
 
 
 def test_sizes_come_from_the_configs() -> None:
@@ -78,15 +76,6 @@ def test_sizes_come_from_the_configs() -> None:
     assert insert.args[0].keys.shape == (8, 2, 8, 64)
     assert decode.args[1][0][0].keys.shape == (8, 2, 8, 64)
     assert decode.args[3].shape == (8, 4)
-
-
-@pytest.mark.parametrize("lora", [0, 4])
-def test_a_model_of_shapes_is_the_model_in_shapes(lora: int) -> None:
-    base = Decoder(SHAPE, rngs=nnx.Rngs(0))
-    model = place_model(with_lora(base, LoRAConfig(rank=lora)) if lora else base, None)
-    (graph, shapes), (made, arrays) = nnx.split(place_model(policy(lora), jax.devices()[0])), nnx.split(model)
-    assert graph == made
-    assert flatten(shapes) == flatten(abstract(arrays))
 
 
 # --- what is planned is what runs

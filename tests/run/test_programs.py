@@ -8,13 +8,14 @@ from flax import nnx
 
 from covey.config import recipe
 from covey.models.export import write_peft
-from covey.parallel import flatten, make_mesh
+from covey.parallel import flatten
 from covey.parallel.programs import abstract
 from covey.parallel.sharding import place_model
 from covey.run.load_model import load_source
 from covey.run.programs import abstract_for, policy_programs, supervised_programs
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TOOLS = ["envs.tools=[calculator]"]
 
 
 @pytest.mark.parametrize(
@@ -49,16 +50,9 @@ def test_an_adapter_is_read_for_its_shapes(tmp_path: Path) -> None:
     assert of(shapes) == of(loaded)
 
 
-def test_the_programs_of_a_recipe_are_built_without_an_array() -> None:
-    ready = recipe.load("quickstart", [f"model.source={TINY}", "model.lora.rank=4"])
-    acting = recipe.load("quickstart", [f"model.source={TINY}", "envs.tools=[calculator]"])
-    before = {id(x) for x in jax.live_arrays()}
-    made = policy_programs(ready, make_mesh((2, 2)), total_steps=8).largest()
-    assert [id(x) for x in jax.live_arrays() if id(x) not in before] == []
-    assert [program.name for program in made][:4] == ["score", "token values", "gradients", "apply"]
-    assert made[-1].name == "decode"
-    assert made[0].lower().as_text()
-    assert [policy_programs(one, jax.devices()[0], 8).scheduler().resizes for one in (ready, acting)] == [True, False]
+def test_episodes_keep_the_size_of_the_batch() -> None:
+    alone, acting = (recipe.load("quickstart", [f"model.source={TINY}", *envs]) for envs in ([], TOOLS))
+    assert [policy_programs(one, jax.devices()[0], 8).scheduler().resizes for one in (alone, acting)] == [True, False]
 
 
 def test_supervised_programs_are_those_of_the_recipe() -> None:
