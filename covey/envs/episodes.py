@@ -235,7 +235,7 @@ class Episodes:
             done=step.done,
             tool_calls=record.tool_calls + _count(step, "tool_calls"),
             tool_failures=record.tool_failures + _count(step, "tool_failures"),
-            numbers={**record.numbers, **self._runner.own_numbers.of(step.info)},
+            numbers={**record.numbers, **self._runner.own_numbers.select(step.info)},
         )
         if step.done or len(record.turn_ends) >= self._runner.config.max_turns or not turn.remaining_tokens:
             return None

@@ -35,16 +35,16 @@ from covey.types import Message, Prompt
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
-NAME = re.compile(OWN_NUMBER)
-MAX_LENGTH = 40
+METRIC_NAME = re.compile(OWN_NUMBER)
+MAX_NAME_LENGTH = 40
 """Maximum characters of a name."""
 MAX_NAMES = 32
 """Largest number of names in a run: each is a metric of every step."""
-LARGEST = 1e100
+MAX_NUMBER = 1e100
 """Limit of a number's magnitude, so that sums of many are finite."""
 COUNTED = ("tool_calls", "tool_failures")
 """Numbers of `info` that are summed over the turns, as metrics of their own."""
-TAKEN = {row.name.removeprefix("env/") for row in TABLE if row.name.startswith("env/")}
+OTHER_METRICS = {row.name.removeprefix("env/") for row in TABLE if row.name.startswith("env/")}
 """Names of other metrics."""
 
 
@@ -186,17 +186,17 @@ class OwnNumbers:
         self._names: set[str] = set()
         self._warned: set[str] = set()
 
-    def of(self, info: Any) -> dict[str, float]:
-        """Return the numbers of a step that can be metrics, by name; True and False are 1 and 0."""
+    def select(self, info: Any) -> dict[str, float]:
+        """Select the numbers of a step that can be metrics, by name; True and False are 1 and 0."""
         if not isinstance(info, Mapping):
             return {}
         return {
             name: float(value)
             for name, value in info.items()
-            if isinstance(value, Real | np.bool_) and name not in COUNTED and self._takes(name, value)
+            if isinstance(value, Real | np.bool_) and name not in COUNTED and self._is_metric(name, value)
         }
 
-    def _takes(self, name: Any, value: Any) -> bool:
+    def _is_metric(self, name: Any, value: Any) -> bool:
         """Tell whether a number can be a metric, and warn of the first that cannot for each reason."""
         reason = _objection(name, value)
         if not reason and name not in self._names and len(self._names) == MAX_NAMES:
@@ -212,8 +212,9 @@ class OwnNumbers:
 
 def _objection(name: Any, value: Any) -> str:
     """Return the reason why a number cannot be a metric, or ""."""
-    if not isinstance(name, str) or len(name) > MAX_LENGTH or not NAME.fullmatch(name):
-        return f"a name has small letters, digits and _, begins with a letter, and has at most {MAX_LENGTH} characters"
-    if name in TAKEN:
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not METRIC_NAME.fullmatch(name):
+        form = "small letters, digits and _, begins with a letter"
+        return f"a name has {form}, and has at most {MAX_NAME_LENGTH} characters"
+    if name in OTHER_METRICS:
         return "a metric of every environment has its name"
-    return "" if abs(value) < LARGEST else f"it is not finite, or beyond {LARGEST:g}"
+    return "" if abs(value) < MAX_NUMBER else f"it is not finite, or beyond {MAX_NUMBER:g}"

@@ -140,12 +140,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         Raises:
             RewardError: there are more in all processes than the budget allows.
         """
-        with self._lock:
-            for name, count in failures.items():
-                self.failed[name] = self.failed.get(name, 0) + count
-            spent = sum(self.failed.values())
-        if spent > self.safety.budget:
-            raise self._over_budget("one in another process")
+        self._spend(failures, "one in another process")
 
     def close(self) -> None:
         """End the workers. They also end with this object and with the process."""
@@ -217,15 +212,13 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return values
 
     def _count(self, job: _Job, outcome: Outcome, count: int) -> None:
-        """Count failures, report the first one of a function, and raise when there are more than the budget allows."""
-        with self._lock:
-            job.failed[job.name] += count
-            self.failed[job.name] += count
-            spent, new = sum(self.failed.values()), job.name not in self._reported
-            self._reported.add(job.name)
+        """Count failures of a function, and report the first one."""
         error = format_error(job.name, outcome, job.samples)
-        if spent > self.safety.budget:
-            raise self._over_budget(error.what, error.where)
+        job.failed[job.name] += count
+        self._spend({job.name: count}, error.what, error.where)
+        with self._lock:
+            new = job.name not in self._reported
+            self._reported.add(job.name)
         if new:
             instead = "not scored by it" if self.policy(job.name) == "none" else f"given {self.safety.value:g}"
             where = f"{error.where}: " if error.where else ""
@@ -234,11 +227,16 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
                 f"{where}{error.what}; such samples are {instead}, and rewards/{job.name}/failed counts them{fix}"
             )
 
-    def _over_budget(self, last: str, where: str = "") -> RewardError:
-        by = ", ".join(f"{name} {count}" for name, count in self.failed.items() if count)
-        what = f"{sum(self.failed.values())} failures of reward functions ({by}), the last: {last}"
-        fix = "mend the function; or a larger reward_safety.budget"
-        return RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=where)
+    def _spend(self, failures: Mapping[str, int], last: str, where: str = "") -> None:
+        """Count failures by function, and raise when there are more than the budget allows."""
+        with self._lock:
+            self.failed |= {name: self.failed.get(name, 0) + count for name, count in failures.items()}
+            counts = {name: count for name, count in self.failed.items() if count}
+        if (total := sum(counts.values())) > self.safety.budget:
+            by = ", ".join(f"{name} {count}" for name, count in counts.items())
+            what = f"{total} failures of reward functions ({by}), the last: {last}"
+            fix = "mend the function; or a larger reward_safety.budget"
+            raise RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=where)
 
 
 def _error(job: _Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:

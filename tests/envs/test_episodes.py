@@ -157,6 +157,7 @@ FAILURES = [
     (lambda: asyncio.sleep(20), "took longer than 0.3 s in step"),
     (lambda: Step("x" * 1_000_000), "returned 1,000,000 characters from step"),
     (lambda: Step(reward=float("nan")), "gave the reward nan"),
+    (lambda: Step(reward=10**400), "gave the reward 10000"),
     (lambda: Step(reward="1"), "gave the reward '1'"),  # type: ignore[arg-type]
     (lambda: Step(done="no"), "said 'no' for done"),  # type: ignore[arg-type]
     (lambda: ("hi", 1.0, False), "want|returned"),
