@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from covey.config.schema import EnvsConfig
-from covey.envs.calls import read_json
 from covey.envs.protocol import Factory, Step, checked_step
+from covey.envs.tool_calls import read_json
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import install_command
 from covey.rewards.call import excerpt

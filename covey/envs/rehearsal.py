@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from covey.envs.calls import Call
 from covey.envs.protocol import checked_prompt, checked_step
 from covey.envs.schemas import Schema
+from covey.envs.tool_calls import Call
 from covey.envs.tools import Toolset
 from covey.errors import EpisodeError
 from covey.parallel import channel, distributed

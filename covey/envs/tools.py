@@ -24,9 +24,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from covey.config.schema import EnvsConfig
 from covey.display import safe_format
-from covey.envs.calls import Call, CallFormat, choose_format, lists_tools, read_json
 from covey.envs.protocol import FaultError, Step, independent, invoke
 from covey.envs.schemas import Schema, function_name, json_schema, parameters, type_hints
+from covey.envs.tool_calls import Call, CallFormat, choose_format, lists_tools, read_json
 from covey.errors import DataError, EpisodeError, RecipeError
 from covey.sampling.calculator import calculate
 from covey.text.tokenizer import Tokenizer

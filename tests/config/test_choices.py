@@ -13,8 +13,8 @@ from covey.config.kinds import without_none
 from covey.config.recipe import METHODS, AnyRecipe
 from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.data.sources import TASKS
-from covey.envs.calls import FORMATS
 from covey.envs.python_tool import ENGINES
+from covey.envs.tool_calls import FORMATS
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
 from covey.monitor.trackers import TRACKERS

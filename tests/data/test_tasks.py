@@ -8,7 +8,7 @@ from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import arithmetic, first_letter, load, load_examples
-from covey.envs.calls import FORMATS
+from covey.envs.tool_calls import FORMATS
 from covey.envs.tools import calculator
 from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.rewards.numbers import arithmetic_answer

@@ -22,7 +22,7 @@ from flax import nnx
 from covey.config.schema import CALCULATOR_MARKERS, EnvsConfig, RolloutConfig
 from covey.envs import EnvironmentRunner, Step
 from covey.envs import episodes as episodes_module
-from covey.envs.calls import FORMATS, Call, CallFormat
+from covey.envs.tool_calls import FORMATS, Call, CallFormat
 from covey.errors import EpisodeError, RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig

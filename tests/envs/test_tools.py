@@ -21,12 +21,12 @@ from covey.config import recipe
 from covey.config.schema import EnvsConfig
 from covey.data.fitting import fit_prompts
 from covey.envs import EnvironmentRunner, independent, json_schema
-from covey.envs.calls import FORMATS, choose_format
 from covey.envs.episodes import Episodes
 from covey.envs.protocol import FaultError
 from covey.envs.python_tool import python_with_limits
 from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
+from covey.envs.tool_calls import FORMATS, choose_format
 from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
 from covey.sampling.responder import NewBranch, Turn
