@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from threading import Timer
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -136,9 +135,8 @@ class LiveDisplay(LogDisplay):
     def __init__(self, console: Console, view: "StatusView", headline: str, show: Sequence[str]):
         self.live: Live | NotebookOutput = Live(console=console, get_renderable=lambda: view, transient=True)
         if console.is_jupyter:
-            plain: Any = partial(Console, width=console.width, color_system=None, force_jupyter=False)
-            self.live = NotebookOutput(NOTEBOOK_LINES, partial(_drawn, view.still(), plain(file=io.StringIO())))
-            console = plain(file=self.live)
+            self.live = NotebookOutput(NOTEBOOK_LINES, view.still(), console.width)
+            console = _plain_console(self.live, console.width)
         super().__init__(console, view, headline, show)
         self._table = StepTable(headline, show)
 
@@ -168,24 +166,18 @@ class LiveDisplay(LogDisplay):
         self.console.print(Panel(Text(text), title="done", title_align="left"))
 
 
-def _drawn(view: "StatusView", console: Console) -> str:
-    with console.capture() as capture:
-        console.print(view)
-    return capture.get()
-
-
 class NotebookOutput(io.TextIOBase):
     """Output of the running cell that is replaced as a run goes on. It is a file, whose latest lines are shown as text,
     never as markup, with the methods of rich's `Live`, whose output would fill the notebook.
 
     Args:
         lines: number of lines that are shown.
-        draw: returns what is shown below them.
+        status: what is drawn below them, in lines of `width` cells.
     """
 
-    def __init__(self, lines: int, draw: Callable[[], str] = str):
+    def __init__(self, lines: int, status: RenderableType = "", width: int = 80):
         self._latest: deque[str] = deque(maxlen=lines)
-        self._draw, self._due = draw, 0.0
+        self._status, self._width, self._due = status, width, 0.0
         self._handle: Any = None
 
     def write(self, text: str) -> int:
@@ -205,12 +197,18 @@ class NotebookOutput(io.TextIOBase):
         if not now and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + NOTEBOOK_INTERVAL
-        text = "\n".join([*self._latest, self._draw()]).rstrip("\n")
+        drawing = io.StringIO()
+        _plain_console(drawing, self._width).print(self._status)
+        text = "\n".join([*self._latest, drawing.getvalue()]).rstrip("\n")
         bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
         if self._handle is None:
             self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+
+def _plain_console(file: Any, width: int) -> Console:
+    return Console(file=file, width=width, color_system=None, force_jupyter=False)
 
 
 class StepTable:
