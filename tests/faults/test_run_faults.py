@@ -456,10 +456,10 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
     assert sorted(path.name for path in (out / "bad").iterdir()) == ["00000002.jsonl", "00000002.npz"]
     kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
     assert {row["step"] for row in kept} == {2}
-    arrays = np.load(out / "bad" / "00000002.npz")
     critics = {f"0.critic.{name}" for name in ("returns", "old_values", "weight")}
-    assert critics | {"0.weight", "0.advantage"} <= set(arrays)
-    assert all(arrays[name].shape == arrays["0.weight"].shape for name in critics)
+    with np.load(out / "bad" / "00000002.npz") as arrays:
+        assert critics | {"0.weight", "0.advantage"} <= set(arrays)
+        assert all(arrays[name].shape == arrays["0.weight"].shape for name in critics)
 
 
 def test_a_budget_lets_such_updates_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
