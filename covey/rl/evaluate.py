@@ -105,7 +105,7 @@ def evaluate(
         )
         return evaluate_groups(groups, config, reward_fns, weights, runner)
 
-    first, *others = PRESETS if config.preset == "all" else (config.preset,)
+    first, *others = presets_of(config)
     return replace(evaluate_preset(first), others={str(preset): evaluate_preset(preset) for preset in others})
 
 
@@ -151,9 +151,14 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
+def presets_of(config: EvalConfig) -> Sequence[Any]:
+    """Return the names of the sampling presets of an evaluation; None stands for its own settings."""
+    return list(PRESETS) if config.preset == "all" else [config.preset]
+
+
 def evaluation_rollout(config: EvalConfig, rollout: RolloutConfig) -> RolloutConfig:
     """Return the rollout's settings overridden by the evaluation's preset (the first when "all"), or by its own."""
-    preset = next(iter(PRESETS)) if config.preset == "all" else config.preset
+    preset, *_ = presets_of(config)
     chosen = vars(PRESETS[preset] if preset else config)
     names = [setting.name for setting in dataclasses.fields(SamplingConfig)]
     return replace(rollout, **{name: chosen[name] for name in names if chosen[name] is not None})
@@ -162,8 +167,7 @@ def evaluation_rollout(config: EvalConfig, rollout: RolloutConfig) -> RolloutCon
 def during_training(config: EvalConfig) -> EvalConfig:
     """Return the settings of evaluations between the first and the last: `during_prompts`, one preset."""
     prompts = config.prompts if config.during_prompts is None else config.during_prompts
-    preset: Any = next(iter(PRESETS)) if config.preset == "all" else config.preset
-    return replace(config, prompts=prompts, preset=preset)
+    return replace(config, prompts=prompts, preset=presets_of(config)[0])
 
 
 def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:

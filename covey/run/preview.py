@@ -17,6 +17,7 @@ from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
+from covey.rl.evaluate import presets_of
 from covey.rl.token_values import interval
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_for
@@ -119,8 +120,9 @@ def _render(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 def _evaluation_files(recipe: Recipe | SFTRecipe) -> list[str]:
-    others = ("-standard", "-liberal") if recipe.evaluation.preset == "all" and isinstance(recipe, Recipe) else ()
-    return [f"{name}{preset}.jsonl" for name in ("before", "after") for preset in ("", *others)]
+    others = presets_of(recipe.evaluation)[1:] if isinstance(recipe, Recipe) else ()
+    suffixes = ("", *(f"-{preset}" for preset in others))
+    return [f"{name}{suffix}.jsonl" for name in ("before", "after") for suffix in suffixes]
 
 
 def _files(*optional: str) -> list[str]:

@@ -441,8 +441,8 @@ def test_a_gradient_that_is_none_stops_before_the_update_and_keeps_the_batch(
     kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
     assert len(kept) == 2 * 4
     assert all(row["advantage"] is not None for row in kept)
-    arrays = np.load(out / "bad" / "00000002.npz")
-    assert {"0.tokens", "0.advantage", "0.rollout_logps"} <= set(arrays)
+    with np.load(out / "bad" / "00000002.npz") as arrays:
+        assert {"0.tokens", "0.advantage", "0.rollout_logps"} <= set(arrays)
 
 
 def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
