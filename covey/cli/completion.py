@@ -21,10 +21,11 @@ from covey.rewards.registry import REGISTRY
 
 FILES = "FILES"
 """Stands for the names of files and folders among values."""
-PATHS = ("model.source", "model.adapter", "data.path", "data.test_path", "critic", "reward_model", "out")
-"""Settings of recipes whose value is a path, or may be one."""
-LAUNCH_PATHS = ("file", "logs", "workdir")
-"""Settings of `covey launch` whose value is a path."""
+PATHS = (
+    "model.source", "model.adapter", "data.path", "data.test_path", "critic", "reward_model", "out",
+    "file", "logs", "workdir",
+)  # fmt: skip
+"""Settings of recipes, and of launch, whose value is a path or may be one."""
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
 """Settings whose value is the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
@@ -44,12 +45,9 @@ def script(shell: str) -> list[str]:
     """Return the lines of the completion script of `shell`."""
     if shell == "fish":
         return [*FISH, *(text for command in COMMANDS.values() for text in _fish(command))]
-    values: dict[str, Collection[str]] = {}
-    for command in COMMANDS.values():
-        values |= _values_by_word(command)
-    head, body = {"bash": (BASH_HEAD, BASH), "zsh": (ZSH_HEAD, ZSH)}[shell]
-    cases = ["_covey_values() {", "  values=", '  case "$1" in', *_cases(values), "  esac", "}"]
-    return [*head, *cases, f"_covey_commands={_quote(COMMANDS)}", *body.splitlines()]
+    values = {word: words for command in COMMANDS.values() for word, words in _values_by_word(command).items()}
+    text = (BASH if shell == "bash" else ZSH).replace("COMMANDS", _quote(COMMANDS))
+    return text.replace("CASES", "\n".join(_cases(values))).splitlines()
 
 
 def flags_of(command: Command) -> dict[str, Sequence[str]]:
@@ -87,7 +85,7 @@ def _values(path: str, kind: Any) -> Sequence[str]:
         return tuple(map(str, get_args(inner)))
     if inner is bool:
         return ("true", "false")
-    return (FILES,) if path in (*PATHS, *LAUNCH_PATHS) else tuple(REGISTRY.names()) if path in JUDGES else ()
+    return (FILES,) if path in PATHS else tuple(REGISTRY.names()) if path in JUDGES else ()
 
 
 def _values_by_word(command: Command) -> dict[str, Collection[str]]:
@@ -142,13 +140,16 @@ def _without_files(values: Iterable[str]) -> str:
     return " ".join(value for value in values if value != FILES)
 
 
-BASH_HEAD = ("# Completion of covey for bash: source <(covey completion bash)",)
-ZSH_HEAD = (
-    "#compdef covey",
-    "# Completion of covey for zsh: source <(covey completion zsh), or save it as _covey in a folder of $fpath",
-)
 FISH = ("# Completion of covey for fish: covey completion fish | source", "complete -c covey -f")
-BASH = r"""
+BASH = r"""# Completion of covey for bash: source <(covey completion bash)
+_covey_values() {
+  values=
+  case "$1" in
+CASES
+  esac
+}
+_covey_commands=COMMANDS
+
 _covey() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} name=${COMP_WORDS[1]} flag= values= switches
   COMPREPLY=()
@@ -184,7 +185,16 @@ _covey() {
 complete -F _covey covey
 """
 
-ZSH = r"""
+ZSH = r"""#compdef covey
+# Completion of covey for zsh: source <(covey completion zsh), or save it as _covey in a folder of $fpath
+_covey_values() {
+  values=
+  case "$1" in
+CASES
+  esac
+}
+_covey_commands=COMMANDS
+
 _covey() {
   local name=$words[2] flag= values= switches
   if ((CURRENT == 2)); then

@@ -7,7 +7,7 @@ from covey.cli.commands import COMMANDS, Command, OptionsT
 from covey.config import recipe, strict_yaml
 from covey.config.base import leaves
 from covey.config.overrides import apply, split
-from covey.errors import CoveyError
+from covey.errors import CoveyError, nearest
 
 
 class Line(NamedTuple):
@@ -51,7 +51,9 @@ def read_line(command: Command, words: Sequence[str]) -> Line:
     arguments, pairs = split([word for word in words if word not in switches], command.most)
     settings = [f"{flag}={value}" for flag, value in pairs if flag not in valued]
     if settings and not command.classes:
-        raise CoveyError(f"{command.name} has no setting {settings[0].partition('=')[0]}", want=command.usage[0])
+        flag = settings[0].partition("=")[0]
+        fix = nearest(flag, command.flags) if command.flags else ""
+        raise CoveyError(f"{command.name} has no setting {flag}", want=command.usage[0], fix=fix)
     if len(arguments) < command.least:
         raise missing_argument(command)
     options = dict.fromkeys(switches.intersection(words), "")
