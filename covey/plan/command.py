@@ -45,7 +45,7 @@ def plan(
         lengths: expected tokens of a prompt and of a completion; None for what is assumed otherwise.
         as_json: print one line of JSON instead of tables.
         here: also run two steps on this machine, and print measured beside predicted memory.
-        quick: print what follows from shapes, and compile nothing.
+        quick: print the outline, and compile nothing.
 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
@@ -88,7 +88,7 @@ def plan(
 
 
 def _show_first(status: Status, outline: "Outline") -> None:
-    """Print an outline; meanwhile the status stands still, which would catch it."""
+    """Print an outline while the status is stopped, which would redirect it."""
     from covey.plan.outline import show
 
     status.stop()

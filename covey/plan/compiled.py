@@ -84,7 +84,7 @@ class CompiledProgram:
 def compile_program(
     program: Program, read_text: bool, on_host: bool = False, executables: list[Any] | None = None
 ) -> CompiledProgram:
-    """Compile `program`, and read what the compiler says.
+    """Compile `program`, and read its memory, and its collectives and estimates, from the result.
 
     Args:
         program: of shapes, on its devices.
@@ -120,7 +120,7 @@ def compile_program(
 
 
 def _with_text(program: CompiledProgram, compiled: Any) -> CompiledProgram:
-    """Add to `program` what the text of the compiled one says."""
+    """Return `program` with the collectives and estimates in the text of the compiled one."""
     try:
         text = hlo.Program(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError:  # a compiler may be newer than the jaxlib that reads what it wrote
@@ -169,7 +169,7 @@ def peak_memory() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Let `peak_memory` begin with the memory of now."""
+    """Reset the peak of `peak_memory` to the current memory."""
     with suppress(OSError):
         descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
         try:

@@ -22,7 +22,7 @@ class Outline:
         step: numbers of prompts, completions and tokens of a step, by what they are.
         checkpoint: bytes of a checkpoint: the trained weights and the optimizer's state.
         checkpoints: number of checkpoints that the run folder has at the end, at most.
-        not_counted: what is not counted.
+        not_counted: parts of the run that are not counted.
     """
 
     memory: Mapping[str, Mapping[str, int]]
@@ -46,7 +46,7 @@ def make_outline(
         trainable: shapes of the weights that are trained.
         programs: programs of the run.
         residents: arrays on its devices.
-        not_counted: what is not counted.
+        not_counted: parts of the run that are not counted.
     """
     optimizer = next(program.args[1] for program in programs if program.name == "apply")
     return Outline(

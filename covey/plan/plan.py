@@ -1,4 +1,4 @@
-"""`make_plan`: compile the programs of a recipe for devices that need not be there, and say what a run of it needs.
+"""`make_plan`: compile the programs of a recipe for devices that need not be there, and return the needs of a run.
 
 Only shapes are used: no weight is read, and no array is made for the run. The inventory lists every program that a run
 of reinforcement learning compiles with fixed shapes. What a critic, a reward model, a moving reference or an
@@ -46,7 +46,7 @@ CPU_SHARE = 0.4
 Load = Callable[[Sequence[str]], Recipe | SFTRecipe]
 """Function that loads the recipe with further settings, as on the command line."""
 Tell = Callable[[str], None]
-"""Function that is told what is being done."""
+"""Function that shows what is being done."""
 RunPrograms = RLPrograms | SFTPrograms
 
 
@@ -75,7 +75,7 @@ class Plan:
         phases: work and seconds of a step.
         inventory: every program that a run compiles on an accelerator.
         trials: settings that were tried because the run does not fit; the last fits, if any does.
-        not_counted: what is not counted.
+        not_counted: parts of the run that are not counted.
     """
 
     recipe: str
@@ -129,9 +129,9 @@ def make_plan(
     Args:
         load: gives the recipe.
         target: devices, which need not be there.
-        tell: told what is being done.
+        tell: shows what is being done.
         lengths: expected lengths; those of `expected_lengths` if not set.
-        show_outline: called with what follows from shapes, before the first program is compiled.
+        show_outline: called with the outline, before the first program is compiled.
 
     Raises:
         CoveyError: the meshes do not fit the devices, their compiler is not installed or refuses the devices of one of
@@ -168,7 +168,7 @@ def make_plan(
 
 
 def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
-    """Return what follows from the shapes of a run of `recipe`. No program is compiled.
+    """Return the outline of a run of `recipe`; no program is compiled.
 
     Raises:
         CoveyError: as for `make_plan`.
@@ -306,7 +306,7 @@ def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
 
 
 def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:
-    """Return what a run of the recipe has and its plan does not count."""
+    """Return the parts of a run of the recipe that its plan does not count."""
     text = "collectives of {}, whose text this jaxlib cannot read"
     unread = [text.format(program.name) for program in compiled if program.unread]
     parts: dict[str, Any]

@@ -87,8 +87,8 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
 
 
 def _link_bytes(program: CompiledProgram, call: Call, waited: bool) -> float:
-    """Return what the calls of a program move, or of that only what it waits for; turns of a loop of unknown length are
-    those of all calls.
+    """Return the bytes that a device sends in the calls of a program; with `waited`, in synchronous collectives alone.
+    Turns of a loop of unknown length are those of all calls.
     """
     return sum(
         one.total_sent * (call.turns if call.turns and None in one.loops else call.count)

@@ -35,7 +35,7 @@ Peak = Callable[[Sequence[str]], int]
 
 
 def search(recipe: Recipe | SFTRecipe, above: Sequence[str], limit: float, peak_with: Peak) -> list[Trial]:
-    """Return what was tried, in order; the last fits, if any does.
+    """Return the trials in order; the last one fits, if any does.
 
     Args:
         recipe: a recipe that does not fit.

@@ -128,7 +128,7 @@ class Sampler:
 
 
 class Engine:
-    """Sequences under way, and the steps that finish them.
+    """The sequences of a call, and the steps that finish them.
 
     Args:
         scheduler: assigns them to slots.

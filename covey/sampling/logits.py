@@ -85,7 +85,9 @@ def _draw_traced(logits: Float[Array, "S V"], uniform: Float[Array, "S"], number
 
 
 def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
-    """Return what `truncate` does. The k-th largest logit is the largest that k logits reach."""
+    """Truncate as `truncate` does, with numbers that are arguments of the program. The k-th largest logit is the
+    largest that k logits reach.
+    """
 
     def keep(on: Array, threshold: Any, values: Array) -> Array:
         def truncated(values: Array) -> Array:

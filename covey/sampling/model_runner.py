@@ -182,7 +182,7 @@ class ModelRunner:
         self._append({slot: tokens for slot, tokens in cached.items() if len(tokens)})
 
     def _append(self, tokens: Mapping[int, np.ndarray]) -> None:
-        """Write `tokens`, int32 [n], into the cache of each slot behind those that it holds, piece by piece."""
+        """Append `tokens`, int32 [n], to the cache of each slot, piece by piece."""
         while tokens:
             sizes = {slot: append_size(len(new)) for slot, new in tokens.items()}
             for size in sorted(set(sizes.values())):
@@ -202,12 +202,12 @@ class ModelRunner:
         self.stats.appended_tokens += int(count.sum())
 
     def swap_out(self, slot: int) -> SwappedSlot:
-        """Return a copy of what a slot holds, from which `swap_in` restores it in any slot, bit for bit."""
+        """Return a copy of the content of a slot, which `swap_in` restores in any slot, bit for bit."""
         state = jax.tree.map(lambda x: x[slot], self.slots)
         return SwappedSlot(self.programs.take(self.cache, np.int32(slot)), state, self.keys[slot].copy())
 
     def swap_in(self, slot: int, swapped: SwappedSlot) -> None:
-        """Restore what `swap_out` returned in a free slot. The cache must have its size of then."""
+        """Restore a swapped slot in a free one; the cache must not have been resized since."""
         self.cache = self.programs.put(self.cache, swapped.cache, np.int32(slot))
         for array, value in zip((*self.slots, self.keys), (*swapped.slot, swapped.key), strict=True):
             array[slot] = value

@@ -1,4 +1,4 @@
-"""Responders: where the model halts, a responder decides what is appended before the completion goes on, if anything.
+"""Responders: where the model halts, a responder returns tokens to append before the completion goes on, or ends it.
 
     … tokens of the model ─▶ halt ─▶ responder ─▶ tokens to append ─▶ tokens of the model …
 
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
 
 
 class Responder(Protocol):
-    """Something that responds to the turns of completions.
+    """Responder to the turns of completions.
 
     Attributes:
         pause_id: token behind which a sample halts, beside the stop tokens; None for none.

@@ -183,7 +183,7 @@ class Scheduler:
 
     @property
     def stalled(self) -> bool:
-        """Whether all that can happen next is a response."""
+        """Whether nothing can be done before a response comes."""
         return not (self.active or self.can_admit or self._ready)
 
     @property
