@@ -111,7 +111,7 @@ WIDE = (
 
 EQUIVALENT = {
     "covey/envs/episodes.py": {
-        "helps = samples > slots >= (self.max_live or «0 → 1»)": "a sampler has a slot at least",
+        "helps = samples > slots >= (self.max_num_seqs or «0 → 1»)": "a sampler has a slot at least",
     },
     "covey/models/lora.py": {
         "return bool(«jnp.any(x) → jnp.all(x)» if shared else np.asarray(x).any())": (
