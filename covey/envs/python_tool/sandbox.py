@@ -131,13 +131,11 @@ def run_in_wasm(program: str, limits: Limits = IN_WASM) -> Outcome:
         words = (str(limits.fuel), str(limits.memory))
         path = f"/dev/fd/{module}"
         ended = _run(lambda tell: wasm.command("run", path, str(tell), *words), program, limits, descriptors=(module,))
-    if ended.exceeded == _flood(limits):
-        return Outcome(ended.output, ended.exceeded)
     fuel, _, end = ended.message.partition(" ")
     if not fuel or ended.exceeded:
         failure = ended.exceeded or f"the engine ended with {describe_exit(ended.code)}"
         is_fault = not ended.exceeded and ended.code > 0
-        if not is_fault:
+        if not is_fault and failure != _flood(limits):
             log.warning(f"{failure}: that depends on this machine, so the run does not repeat bit for bit")
         return Outcome(ended.output, failure, is_fault=is_fault)
     return Outcome(ended.output, _ending_in_wasm(end, limits), fuel=int(fuel))
