@@ -3,7 +3,7 @@
 A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens, including the stop token.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.data.loader import PromptLoader
@@ -17,6 +17,7 @@ from covey.data.rows import (
     format_columns,
     iter_items,
     plain_value,
+    split_columns,
 )
 from covey.errors import DataError, nearest
 from covey.types import Prompt
@@ -34,7 +35,8 @@ def as_examples(data: Any) -> list[Row]:
     >>> as_examples([{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}])
     [{'prompt': [{'role': 'user', 'content': '2+2?'}], 'completion': '4'}]
     """
-    rows = _from_columns(data) if isinstance(data, Mapping) else iter_items(data)
+    is_table = isinstance(data, Mapping) and bool(data)
+    rows = split_columns(data, next(iter(data)), "the data") if is_table else iter_items(data)
     examples = [as_example(row, f"example {number}") for number, row in enumerate(rows, 1)]
     if not examples:
         raise DataError("the data set is empty", want=f"at least one row with {FORM_COLUMNS}")
@@ -114,10 +116,3 @@ def _check_not_empty(text: Any, where: str) -> str:
     raise DataError(
         f"the completion is {text!r:.80}", want="text that is not empty, or one assistant's turn", where=where
     )
-
-
-def _from_columns(columns: Mapping[str, Any]) -> Iterable[Row]:
-    if len({len(values) for values in columns.values()}) > 1:
-        lengths = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-        raise DataError(f"the columns have different lengths: {lengths}", want="one entry an example")
-    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))

@@ -175,6 +175,16 @@ def _row(item: Mapping[str, Any], name: str, where: str) -> Row:
 
 
 def _from_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row]:
+    rows = split_columns(columns, name, where)
+    return [_row(row, name, f"{where}, prompt {number}") for number, row in enumerate(rows, 1)]
+
+
+def split_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row]:
+    """Split a dict of columns into as many rows as the column `name` has entries; a single value is in each of them.
+
+    Raises:
+        DataError: that column has no entries to count, or another has more or fewer.
+    """
     prompts = _as_list(columns[name])
     if prompts is None:
         raise DataError(f"column {name!r} is a {type(columns[name]).__name__}", want="a list of prompts", where=where)
@@ -184,11 +194,7 @@ def _from_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row
             what = f"column {key!r} has {len(values)} entries and {name!r} has {len(prompts)}"
             raise DataError(what, want="one entry a prompt", where=where)
     return [
-        _row(
-            {key: columns[key] if values is None else values[i] for key, values in table.items()},
-            name,
-            f"{where}, prompt {i + 1}",
-        )
+        {key: columns[key] if values is None else values[i] for key, values in table.items()}
         for i in range(len(prompts))
     ]
 

@@ -136,6 +136,7 @@ def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
         ("name: 3", "text"),
         ("rewards: first_letter", "a list [a, b] of: text"),
         ("grpo: 3", "a mapping (name: value)"),
+        ("grpo: false", "a mapping (name: value)"),
         ("grpo: {beta: .nan}", "a finite number"),
         ("grpo: {beta: .inf}", "a finite number"),
         (f"grpo: {{beta: 1{'0' * 400}}}", "a finite number"),

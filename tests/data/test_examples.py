@@ -60,6 +60,7 @@ def test_columns_and_arrays_are_taken_too() -> None:
     columns = {"prompt": ["a", "b"], "completion": np.array(["x", "y"]).tolist(), "level": [1, 2]}
     rows = [{"prompt": "a", "completion": "x", "level": 1}, {"prompt": "b", "completion": "y", "level": 2}]
     assert as_examples(columns) == as_examples(iter(rows)) == rows
+    assert as_examples(columns | {"level": 3}) == [row | {"level": 3} for row in rows]
 
 
 @pytest.mark.parametrize(
