@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def check_new_folder(out: Path) -> None:
-    """Refuse a path that is already in use.
+    """Check that a path is not yet in use.
 
     Raises:
         CoveyError: `out` exists and is not an empty folder.

@@ -197,7 +197,7 @@ def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_written(written: GGUFCheckpoint, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a file whose config or tokenizer, read back, differs from what was exported."""
+    """Check that config and tokenizer of the file, read back, are those that were exported."""
     ours, theirs = ([t.encode(SAMPLE_TEXT).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
     if written.config != config or ours != theirs:
         what = "the architecture" if written.config != config else "the tokenizer"

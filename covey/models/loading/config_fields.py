@@ -23,7 +23,7 @@ NULLABLE = (
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that has a field with a wrong type or range.
+    """Check that every field of a config.json has a type and a range that a model can have.
 
     Raises:
         WeightsError: a field has a wrong value; the message names it.
@@ -43,7 +43,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_layers(config: Mapping[str, Any], tensors: int, where: str) -> None:
-    """Refuse more layers than the checkpoint has tensors, before anything is allocated per layer."""
+    """Check that there are not more layers than tensors, before anything is allocated per layer."""
     if config.get(NUM_LAYERS, 0) > tensors:
         raise WeightsError(
             f"{NUM_LAYERS} is {config[NUM_LAYERS]} and the checkpoint has {tensors} tensors", where=where
@@ -174,7 +174,7 @@ def rope_kind(scaling: Mapping[str, Any]) -> str:
 
 
 def _check_contradiction(rope: Mapping[str, Any], old: Mapping[str, Any]) -> None:
-    """Refuse two scalings: transformers takes one of them, and the base of the rotation from neither."""
+    """Check that there is one scaling: transformers takes one of two, and the base of the rotation from neither."""
     numbers = {name: value for name, value in old.items() if name not in ("type", "rope_type")}
     if (
         rope

@@ -58,7 +58,7 @@ FROM_PYTHON = "python:"
 
 
 def check_source(source: str | Path) -> None:
-    """Refuse a source that cannot be right, without network and within milliseconds.
+    """Check the form of a source, without network and within milliseconds.
 
     Raises:
         WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:` or

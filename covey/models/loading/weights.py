@@ -350,7 +350,7 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
 
 
 def require_float(file: Any, name: str, folder: Path) -> None:
-    """Refuse a tensor that does not hold floating-point numbers with a WeightsError."""
+    """Check that a tensor holds floating-point numbers; a WeightsError names one that does not."""
     kind = file.get_slice(name).get_dtype()
     if kind not in FLOAT_TYPES:
         raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
