@@ -157,9 +157,10 @@ def judge(when):
     config = EvalConfig(prompts=given.test_batches * BATCH, preset=given.preset, **JUDGES)
     found = evaluate(cluster, test, config, ROLLOUT, rewards)
     for name, each in {given.preset: found, **found.others}.items():
+        m = each.metrics
         print(
-            f"{when}, {'greedy' if name == 'all' else name}: accuracy {each.accuracy:.1%}  within 10 % "
-            f"{each.partial_accuracy:.1%}  format {each.format_accuracy:.1%}  reward {each.reward:.2f}",
+            f"{when}, {'greedy' if name == 'all' else name}: accuracy {m['accuracy']:.1%}  within 10 % "
+            f"{m['partial_accuracy']:.1%}  format {m['format_accuracy']:.1%}  reward {m['reward']:.2f}",
             flush=True,
         )
     return found
