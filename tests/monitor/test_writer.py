@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.errors import ResumeError
@@ -97,15 +97,13 @@ def test_arrays_and_scalars_of_numpy_and_jax_become_numbers():
     assert strictly(encode_row(row)) == {"a": same, "b": 3, "c": same, "d": [1.0, None], "e": True}
 
 
+@example("éß")
 @given(st.text(st.characters()))
 def test_any_text_of_a_model_is_one_readable_line(text):
     written = encode_row({"text": text})
     assert written.count(b"\n") == 1
     assert strictly(written.decode()) == {"text": text}
-
-
-def test_letters_are_written_as_letters():
-    assert "é → ⏎".encode() in encode_row({"text": "é → ⏎"})
+    assert not (text.isalpha() and text.isprintable()) or text.encode() in written  # letters are written as letters
 
 
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
@@ -124,21 +122,19 @@ def test_resume_drops_later_rows_and_a_torn_one(tmp_path, tail):
     write(tmp_path / "resumed", range(1, 4))
     with (tmp_path / "resumed" / "metrics.jsonl").open("ab") as file:
         file.write(tail)
+    assert [row["step"] for row in read_rows(tmp_path / "resumed" / "metrics.jsonl")] == [1, 2, 3]
     write(tmp_path / "resumed", range(3, 7), resume_at=2)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
-def test_resume_keeps_everything_up_to_its_step(tmp_path):
+def test_resume_keeps_everything_up_to_its_step_and_starts_missing_files(tmp_path):
     write(tmp_path, [1, 2])
     before = (tmp_path / "metrics.jsonl").read_bytes()
     write(tmp_path, [], resume_at=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     write(tmp_path, [], resume_at=0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-
-
-def test_resume_without_files_starts_them(tmp_path):
     write(tmp_path / "new", [1], resume_at=0)
     assert [row["step"] for row in read_rows(tmp_path / "new" / "metrics.jsonl")] == [1]
 
@@ -157,11 +153,6 @@ def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path, broken):
     with pytest.raises(ResumeError, match=r"metrics\.jsonl:2"):
         MetricsWriter(tmp_path, resume_at=1)
     assert file.read_bytes() == before
-
-
-def test_a_torn_last_row_is_not_read(tmp_path):
-    (tmp_path / "m").write_text('{"step": 1}\n{"step"')
-    assert list(read_rows(tmp_path / "m")) == [{"step": 1}]
 
 
 def test_summary_is_replaced_whole(tmp_path, monkeypatch):
