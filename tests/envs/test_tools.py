@@ -44,31 +44,13 @@ TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "t
 INNER = Tokenizer.from_folder(PARITY / "golden" / "tiny-llama").inner
 ASK = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "2 + 3?"}]
 
-# Each has the lines of its family that concern tools.
-QWEN = """{%- if tools %}{{ '<|im_start|>system\n' + messages[0].content + '\n<tools>' }}{%- for tool in tools %}
-{{- '\n' + tool | tojson }}{%- endfor %}{{ '\n</tools>\n<tool_call>{"name": ...}</tool_call><|im_end|>\n' }}{%- endif %}
-{%- for message in messages %}{%- if message.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}
-{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
-{%- elif message.role != 'system' %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+QWEN, MISTRAL = (TEMPLATES[name] for name in ("Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407"))
+# These have the lines of their family that concern tools.
 LLAMA = """{%- if tools is defined %}{{- 'Respond in the format {"name": function name, "parameters": ...}' }}
 {%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}{%- endif %}{%- for message in messages %}
 {{- '<|im_start|>' + ('ipython' if message.role == 'tool' else message.role) + '\n' }}
 {{- (message.content | tojson if message.role == 'tool' else message.content) + '<|im_end|>' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-MISTRAL = """{%- set ns = namespace(index=0) %}{%- for message in messages %}{%- if message.role != 'tool' and
-message.tool_calls is not defined and message.role != 'system' %}
-{%- if (message.role == 'user') != (ns.index % 2 == 0) %}
-{{- raise_exception('roles must alternate') }}{%- endif %}{%- set ns.index = ns.index + 1 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools is defined %}
-{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{%- endif %}{{- '[INST]' + message.content + '[/INST]' }}
-{%- elif message.tool_calls is defined %}{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}
-{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{%- endfor %}{{- ']' + eos_token }}
-{%- elif message.role == 'tool' %}{%- if message.tool_call_id | length != 9 %}{{- raise_exception('id') }}{%- endif %}
-{{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
-{%- elif message.role == 'assistant' %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
 SMOLLM = """{%- if messages[0].role != 'system' %}{{- 'named SmolLM' }}{%- endif %}{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
@@ -442,7 +424,7 @@ def test_a_template_without_a_place_for_tools_has_them_in_the_system_message() -
         Play(SMOLLM, prompt="2 + 3?")
 
 
-@pytest.mark.parametrize(("template", "form"), [(QWEN, "auto"), (SMOLLM, "smollm")])
+@pytest.mark.parametrize(("template", "form"), [(TEMPLATES["Qwen-Qwen3-0.6B"], "auto"), (SMOLLM, "smollm")])
 def test_the_list_of_tools_counts_toward_the_length_of_a_prompt(template: str, form: Any) -> None:
     config, tokenizer = EnvsConfig(tools=("calculator",), tool_format=form), tokenizer_of(template)
     rows, encode = [{"prompt": ASK}, {"prompt": ASK[1:]}], prompt_encoder(config, tokenizer)
