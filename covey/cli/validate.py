@@ -6,10 +6,10 @@ every mistake. Data in local files are read in full, so that a malformed line or
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from covey.cli.checks import checks_of, judges, new_run_folder, reward_names
+from covey.cli.checks import Check, checks_of, judges, new_run_folder, reward_names
 from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.schema import HUBS
@@ -18,8 +18,6 @@ from covey.errors import CoveyError
 
 NOT_IMPORTED = "not imported"
 """Subject of the names whose modules --no-import leaves out."""
-SUBJECTS = ("settings", "model", "adapter", "rewards", NOT_IMPORTED, "data", "run folder")
-"""Subjects in the order in which they are listed."""
 
 
 def validate(line: Line) -> int:
@@ -50,26 +48,30 @@ def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple
     Returns:
         What is right, by subject, and what is wrong.
     """
-    checks, problems, wrong = list(checks_of(loaded)), list[CoveyError](), set[str]()
+    checks = list(checks_of(loaded))
     skipped = list(dict.fromkeys(check.name for check in checks if check.executes_module and not imports))
-    for check in checks:
-        try:
-            if check.name not in skipped:
-                check.run()
-        except CoveyError as error:
-            wrong.add(check.subject)
-            problems.append(error)
+    failures = list(_failures(check for check in checks if check.name not in skipped))
+    wrong, problems = {subject for subject, _ in failures}, [error for _, error in failures]
     results = {"settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}", "model": loaded.model.source}
-    results |= {"adapter": loaded.model.adapter or "", NOT_IMPORTED: ", ".join(skipped)}
+    results["adapter"] = loaded.model.adapter or ""
     results["rewards"] = ", ".join(name for name in reward_names(loaded) if name not in skipped)
+    results[NOT_IMPORTED] = ", ".join(skipped)
     read = partial(_check_data, loaded, None if "rewards" in wrong else skipped)
     for subject, describe in (("data", read), ("run folder", partial(new_run_folder, loaded))):
         try:
             results[subject] = "" if subject in wrong else str(describe())
         except CoveyError as error:
             problems.append(error)
-    right = [subject for subject in SUBJECTS if results.get(subject) and subject not in wrong]
-    return {subject: results[subject] for subject in right}, problems
+    return {subject: text for subject, text in results.items() if text and subject not in wrong}, problems
+
+
+def _failures(checks: Iterable[Check]) -> Iterator[tuple[str, CoveyError]]:
+    """Make the checks; yield the subject and the error of those that fail."""
+    for check in checks:
+        try:
+            check.run()
+        except CoveyError as error:
+            yield check.subject, error
 
 
 def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str] | None) -> str:
