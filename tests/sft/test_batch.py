@@ -260,13 +260,13 @@ def learner(tiny: tuple[Decoder, Tokenizer], **settings: Any) -> SFTLearner:
 
 @pytest.mark.slow
 def test_the_loop_learns_and_reports(tiny: tuple[Decoder, Tokenizer]) -> None:
-    sft, seen = learner(tiny, max_steps=None, num_epochs=12, batch_size=5, eval_every_n_steps=6), list[StepRecord]()
+    sft, seen = learner(tiny, max_steps=None, num_epochs=6, batch_size=5, eval_every_n_steps=3), list[StepRecord]()
     sft.observers.append(seen.append)
     trained = sft.train(EXAMPLES, EXAMPLES)
-    assert [r.step for r in seen] == list(range(1, 13))  # one batch an epoch
+    assert [r.step for r in seen] == list(range(1, 7))  # one batch an epoch
     rows = [r.metrics for r in seen]
-    assert [("eval/loss" in row) for row in rows] == [step % 6 == 0 for step in range(1, 13)]
-    assert rows[-1]["eval/loss"] < rows[5]["eval/loss"] < rows[0]["loss"]
+    assert [("eval/loss" in row) for row in rows] == [step % 3 == 0 for step in range(1, 7)]
+    assert rows[-1]["eval/loss"] < rows[2]["eval/loss"] < rows[0]["loss"]
     wanted = {"loss", "perplexity", "entropy", "grad_norm", "learning_rate", "step_time", "tokens_per_second"}
     assert all(wanted <= row.keys() for row in rows)
     assert rows[0]["perplexity"] == pytest.approx(np.exp(rows[0]["loss"]))
