@@ -159,12 +159,12 @@ EQUIVALENT = {
         "std = scored.std(ddof=1) if scored.size > 1 else «0.0 → 1.0»": (
             "with one scored reward every difference from a mean is 0, whatever divides it"
         ),
-        "samples = zip(_zip_equal_lengths(rewards, values), token_masks(mask, values), strict=«True → False»)": (
-            "`_zip_equal_lengths` has refused other lengths of both already"
+        "samples = zip(zip_equal_lengths(rewards, values), token_masks(mask, values), strict=«True → False»)": (
+            "`zip_equal_lengths` has refused other lengths of both already"
         ),
-        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → "
+        "counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → "
         "np.ones(0)»])": ("no zeros and no ones are the same empty array"),
-        "counted = np.concatenate([a[m] for a, m in _zip_equal_lengths(arrays, masks)] or [np.zeros(«0 → 1»)])": (
+        "counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [np.zeros(«0 → 1»)])": (
             "this array stands for no arrays at all, and then none is returned"
         ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
