@@ -118,7 +118,12 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     )
     (wheel,) = tmp_path.glob("covey-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    wanted = [*PACKAGE, *(ROOT / "covey" / "config" / "recipes").glob("*.yaml"), ROOT / "covey" / "py.typed"]
+    wanted = [
+        *PACKAGE,
+        *(ROOT / "covey" / "config" / "recipes").glob("*.yaml"),
+        ROOT / "covey" / "py.typed",
+        ROOT / "covey" / "__init__.pyi",
+    ]
     wanted += (ROOT / "covey" / "report" / "assets").glob("*")
     assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()
     assert {name.split("/")[0] for name in held} == {"covey", f"covey-{covey.__version__}.dist-info"}
