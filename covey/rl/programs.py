@@ -16,7 +16,7 @@ from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
-from covey.rl.token_values import interval, longest_shown
+from covey.rl.token_values import longest_shown, token_values_interval
 from covey.sampling.scheduler import Scheduler
 
 
@@ -94,7 +94,7 @@ class RLPrograms:
     def has_token_values(self) -> bool:
         """Whether the run comes to a step with token values."""
         training = self.config.training_config
-        every = interval(training, self.grpo.num_generations, training.max_steps or 1)
+        every = token_values_interval(training, self.grpo.num_generations, training.max_steps or 1)
         return every > 0 and (training.max_steps is None or every <= training.max_steps)
 
     @property

@@ -41,8 +41,8 @@ SMALLEST_ROW = 128
 """Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
 
 
-def interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
-    """Return every how many of the `total` steps of a run token values are computed; 0 is never."""
+def token_values_interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
+    """Return the number of steps from one with token values to the next, in a run of `total` steps; 0 is never."""
     if config.token_values_every_n_steps is not None:
         return config.token_values_every_n_steps
     completions = config.prompts_per_step * num_generations

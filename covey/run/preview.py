@@ -18,7 +18,7 @@ from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
-from covey.rl.token_values import interval
+from covey.rl.token_values import token_values_interval
 from covey.run.inference import fit_to_recipe
 from covey.run.programs import abstract_for
 from covey.run.rl import RLRun
@@ -90,7 +90,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     tokens = encode(first)
     shown = tokenizer.decode(tokens, skip_special=False) if recipe.envs.tools else _render(tokenizer, first)
     rendered = shown, tokens.tolist(), None
-    every = interval(training, recipe.grpo.num_generations, steps)
+    every = token_values_interval(training, recipe.grpo.num_generations, steps)
     files = _files(SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
     return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, files)
 

@@ -37,7 +37,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.token_values import interval
+from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import fit_to_recipe
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
@@ -114,7 +114,7 @@ class RLRun(Run[Recipe]):
     def prepare(self) -> int:
         recipe, learner = self.recipe, self.learner
         total = total_steps(recipe.training, len(self.loader), recipe.grpo.num_iterations)
-        learner.token_values_every = interval(recipe.training, recipe.grpo.num_generations, total)
+        learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
         return total

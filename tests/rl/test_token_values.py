@@ -14,7 +14,7 @@ from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans
 from covey.rl import token_values
 from covey.rl.experience import Experience
-from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, interval
+from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval
 from covey.types import Branch
 
 
@@ -26,13 +26,13 @@ def test_the_interval_bounds_the_cost_and_the_number_of_steps(
 ) -> None:
     """Two passes of the scored completions, with half as much padding, are below 1 % of three passes of all others."""
     config = RLTrainingConfig(prompts_per_step=prompts)
-    assert interval(config, samples, total) == every
+    assert token_values_interval(config, samples, total) == every
     assert 2 * 1.5 * min(samples, COMPLETIONS) <= 0.03 * prompts * samples * every
     assert total // every <= 50
 
 
 def test_the_setting_is_the_interval() -> None:
-    assert [interval(RLTrainingConfig(token_values_every_n_steps=n), 8, 16) for n in (0, 3)] == [0, 3]
+    assert [token_values_interval(RLTrainingConfig(token_values_every_n_steps=n), 8, 16) for n in (0, 3)] == [0, 3]
 
 
 class Cluster:
