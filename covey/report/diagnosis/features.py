@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,22 +48,6 @@ class OpposedParts(NamedTuple):
     down: str
     rise: Change
     fall: Change
-
-
-class HeldOutLoss(NamedTuple):
-    """Course of the held-out loss over the evaluations of a run.
-
-    Attributes:
-        change: change from the lowest to the last.
-        gain: fall from the first to the lowest.
-        rise: rise from the lowest to the lower one of the last two.
-        training: change of the training loss since the lowest.
-    """
-
-    change: Change
-    gain: float
-    rise: float
-    training: Change | None
 
 
 @dataclass(frozen=True)
@@ -226,19 +211,13 @@ class RunHistory:
         return evaluated | ({int(self.steps[-1]): self.after[name]} if name in self.after and len(self) else {})
 
     @property
-    def held_out_loss(self) -> HeldOutLoss | None:
-        """Course of the held-out loss; None without three evaluations."""
-        levels = self.evaluations("loss")
-        if len(levels) < 3:
+    def loss_since_best(self) -> Change | None:
+        """Change of the training loss since the lowest held-out loss, to the last window; None if one is unknown."""
+        if not (levels := self.evaluations("loss")):
             return None
-        first, *_, previous, last = levels
-        best = min(levels, key=lambda level: level.mean)
-        at, loss = int((self.steps <= best.last).sum()), self.metric("loss")
-        then, now = loss.level(max(0, at - self.window), at), loss.last
-        training = Change(then, now) if then and now else None
-        return HeldOutLoss(
-            Change(best, last), first.mean - best.mean, min(last.mean, previous.mean) - best.mean, training
-        )
+        best, loss = min(levels, key=lambda level: level.mean), self.metric("loss")
+        at = int((self.steps <= best.last).sum())
+        return loss.since(loss.level(max(0, at - self.window), at))
 
 
 class MetricHistory:
@@ -299,25 +278,26 @@ class MetricHistory:
     @property
     def change(self) -> Change | None:
         """Change from the first window to the last."""
-        return self._since(self.first)
+        return self.since(self.first)
 
     @property
     def since_start(self) -> Change | None:
         """Change from the first row to the last window."""
-        return self._since(self.start)
+        return self.since(self.start)
 
     @property
     def since_middle(self) -> Change | None:
         """Change from the window before the middle of the run to the last."""
         half = len(self.run) // 2
-        return self._since(self.level(max(0, half - self.run.window), max(1, half)))
+        return self.since(self.level(max(0, half - self.run.window), max(1, half)))
 
     @cached_property
     def since_lowest(self) -> Change | None:
         """Change from the lowest of the earlier levels to the last window."""
-        return self._since(min(self._earlier_levels(), key=lambda level: level.mean, default=None))
+        return self.since(min(self._earlier_levels(), key=lambda level: level.mean, default=None))
 
-    def _since(self, early: Level | None) -> Change | None:
+    def since(self, early: Level | None) -> Change | None:
+        """Return the change from `early` to the last window."""
         return Change(early, self.last) if early and self.last else None
 
     @cached_property
@@ -326,7 +306,7 @@ class MetricHistory:
 
         A fall is at least 4 standard errors and 30 % of the spread of completions, from the level that shows it best.
         """
-        changes = [change for early in self._earlier_levels() if (change := self._since(early))]
+        changes = [change for early in self._earlier_levels() if (change := self.since(early))]
         least = MIN_FALL * self.spread
         falls = [change for change in changes if change.errors <= -FALL_ERRORS and -change.difference >= least]
         if not falls or min(changes, key=lambda change: change.errors) not in falls:
@@ -435,7 +415,11 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     # from its best to the last evaluation
     "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
     "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
-    "held_out_loss": lambda run: run.held_out_loss,
+    # from the lowest evaluation to the last, to the lower one of the last two, and to the first
+    "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
+    "held_out_loss_rise": lambda run: _change(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
+    "held_out_loss_gain": lambda run: _change(min, run.evaluations("loss"), itemgetter(0)),
+    "loss_since_best": lambda run: run.loss_since_best,
 }
 """Features of a run that are none of a single metric."""
 
@@ -491,9 +475,11 @@ def _samples(run: RunHistory, rows: int) -> int | None:
     return rows * (run.samples_per_step or 0) or None
 
 
-def _change(choose: Callable[..., Level], levels: Sequence[Level]) -> Change | None:
-    """Return the change from the level that `choose` takes by its mean to the last one; None of a single level."""
-    return Change(choose(levels, key=lambda level: level.mean), levels[-1]) if len(levels) > 1 else None
+def _change(
+    early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
+) -> Change | None:
+    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
+    return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
 
 
 def noise(values: Float[np.ndarray, "n"]) -> float:

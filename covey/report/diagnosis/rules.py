@@ -443,16 +443,15 @@ RULES = (
         f"{EVAL_LOSS_NATS} nats, and the training loss has fallen since",
         0,
         Case(
-            "the held-out loss was {held_out_loss.change.early.mean:.3g} after step "
-            "{held_out_loss.change.early.first} and is {held_out_loss.change.late.mean:.3g} after step "
-            "{held_out_loss.change.late.first}, while the training loss went from "
-            "{held_out_loss.training.early.mean:.3g} to {held_out_loss.training.late.mean:.3g}",
+            "the held-out loss was {held_out_loss.early.mean:.3g} after step {held_out_loss.early.first} and is "
+            "{held_out_loss.late.mean:.3g} after step {held_out_loss.late.first}, while the training loss went from "
+            "{loss_since_best.early.mean:.3g} to {loss_since_best.late.mean:.3g}",
             [
-                at_least("held_out_loss.rise", EVAL_LOSS_NATS),
-                at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.change.early.mean"),
-                at_least("held_out_loss.rise", EVAL_LOSS_RISE, "held_out_loss.gain"),
+                at_least("held_out_loss_rise.difference", EVAL_LOSS_NATS),
+                at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss.early.mean"),
+                at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss_gain.difference"),
                 below("loss.change.difference", 0),
-                below("held_out_loss.training.difference", 0),
+                below("loss_since_best.difference", 0),
             ],
         ),
         "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a "
