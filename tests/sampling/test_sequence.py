@@ -1,11 +1,14 @@
-"""The host's random numbers are those of `jax.random`, bit for bit."""
+"""The tokens of a sequence, and its random numbers, which are those of `jax.random`, bit for bit."""
 
 import jax
 import numpy as np
 import pytest
 
-from covey.sampling.sequence import sample_keys, uniform_noise
+from covey.sampling.model_runner import Chunk
+from covey.sampling.sequence import SampledTokens, Sequence, sample_keys, uniform_noise
+from covey.types import FinishReason
 
+STOP = 9
 ROWS = np.random.default_rng(0).integers(0, 2**32, (40, 3), dtype=np.uint32)
 
 
@@ -23,3 +26,49 @@ def test_numbers_are_those_of_jax() -> None:
     want = np.stack([draw(keys, column) for column in index.T], axis=1)
     assert np.array_equal(uniform_noise(keys[:, None], index), want)
     assert 0 <= want.min() < want.max() < 1
+
+
+def sampled(*ids: int) -> SampledTokens:
+    tokens = np.array(ids, np.int32)
+    logps = -tokens.astype(np.float32) / 3
+    return SampledTokens(tokens, logps, logps / 2)
+
+
+def a_sequence() -> Sequence:
+    return Sequence(3, np.zeros(2, np.uint32))
+
+
+def test_a_chunk_gives_each_slot_the_tokens_that_it_drew() -> None:
+    tokens = SampledTokens(*(np.array([[1, 2], [3, -1]], dtype) for dtype in (np.int32, np.float32, np.float32)))
+    chunk = Chunk(tokens, np.array([2, 1]), np.array([True, False]))
+    assert [chunk.of(slot).ids.tolist() for slot in range(2)] == [[1, 2], [3]]
+
+
+def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
+    """The trap: ids on the way through floats."""
+    stopped, cut = a_sequence(), a_sequence()
+    logps = np.array([np.nextafter(np.float32(-1), 0), -1e-30], np.float32)
+    cut.extend(sampled(1))
+    cut.extend(SampledTokens(np.array([2**24 + 1, 2**31 - 1], np.int32), logps, logps))
+    stopped.extend(sampled(3, STOP))
+    first, second = (one.completion((STOP,), masked=False) for one in (cut, stopped))
+    assert (first.tokens.tolist(), first.finish, first.mask) == ([1, 2**24 + 1, 2**31 - 1], FinishReason.LENGTH, None)
+    assert first.logps[1:].tobytes() == logps.tobytes()
+    assert [first.tokens.dtype, first.logps.dtype, first.sampler_logps.dtype] == [np.int32, np.float32, np.float32]
+    assert second.finish == FinishReason.STOP
+
+
+def test_appended_tokens_are_masked_and_a_branch_counts_what_it_kept() -> None:
+    resumed = a_sequence()
+    resumed.extend(sampled(1, 7))
+    resumed.append(np.array([4, 5], np.int32))
+    assert resumed.length == 3 + 4
+    resumed.branch(2)
+    resumed.extend(sampled(3, STOP))
+    assert resumed.length == 2 + 2
+    completion = resumed.completion((STOP,), masked=True)
+    assert completion.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
+    assert completion.mask is not None
+    assert completion.mask.tolist() == [True, True, False, False, True, True]
+    assert completion.logps[2:4].tolist() == [0, 0]
+    assert completion.branches == ((4, 2),)
