@@ -87,9 +87,13 @@ class Verdict(NamedTuple):
         error.stopped = Stopped(self.signal) if self.signal else None
         return error
 
+    def message(self) -> "Message":
+        """Return the message that tells another process."""
+        return Message(VERDICT, parts=[json.dumps(self).encode()])
+
 
 def verdict_on(error: BaseException, index: int) -> Verdict:
-    """Return what process `index`, which ends by `error`, tells the others."""
+    """Make the verdict on process `index`, which ends by `error`."""
     if isinstance(error, KeyboardInterrupt):
         name = error.signal if isinstance(error, Stopped) else "SIGINT"
         return Verdict(f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}", signal=name)
@@ -121,9 +125,9 @@ class Peer:
         is_open: whether it may still send something.
     """
 
-    def __init__(self, connection: socket.socket, number: int = 0):
+    def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.number, self.place, self.doing = number, "", "start"
+        self.number, self.place, self.doing = 0, "", "start"
         self.silent, self.is_open = 0.0, True
         self.connection, self._outgoing = connection, SimpleQueue[Message]()
         self._threads: Sequence[threading.Thread] = ()
@@ -337,7 +341,7 @@ class Channel:
             peer.is_open = False
 
     def lose(self, peer: Peer, what: str) -> None:
-        """Take a process to be lost that has not left; close the connection of a stranger."""
+        """Give up a process that has not left; close the connection of a stranger."""
         if not peer.place:
             peer.connection.close()
         elif peer.is_open:
@@ -385,8 +389,8 @@ class Channel:
         verdict = verdict_on(error, self.index)
         if self.index == 0:
             self._decide(verdict)
-        for peer in self._peers.values() if self.index else ():
-            peer.send(_verdict_message(verdict))
+        elif 0 in self._peers:
+            self._peers[0].send(verdict.message())
         if self.find_lost_peer(2 * BEAT_SECONDS) in (None, verdict):  # process 0 sends it back
             self._leaves.set()
 
@@ -396,7 +400,7 @@ class Channel:
             if self.verdict is None:
                 self.verdict = verdict
                 for peer in self._peers.values() if self.index == 0 else ():
-                    peer.send(_verdict_message(verdict))
+                    peer.send(verdict.message())
             self._changed.notify_all()
 
     def _watch(self) -> None:
@@ -420,10 +424,6 @@ class Channel:
         if self.index == 0:
             return END_SECONDS + 2 * BEAT_SECONDS
         return END_SECONDS if self._peers[0].is_open else 0.0
-
-
-def _verdict_message(verdict: Verdict) -> Message:
-    return Message(VERDICT, parts=[json.dumps(verdict).encode()])
 
 
 def _not_connected(what: str) -> CoveyError:

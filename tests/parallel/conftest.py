@@ -1,12 +1,19 @@
-"""Threads that stand for the processes of a run; the channel between them is a real one."""
+"""Threads that stand for the processes of a run, with a real channel between them; and processes."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from covey.config.processes import ADDRESS, COUNT, NUMBER
+from covey.launch.local import _free_port
 from covey.parallel import channel, distributed
 from covey.parallel.channel import Channel
 
@@ -56,3 +63,60 @@ class Threads:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     return Threads(monkeypatch)
+
+
+class Processes:
+    """Starts processes that find each other, and waits until they have ended."""
+
+    def start(
+        self,
+        words: Sequence[str],
+        count: int,
+        folders: Sequence[Path] = (),
+        environments: Sequence[Mapping[str, str]] = (),
+        devices: int = 2,
+        **environment: str,
+    ) -> list[subprocess.Popen[str]]:
+        """`python words`, in this folder and with these variables each; the last of them for the rest."""
+        common = os.environ | {
+            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        common |= {ADDRESS: f"127.0.0.1:{_free_port()}", COUNT: str(count)} if count > 1 else {}
+        return [
+            subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folders[min(number, len(folders) - 1)] if folders else None,
+                env=common
+                | ({NUMBER: str(number)} if count > 1 else {})
+                | (environments[number] if environments else {})
+                | environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for number in range(count)
+        ]
+
+    def end(
+        self, started: Sequence[subprocess.Popen[str]], codes: Sequence[int], halted: int | None = None
+    ) -> list[str]:
+        """What each said on its way to these exit codes. One that is `halted`, or lives longer, is killed."""
+        until, texts = time.monotonic() + 200, {}
+        try:
+            for number, process in enumerate(started):
+                if number != halted:
+                    texts[number] = process.communicate(timeout=max(until - time.monotonic(), 1))[0]
+        finally:
+            for process in started:
+                process.kill()
+        if halted is not None:
+            texts[halted] = started[halted].communicate()[0]
+        shown = "\n\n".join(text[-3000:] for text in texts.values())
+        assert [process.returncode for process in started] == list(codes), shown
+        return [texts[number] for number in range(len(started))]
+
+
+@pytest.fixture(scope="session")
+def processes() -> Processes:
+    return Processes()

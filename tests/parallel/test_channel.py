@@ -53,49 +53,37 @@ def test_exchanges_of_another_thread_come_beside_those_of_the_first(threads: Any
     assert threads(2, work) == [wanted, wanted]
 
 
-def test_one_that_fails_ends_all(threads: Threads) -> None:
-    """The trap: the others wait in an exchange for one that has gone, and it waits at its end for them."""
+@pytest.mark.parametrize(
+    ("error", "told", "stopped"),
+    [
+        (RewardError("the reward broke", where="my.py"), "my.py: the reward broke", None),
+        (ZeroDivisionError("1 / 0"), "ZeroDivisionError: 1 / 0", None),
+        (Stopped("SIGTERM"), "it was stopped by SIGTERM", "SIGTERM"),
+        (Stopped("SIGINT", step=3), "it was stopped by SIGINT", "SIGINT"),
+        (KeyboardInterrupt(), "it was stopped by Ctrl-C", "SIGINT"),
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_was_stopped_says_by_what(
+    threads: Threads, error: BaseException, told: str, stopped: str | None, victim: int
+) -> None:
+    """So does one that has failed. The others, which wait in an exchange or at the end, leave with the code of the
+    signal, not with that of a mistake.
+    """
 
     def work(index: int) -> None:
         channel.all_gather(index, "before")
-        if index == 1:
-            raise RewardError("the reward broke", where="my.py")
-        channel.all_gather(index, "after")
+        if index == victim:
+            raise error
+        if index == 2:
+            channel.all_gather(index, "after")
 
-    first, second, third = threads(3, work)
-    assert isinstance(second, RewardError)
-    for other in (first, third):
+    results = threads(3, work)
+    assert results.pop(victim) is error
+    for other in results:
         assert isinstance(other, PeerLostError)
-        assert "process 1 has failed: my.py: the reward broke" in str(other)
-
-
-def test_one_that_fails_at_the_end_is_still_heard(threads: Threads) -> None:
-    first, second = threads(2, lambda index: 1 / index)
-    assert isinstance(first, ZeroDivisionError)
-    assert "process 0 has failed: ZeroDivisionError" in str(second)
-
-
-@pytest.mark.parametrize(
-    ("stop", "told", "name"),
-    [
-        (Stopped("SIGTERM"), "SIGTERM", "SIGTERM"),
-        (Stopped("SIGINT", step=3), "SIGINT", "SIGINT"),
-        (KeyboardInterrupt(), "Ctrl-C", "SIGINT"),
-    ],
-)
-def test_a_process_that_was_stopped_says_by_what(threads: Threads, stop: BaseException, told: str, name: str) -> None:
-    """The others leave with the code of that signal, not with that of a mistake."""
-
-    def work(index: int) -> None:
-        if index == 0:
-            raise stop
-        channel.all_gather(index, "step")
-
-    _, second = threads(2, work)
-    assert f"process 0 has failed: it was stopped by {told}" in str(second)
-    assert isinstance(second, PeerLostError)
-    assert second.stopped is not None
-    assert (second.stopped.signal, second.stopped.step) == (name, None)
+        assert f"process {victim} has failed: {told}" in str(other)
+        assert (other.stopped and (other.stopped.signal, other.stopped.step)) == (stopped and (stopped, None))
 
 
 def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:

@@ -2,10 +2,7 @@
 processes, and at the end real ones are started.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import covey
 from covey.config import recipe
-from covey.config.processes import ADDRESS, COUNT, NUMBER
 from covey.errors import RecipeError
-from covey.launch.local import _free_port
 from covey.parallel import checks, make_mesh
 from covey.run import user_modules
 
@@ -138,25 +133,9 @@ def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, mo
         assert user_modules._module_of(name) == module
 
 
-def run_both(words: list[str], places: list[Path], environments: list[dict[str, str]]) -> list[str]:
-    """Return what each of two processes has printed; both must have ended with code 2."""
-    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    started = [
-        subprocess.Popen([sys.executable, *words], cwd=place, env=environment, **pipes)
-        for place, environment in zip(places, environments, strict=True)
-    ]
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [2, 2], "\n\n".join(texts)
-    return texts
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", ["package", "module", "folder"])
-def test_two_processes_that_are_not_alike_train_nothing(tmp_path: Path, differs: str) -> None:
+def test_two_processes_that_are_not_alike_train_nothing(tmp_path: Path, processes: Any, differs: str) -> None:
     """Process 1 has the advantage negated, or another reward, or the run folder on a disk of its own."""
     places = [tmp_path / str(number) for number in range(2)]
     for number, place in enumerate(places):
@@ -176,8 +155,8 @@ def test_two_processes_that_are_not_alike_train_nothing(tmp_path: Path, differs:
     words = ["-m", "covey", "train", "quickstart", f"--model.source={GOLDEN}", "--rewards=mine:score", f"--out={out}"]
     words += ["--max-steps=1", "--prompts-per-step=2", "--evaluation.prompts=2", "--rollout.max-new-tokens=4"]
     words += ["--rollout.max-prompt-length=400", "--training.too-long=drop"]
-    common = os.environ | {ADDRESS: f"127.0.0.1:{_free_port()}", COUNT: "2"}
-    texts = run_both(words, places, [common | {NUMBER: str(n), "PYTHONPATH": str(roots[n])} for n in range(2)])
+    started = processes.start(words, 2, places, [{"PYTHONPATH": str(root)} for root in roots])
+    texts = processes.end(started, [2, 2])
     told = {
         "package": "covey/losses/advantages.py is another file",
         "module": "mine.py is another file",

@@ -5,7 +5,6 @@ file is also what the processes run: `test_hosts.py work SILENT`, `test_hosts.py
 import filecmp
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,10 +20,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from covey.config.processes import ADDRESS, COUNT, NUMBER, PEER_LOST
+from covey.config.processes import PEER_LOST
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
-from covey.launch.local import _free_port
 from covey.models.export import write_hf
 from covey.models.loading import weights
 from covey.parallel import channel, distributed, make_mesh, mesh_from_config, order, shardings
@@ -197,38 +195,11 @@ def save(folder: Path, address: str) -> None:
         saves.wait()
 
 
-def processes(count: int, devices: int, words: list[str]) -> list["subprocess.Popen[str]"]:
-    """Start this many processes that find each other, with so many devices each."""
-    flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}")
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        ADDRESS: f"127.0.0.1:{_free_port()}",
-        COUNT: str(count),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=environment | {NUMBER: str(number)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for number in range(count)
-    ]
-
-
 @pytest.mark.slow
-def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped() -> None:
-    started = processes(3, 1, [__file__, "work", "6"])
-    try:
-        texts = [started[number].communicate(timeout=120)[0] for number in (0, 1)]
-    finally:
-        for process in started:
-            process.kill()
-    texts.append(started[2].communicate()[0])
+def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(processes: Any) -> None:
+    started = processes.start([__file__, "work", "6"], 3, devices=1)
+    texts = processes.end(started, [PEER_LOST, PEER_LOST, -signal.SIGKILL], halted=STOPPED)
     shown = "\n\n".join(texts)
-    assert [process.returncode for process in started] == [PEER_LOST, PEER_LOST, -signal.SIGKILL], shown
     assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], shown
     assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], shown
     assert "process 2 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[2], shown
@@ -243,7 +214,7 @@ def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped() -> No
 
 @pytest.mark.slow
 def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(
-    tmp_path: Path, bucket: Any
+    tmp_path: Path, bucket: Any, processes: Any
 ) -> None:
     """Process 1 is killed in the middle of the third save, on the disk and in a bucket."""
     folder, mesh = tmp_path / "saves", grid(2, 2)
@@ -252,14 +223,9 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
     (tmp_path / "one").mkdir()
     loaded = loaded_on(mesh)
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "one", source=MODEL, shard_size=20_000)
-    started = processes(2, 2, [__file__, "save", str(tmp_path), f"{bucket.address}/runs/two"])
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    started = processes.start([__file__, "save", str(tmp_path), f"{bucket.address}/runs/two"], 2)
+    texts = processes.end(started, [PEER_LOST, -signal.SIGKILL])
     shown = "\n\n".join(texts)
-    assert [process.returncode for process in started] == [PEER_LOST, -signal.SIGKILL], shown
     assert "process 1 of 2 is gone" in texts[0], shown
     for text in texts:
         assert "crossing True" in text, shown

@@ -25,17 +25,22 @@ from covey.parallel.mesh import (
 )
 
 
-def test_without_a_shape_it_is_one_device() -> None:
-    mesh = make_mesh()
-    assert dict(mesh.shape) == {"fsdp": 1, "tp": 1}
-    assert mesh.devices.flat[0] == jax.devices()[0]
-
-
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
-def test_shape_over_all_devices(shape: tuple[int, int]) -> None:
-    mesh = make_mesh(shape, ("fsdp", "tp"))
-    assert tuple(mesh.shape.values()) == shape
-    assert set(mesh.devices.flat) == set(jax.devices())
+@pytest.mark.parametrize(
+    ("shape", "axes", "first", "count"),
+    [
+        (None, ("fsdp", "tp"), 0, 1),
+        ((1, 4), ("fsdp", "tp"), 0, 4),
+        ((2, 2), ("fsdp", "tp"), 0, 4),
+        ((4, 1), ("fsdp", "tp"), 0, 4),
+        ((2,), ("tp",), 2, 2),
+    ],
+)
+def test_a_mesh_has_all_of_its_devices(
+    shape: tuple[int, ...] | None, axes: tuple[str, ...], first: int, count: int
+) -> None:
+    mesh = make_mesh(shape, axes, jax.devices()[first:])
+    assert dict(mesh.shape) == dict(zip(axes, shape or (1, 1), strict=True))
+    assert set(mesh.devices.flat) == set(jax.devices()[first : first + count])
 
 
 def test_axes_are_automatic() -> None:
@@ -45,11 +50,6 @@ def test_axes_are_automatic() -> None:
     a = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("fsdp", "tp")))
     b = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("fsdp", "tp")))
     assert float(jnp.sum(a @ b)) == 64.0
-
-
-def test_on_some_devices() -> None:
-    half = jax.devices()[2:]
-    assert list(make_mesh((2,), ("tp",), half).devices.flat) == half
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,4 @@ def test_the_mesh_of_a_recipe_counts_the_devices_of_all_processes(two_processes:
 def test_cuda_is_where_kernels_can_run(platform: str, capability: str | None, found: str) -> None:
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     assert platform_of(cast(Any, SimpleNamespace(device_set=[device]))) == found
-
-
-def test_the_platform_of_a_mesh_is_that_of_its_devices() -> None:
     assert platform_of(make_mesh((2, 2))) == "cpu"

@@ -12,7 +12,6 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -47,7 +46,7 @@ from covey import (
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS
-from covey.config.processes import ADDRESS, COUNT, NUMBER
+from covey.config.processes import ADDRESS
 from covey.config.schema import EvalConfig, LoRAConfig
 from covey.data.loader import PromptLoader
 from covey.errors import STOPPED
@@ -373,43 +372,6 @@ def told(group: Group) -> Any:
 # Starting them, and looking at what they did.
 
 
-def launched(words: Sequence[str], processes: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """`python words`, as so many processes, in `folder`."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    common = os.environ | {
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    folder.mkdir(exist_ok=True)
-    return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=common
-            | ({ADDRESS: address, COUNT: str(processes), NUMBER: str(number)} if processes > 1 else {})
-            | environment,
-            cwd=folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number in range(processes)
-    ]
-
-
-def ended(started: Sequence[subprocess.Popen[str]], codes: Sequence[int], seconds: float = 200) -> list[str]:
-    """What each said on its way to these exit codes; those that live longer are killed, and the test fails."""
-    until = time.monotonic() + seconds
-    try:
-        outputs = ["".join(p.communicate(timeout=max(until - time.monotonic(), 1))) for p in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [p.returncode for p in started] == list(codes), "\n\n".join(output[-3000:] for output in outputs)
-    return outputs
-
-
 def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float) -> bool:
     largest = max(float(np.abs(x).max()) for x in one.values())
     return one.keys() == other.keys() and all(
@@ -452,19 +414,19 @@ def trained(model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, model: str, trained: None) -> list[dict[str, Any]]:
+def two(tmp_path_factory: pytest.TempPathFactory, model: str, trained: None, processes: Any) -> list[dict[str, Any]]:
     """What two processes of two devices each found for each of `CASES`, for `commands`, and for the run that process 1,
     which writes nothing, gets SIGTERM in.
     """
     out = tmp_path_factory.mktemp("two")
-    started = launched([__file__, model, str(out)], 2, out)
+    started = processes.start([__file__, model, str(out)], 2, [out])
     metrics, until = out / "stopped" / "metrics.jsonl", time.monotonic() + 400
     while time.monotonic() < until and all(process.poll() is None for process in started):
         if metrics.exists() and rows(metrics):
             started[1].send_signal(signal.SIGTERM)
             break
         time.sleep(0.1)
-    ended(started, [0, 0])
+    processes.end(started, [0, 0])
     return [pickle.loads((out / str(number)).read_bytes()) for number in (0, 1)]
 
 
@@ -518,20 +480,18 @@ def test_evaluation_and_export_are_those_of_one_process(two: list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_no_process_reads_a_program_that_the_others_compile(two: list[dict[str, Any]]) -> None:
+def test_processes_listen_at_the_given_host_alone_and_read_no_program_that_others_compile(
+    two: list[dict[str, Any]],
+) -> None:
     """Trap: process 0 alone finds programs in the cache, and the others' collectives may wait for it."""
     assert [found["keeps"] for found in two] == [False] * 2
     assert keeps_programs()
-
-
-@pytest.mark.slow
-def test_the_coordinator_listens_at_the_given_host_alone(two: list[dict[str, Any]]) -> None:
     assert [found["listens"] for found in two] == [["127.0.0.1"]] * 2
 
 
 @pytest.mark.slow
 def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together(
-    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path
+    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path, processes: Any
 ) -> None:
     """Each process has its own questions, and the first gradient is that of one process. A reward function that breaks
     in process 1 ends process 0 too, which says why; the resumed run is that of one process that was never stopped.
@@ -541,10 +501,11 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
     (here / "fragile.py").write_text(FRAGILE)
     from_here = [f"--model.source={checkpoint('nanochat', layers=1)}", f"--data.path={problems}"]
     train = ["-m", "covey", "train", "gsm8k-nanochat", *SETTINGS, *from_here, "--out"]
-    ended(launched([*train, str(straight)], 1, here), [0])
+    processes.end(processes.start([*train, str(straight)], 1, [here]), [0])
     # Begun by the launcher, which goes on behind the failure: a process counts its calls anew.
     words = ["launch", "local", "-n", "2", "--max-restarts", "1", "--logs", str(tmp_path / "logs"), *train[2:]]
-    (shown,) = ended(launched(["-m", "covey", *words, str(broken)], 1, here, BREAKS_AT="4"), [0])
+    started = processes.start(["-m", "covey", *words, str(broken)], 1, [here], BREAKS_AT="4")
+    (shown,) = processes.end(started, [0])
     assert "process 1 has failed" in shown
     assert "it broke" in shown
     assert "restart 1 of 1" in shown

@@ -71,11 +71,8 @@ def test_specs_on_a_mesh(params: nnx.State) -> None:
     assert placed["layers.1.mlp.down_proj.kernel"].spec == P("tp", "fsdp")
     assert placed["embed.embedding"].spec == P("tp", "fsdp")
     assert placed["layers.0.attn_norm.scale"].spec == P(None)
-
-
-def test_a_mesh_without_an_axis_passes_over_it(params: nnx.State) -> None:
-    placed = flatten(shardings(params, make_mesh((4,), ("tp",))))
-    assert placed["layers.0.attn.q_proj.kernel"].spec == P(None, "tp")
+    without = flatten(shardings(params, make_mesh((4,), ("tp",))))
+    assert without["layers.0.attn.q_proj.kernel"].spec == P(None, "tp")
 
 
 def test_what_does_not_divide_is_kept_whole_and_reported_once() -> None:
@@ -117,16 +114,12 @@ def test_explicit_axes_become_automatic_ones(params: nnx.State) -> None:
     assert mesh_of(jax.device_put(params, weight_shardings(lying, None))) == ours
 
 
-@pytest.mark.parametrize(("shape", "axes", "parts"), [((2, 2), ("fsdp", "tp"), 2), ((2, 2), ("data", "fsdp"), 4)])
+@pytest.mark.parametrize(
+    ("shape", "axes", "parts"), [((2, 2), ("fsdp", "tp"), 2), ((2, 2), ("data", "fsdp"), 4), ((4,), ("tp",), 1)]
+)
 def test_rows(shape: tuple[int, ...], axes: tuple[str, ...], parts: int) -> None:
     mesh = make_mesh(shape, axes)
     assert num_row_shards(mesh) == parts
     rows = jax.device_put(jnp.arange(24).reshape(8, 3), row_sharding(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(8 // parts, 3)}
     np.testing.assert_array_equal(rows, np.arange(24).reshape(8, 3))
-
-
-def test_rows_on_a_mesh_of_tensor_parallelism_alone() -> None:
-    mesh = make_mesh((4,), ("tp",))
-    assert num_row_shards(mesh) == 1
-    assert row_sharding(mesh).is_fully_replicated
