@@ -73,11 +73,9 @@ class LocalOptions(Config):
             count: number of processes that there are.
             devices: number of devices of the run's mesh, which all processes have equally many of; 0 if it sets none.
         """
-        for fewer in range(count - 1, (self.min_processes or count) - 1, -1):
-            has_them = self.gpus_per_process is None or devices <= fewer * self.gpus_per_process
-            if devices % fewer == 0 and has_them:
-                return fewer
-        return None
+        each = devices if self.gpus_per_process is None else self.gpus_per_process
+        numbers = range(count - 1, (self.min_processes or count) - 1, -1)
+        return next((number for number in numbers if devices % number == 0 and devices <= number * each), None)
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ class Attempt:
         try:
             self._pass_signals_on()
             self._alive = self._open_pipe()
-            port = _free_port()
+            port = free_port()
             for number in range(len(self._members)):
                 self._processes.append(self._start(number, port))
         except BaseException:
@@ -296,11 +294,10 @@ def process_environment(
     return environment
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _log(number: int, attempt: int) -> str:

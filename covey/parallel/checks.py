@@ -170,8 +170,7 @@ def _problem(call: Callable[[], str]) -> str:
 
 def _write(folder: Path, mine: Mapping[str, str]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / mine["name"]).open("x") as file:
-        file.write(mine["text"])
+    (folder / mine["name"]).write_text(mine["text"])
     return ""
 
 

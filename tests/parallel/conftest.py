@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from covey.config.processes import ADDRESS, COUNT, NUMBER
-from covey.launch.local import _free_port
+from covey.launch.local import free_port
 from covey.parallel import channel, distributed
 from covey.parallel.channel import Channel
 
@@ -82,7 +82,7 @@ class Processes:
             "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}"),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
-        common |= {ADDRESS: f"127.0.0.1:{_free_port()}", COUNT: str(count)} if count > 1 else {}
+        common |= {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(count)} if count > 1 else {}
         return [
             subprocess.Popen(
                 [sys.executable, *words],
