@@ -337,6 +337,8 @@ class Channel:
                 self._changed.notify_all()
             if self.index == 0:
                 self._greet(peer)
+            if self.index == 0 and self.verdict is not None:  # it was decided before this one had connected
+                peer.send(self.verdict.message())
         elif message.kind == LEAVES:
             peer.is_open = False
 

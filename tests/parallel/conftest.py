@@ -52,11 +52,12 @@ class Threads:
             over.wait()
             end.close()
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive()
         return results
 
 

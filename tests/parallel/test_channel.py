@@ -169,6 +169,25 @@ def test_a_process_that_has_not_ended_behind_a_verdict_is_ended(threads: Any, mo
         assert threads.ended == told
 
 
+def test_a_verdict_reaches_who_connects_behind_it() -> None:
+    """One that fails at once, while another is still on its way."""
+    server, ends = socket.create_server(("127.0.0.1", 0)), [Channel(n, 3, end=lambda verdict: None) for n in range(3)]
+    port, accept = server.getsockname()[1], threading.Thread(target=ends[0].accept, args=(server, TOKEN))
+    accept.start()
+    ends[1].connect("127.0.0.1", port, TOKEN)
+    ends[1].__exit__(ValueError, ValueError("it broke"), None)
+    ends[2].connect("127.0.0.1", port, TOKEN)
+    verdict = ends[2].find_lost_peer(10)
+    assert verdict is not None
+    assert verdict.text == "process 1 has failed: ValueError: it broke"
+    accept.join()
+    closing = [threading.Thread(target=end.close) for end in ends]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+
+
 def test_process_0_leaves_last(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX aborts the others without it. A process that is lost is not waited for, and who has only failed leaves as
     usual.
