@@ -42,7 +42,7 @@ from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, SchemaValidator
 
 import covey
 from covey.config import foreign_names
-from covey.config.kinds import bounds, describe
+from covey.config.kinds import bounds, choices, describe
 from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 
 MAX_INT = 2**31 - 1
@@ -295,7 +295,7 @@ def _translate(
             yield Problem(key, what, _range_in_words(kind, entry))
         else:
             want = _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind)
-            yield Problem(key, what, want, _nearest_choice(entry), tuple(loc), basic=True)
+            yield Problem(key, what, want, _nearest_choice(kind, entry), tuple(loc), basic=True)
 
 
 def _split(
@@ -559,10 +559,10 @@ def _classes(kind: Any) -> str:
     return " or ".join(f"{cls.__name__}(...)" for cls in classes_in(kind))
 
 
-def _nearest_choice(error: ErrorDetails) -> str:
-    """Return the choice nearest to the wrong value; "" if there are no choices."""
-    choices = error["ctx"]["expected"].split("'")[1::2] if error["type"] == "literal_error" else ()
-    return nearest(error["input"], choices) if choices and isinstance(error["input"], str) else ""
+def _nearest_choice(kind: Any, error: ErrorDetails) -> str:
+    """Return the choice nearest to the wrong value of a field of type `kind`; "" if it has no choices."""
+    words = [choice for choice in choices(kind) if isinstance(choice, str)]
+    return nearest(error["input"], words) if words and isinstance(error["input"], str) else ""
 
 
 def _plain(value: Any) -> Any:

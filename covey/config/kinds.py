@@ -1,6 +1,7 @@
 """Types of settings: the values that a field takes, in words, and the limits of numbers."""
 
 import types
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -36,6 +37,12 @@ def bounds(kind: Any) -> dict[type, float]:
     limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
     parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
     return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
+
+
+def choices(kind: Any) -> Sequence[Any]:
+    """Return the choices of a field of type `kind`, or of each part of its value; empty if it has none."""
+    parts = get_args(kind)
+    return parts if get_origin(kind) is Literal else [choice for part in parts for choice in choices(part)]
 
 
 _LIMITS = (Ge, Gt, Le, Lt)

@@ -309,6 +309,8 @@ def test_all_problems_come_in_one_error_each_with_its_place():
         ("--rollout.temperature=-1", "at least 0"),
         ("name=../x", "it names a folder"),
         ("lora.targets=q_pro", "did you mean 'q_proj'?"),
+        ("--tracking=wandd", "did you mean 'wandb'?"),
+        ("--reward_safety.on_error_of=rais", "did you mean 'raise'?"),
         ("seed=-1", "at least 0"),
         ("b1=1.0", "less than 1"),
         ("actor-optimizer.momentum=0.9", "momentum is 0.9, and the optimizer adamw does not use it"),
