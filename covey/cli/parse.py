@@ -49,6 +49,8 @@ def read_line(command: Command, words: Sequence[str]) -> Line:
     switches = {option.flag for option in command.options if not option.value}
     valued = {option.flag for option in command.options} - switches
     arguments, pairs = split([word for word in words if word not in switches], command.most)
+    if odd := next((flag for flag, _ in pairs if flag in switches), ""):
+        raise CoveyError(f"{odd} takes no value", want=odd)
     settings = [f"{flag}={value}" for flag, value in pairs if flag not in valued]
     if settings and not command.classes:
         flag = settings[0].partition("=")[0]

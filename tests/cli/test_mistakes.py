@@ -38,6 +38,8 @@ MORE = [
     ("covey doctor now", "one word too many"),
     ("covey watch", "an argument is missing"),
     ("covey watch a b", "one word too many"),
+    ("covey watch a --json=1", "--json takes no value"),
+    ("covey train quickstart --dry-run=false", "--dry-run takes no value"),
     ("covey watch a --twice 2", "watch has no setting --twice"),
     ("covey plan", "wanted: covey plan NAME_OR_YAML"),
     ("covey plan quickstart --completion-tokens -1", "wanted: a whole number from 1 up"),
