@@ -1,5 +1,6 @@
-"""The documentation site: pages are in its navigation, links lead somewhere, names are true."""
+"""The documentation site: pages are in its navigation, links lead somewhere, figures and names are true."""
 
+import difflib
 import importlib
 import re
 import runpy
@@ -95,6 +96,44 @@ def test_every_name_of_the_reference_is_imported_from_covey() -> None:
     for home, _, name in (one.rpartition(".") for one in described):
         there, public = getattr(importlib.import_module(home), name), getattr(covey, name)
         assert public is there or issubclass(public, there), name
+
+
+# --- figures
+
+
+def cells(table: str, peer: str) -> list[str]:
+    """Return the first word of each cell behind the name of a peer in a table of results."""
+    row = re.search(rf"^\| {peer} \|(.*)\|$", table, re.M)
+    assert row
+    return [cell.split()[0] for cell in row[1].split("|")]
+
+
+def test_figures_of_the_readme_and_the_home_page_are_those_that_were_measured() -> None:
+    files = (ROOT / "benchmarks" / "RESULTS.md", DOCS / "index.md", ROOT / "README.md")
+    results, home, readme = (file.read_text("utf-8") for file in files)
+    fixed, ragged = results.partition("`smollm2`, LoRA, fixed lengths")[2].split("\n`smollm2`")[:2]
+    home, figures = " ".join(home.split()), readme.partition("## Figures")[2]
+    for name in ("Covey", "Tunix", "TRL"):
+        row = cells(fixed, name.lower())
+        ratio = "" if name == "Covey" else f" ({row[6]}×)"
+        assert f"{row[1]} s a step{ratio}, {row[9]} GiB" in home.partition(f"**{name}**")[2], name
+        assert re.search(rf"^\| {name}[ \d.]* \| {row[1]} \| {row[6]} \| {row[9]} \|$", figures, re.M), name
+    tunix, trl = (cells(ragged, peer)[6] for peer in ("tunix", "trl"))
+    assert f"ragged lengths (Tunix {tunix}×, TRL {trl}×)" in home
+    assert f"take {tunix} and {trl} times as long" in " ".join(figures.split())
+
+
+@pytest.mark.parametrize(("page", "ports"), [("from-trl", 2), ("from-tunix", 1), ("environments", 1)])
+def test_the_lines_that_a_port_changes_are_counted(page: str, ports: int) -> None:
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    scripts = re.findall(r'^```python title="\w+"\n(.*?)^```', text, re.M | re.S)
+    assert len(scripts) == 2 * ports
+    for pair in zip(scripts[::2], scripts[1::2], strict=True):
+        theirs, ours = ([line.strip() for line in script.splitlines() if line.strip()] for script in pair)
+        matched = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_matching_blocks()
+        new = len(ours) - sum(block.size for block in matched)
+        counted = f"{new} of the {len(ours)} lines are new or changed, and {len(theirs)} lines become {len(ours)}"
+        assert counted in " ".join(text.split())
 
 
 # --- names
