@@ -335,7 +335,7 @@ def _bisect(fails: Callable[[Sequence[int]], bool], part: Sequence[int]) -> Iter
 
 
 def score_without(failing: Sequence[int], attempt: Attempt | None, count: int) -> tuple[np.ndarray, list[int]]:
-    """Score again without the failing completions; return all values and the indices of the completions without job.
+    """Score again without the failing completions; return all values and the indices of the completions without one.
 
     No completion has a value when the call still fails or when none of them fails alone.
     """
