@@ -26,7 +26,7 @@ LIMITS = "arrays that are held; the temporary memory of the programs comes on to
 
 
 def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
-    """Print what a run of the recipe would do.
+    """Print the plan of a run of the recipe.
 
     Raises:
         CoveyError: the run would stop before its first step.

@@ -51,7 +51,7 @@ class WatchedProgress(Progress):
         self.run, self.task, self._printed = run, settings.get("task"), ""
 
     def status(self) -> Status:
-        """Return what the run does: its times and plots from the rows, the rest from its heartbeat."""
+        """Return the run's status: times and plots from the rows, the rest from the heartbeat."""
         own, beat = super().status(), self.run.heartbeat
         if beat is None:
             return own

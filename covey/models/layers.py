@@ -322,7 +322,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def _yarn_kept(head_dim: int, theta: float, scaling: RopeScaling) -> Float[Array, "half"]:
-    """Return how much of each pair's frequency YaRN keeps: 1 up to one pair, 0 from another on, a line between."""
+    """Return the fraction of each pair's frequency that YaRN keeps: 1 up to one pair, 0 from another on."""
 
     def pair(turns: float) -> float:
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -116,7 +116,7 @@ class WatchedRun:
         self._step, self._fresh_until = -1, 0.0
 
     def look(self) -> list[dict[str, float]]:
-        """Read what the run has written since the last call; return the rows of metrics among it, by ascending step.
+        """Read the lines that were written since the last call; return the rows of metrics among it, by ascending step.
 
         The state is read first, so that all rows are there when the run is seen to have ended.
         """

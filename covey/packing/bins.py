@@ -184,8 +184,8 @@ def _cost(count: int, length: int, max_tokens: int) -> float:
 def rows_per_micro_batch(
     count: int, length: int, max_tokens: int, num_shards: int = 1, fixed_shapes: bool = False
 ) -> int:
-    """Return how many of `count` rows of `length` tokens make a micro-batch of at most `max_tokens` tokens: a positive
-    multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
+    """Return the number of rows of a micro-batch: of `count` rows of `length` tokens, with at most `max_tokens` tokens,
+    a positive multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
 
     Args:
         fixed_shapes: choose among `micro_batch_sizes` alone.

@@ -359,8 +359,8 @@ def _sampling_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:
 
 
 def num_batch_sizes(scheduler: Scheduler) -> int:
-    """Return how many sizes of batch and cache a rollout may decode with: those of a batch that shrinks as samples
-    finish, and each doubling of its cache.
+    """Return the number of sizes of batch and cache that a rollout may decode with: those of a batch that shrinks as
+    samples finish, and each doubling of its cache.
 
     >>> from covey.config.schema import RolloutConfig
     >>> num_batch_sizes(Scheduler([4], [64], RolloutConfig(slots=64, max_new_tokens=16)))  # 64 48 32 24 16 8 4

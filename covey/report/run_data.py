@@ -184,7 +184,7 @@ def read_curves(rows: Iterable[Row]) -> Curves:
 
 
 def points_per_series(count: int, longest: int) -> int:
-    """Return how many points each of `count` series may have, the longest of which has `longest`.
+    """Return the limit of points for each of `count` series, the longest of which has `longest`.
 
     >>> points_per_series(60, 2000), points_per_series(60, 100_000)
     (2000, 3333)

@@ -210,7 +210,7 @@ class RLCluster(Keywords):
         return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """Return how many rows `role` computes together."""
+        """Return the number of rows that `role` computes together."""
         return self.config.rows_at_a_time(rows, role, self.fixed_shapes)
 
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:

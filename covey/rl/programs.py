@@ -136,8 +136,8 @@ class RLPrograms:
         ]
 
     def called(self) -> list[Program]:
-        """Return those of `largest` that a run calls: log-probs only where the algorithm needs them, and token values
-        only where they are asked for.
+        """Return the programs of `largest` that a run calls: log-probs only where the algorithm needs them, and
+        token values only where they are asked for.
         """
         scored = self._algorithm.needs_old_logps or self._algorithm.needs_reference
         called = {"score": scored, "token values": self.has_token_values}

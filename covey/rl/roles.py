@@ -111,7 +111,7 @@ class ClusterConfig(Config):
             check_even_mesh(mesh)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, fixed_shapes: bool = False) -> int:
-        """Return how many rows `role` computes together; for `fixed_shapes` see `packing.bins.rows_per_micro_batch`."""
+        """Return the number of rows that `role` computes together; see `packing.bins.rows_per_micro_batch`."""
         return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, fixed_shapes)
 
     def contradictions(self) -> Iterator[Problem]:

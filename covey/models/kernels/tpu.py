@@ -187,7 +187,7 @@ def heads_per_step(kv_heads: int, group: int, sizes: BlockSizes) -> int:
 
 
 def _block_specs(shape: tuple[int, ...], sizes: BlockSizes, heads: int, by_key: bool) -> dict[str, Any]:
-    """Return how a step finds its blocks of arrays of each layout, from its pair in the worklist."""
+    """Return, for each layout of arrays, the index map from a pair of the worklist to the blocks of its step."""
     _, _, group, time, width = shape
     num_queries, num_keys, columns = time // sizes.queries, time // sizes.keys, group * sizes.queries
 

@@ -1,4 +1,4 @@
-"""Say what is wrong with a run from its metrics. This file only re-exports names."""
+"""Diagnose a run from its metrics. This file only re-exports names."""
 
 from covey.report.diagnosis.diagnose import LiveDiagnosis, diagnose
 from covey.report.diagnosis.features import RunHistory

@@ -113,7 +113,7 @@ def _recent_rows(history: RunHistory) -> Iterator[Row]:
 
 
 def _score(row: Row, opposed: OpposedParts | None) -> float | None:
-    """Return how well `row` shows that one reward is given and the opposed one is not; None if it is not scored."""
+    """Return the score of `row` as an example of one reward without the opposed one; None if it has no such rewards."""
     if opposed is None:
         return number(row.get("reward"))
     up, down = (number(_rewards(row).get(name)) for name in (opposed.up, opposed.down))
