@@ -243,6 +243,14 @@ def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTR
     return recipe
 
 
+def read_built_in(name: str) -> Recipe | SFTRecipe:
+    """Return the built-in recipe `name` as it stands, which may need a setting of the user's, such as a path."""
+    document = strict_yaml.read_file(find(name))
+    kind: Any = _kind(document)  # one of the two
+    settings: Recipe | SFTRecipe = strict_yaml.validate_tree(kind, document.tree)[0]
+    return settings
+
+
 def section_of(source: str | Path, section: str) -> strict_yaml.Document:
     """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
     document = strict_yaml.read_file(find(source))

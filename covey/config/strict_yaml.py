@@ -155,7 +155,7 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     """
     if not isinstance(document.tree, dict):
         raise RecipeError(f"the file is {_show(document.tree)}", want=describe(dict), where=document.place(""))
-    settings, problems = validate(cls, document.tree, Wording(_show, partial(_unknown_name, cls)))
+    settings, problems = validate_tree(cls, document.tree)
     order = {key: number for number, key in enumerate(document.places)}
     basic = sorted((problem for problem in problems if problem.basic), key=lambda problem: order.get(problem.key, 0))
     problems = basic or [*problems, *in_sections(settings, in_recipe=True)]
@@ -167,6 +167,11 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
         return build(cls, document, recorded)
     raise_together([problem.error(document.place(problem.key, problem.loc)) for problem in problems])
     return settings
+
+
+def validate_tree(cls: type[C], tree: Mapping[str, Any]) -> tuple[C, list[Problem]]:
+    """Return the settings of a document, and the problems of each section; see `base.validate`."""
+    return validate(cls, tree, Wording(_show, partial(_unknown_name, cls)))
 
 
 @cache  # a command loads a recipe several times

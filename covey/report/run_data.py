@@ -143,7 +143,7 @@ def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
 @cache
 def built_in_settings(name: str) -> Mapping[str, Any]:
     """Return every setting of the built-in recipe `name` by dotted name; none if there is no such recipe."""
-    return flatten(asdict(recipe.load_any(name))) if name in recipe.names() else {}
+    return flatten(asdict(recipe.read_built_in(name))) if name in recipe.names() else {}
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:

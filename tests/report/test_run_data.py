@@ -1,6 +1,8 @@
 """Run folders as plain data, whatever is in them."""
 
+import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from covey.errors import CoveyError
+from covey.config import recipe
+from covey.errors import CoveyError, RecipeError
 from covey.report import build_page
 from covey.report.results import settings_table
-from covey.report.run_data import Series, extremes, read_run, reduce_series
+from covey.report.run_data import Series, built_in_settings, extremes, read_run, reduce_series
 
 
 def test_a_run_is_read_as_it_was_written(make_run: Any) -> None:
@@ -90,6 +93,15 @@ def test_settings_are_compared_with_defaults_and_with_each_other(make_run: Any) 
     assert not rows["description"]["changed"]
     assert not rows["grpo.beta"]["differs"]
     assert {name for name, row in rows.items() if row["differs"]} == {"seed"}
+
+
+@pytest.mark.parametrize("name", recipe.names(recipe.AnyRecipe))
+def test_settings_of_every_built_in_recipe_can_be_read(name: str) -> None:
+    """The trap: one that needs a path of the user's is no recipe that can be loaded alone."""
+    values = built_in_settings(name)
+    assert values["name"] == name
+    with contextlib.suppress(RecipeError):
+        assert values == recipe.flatten(asdict(recipe.load_any(name)))
 
 
 def test_settings_of_another_version_are_shown(make_run: Any) -> None:
