@@ -133,11 +133,13 @@ class Peer:
         self._threads: Sequence[threading.Thread] = ()
 
     def start(self, channel: "Channel", token: bytes = b"") -> None:
-        """Start the two threads, which hand over to `channel` what arrives behind `token`."""
+        """Start to hand over to `channel` what arrives behind `token`. A stranger, who has not sent the token, is sent
+        nothing, and has its thread and its connection no longer than a process has to connect.
+        """
         work = partial(self._receive_all, channel, token), partial(self._send_all, channel)
         self._threads = [threading.Thread(target=each, name="channel", daemon=True) for each in work]
-        for thread in self._threads:
-            thread.start()
+        self.connection.settimeout(CONNECT_SECONDS)
+        self._threads[0].start()
 
     def send(self, message: Message) -> None:
         """Send `message`, without waiting for it."""
@@ -181,6 +183,8 @@ class Peer:
         try:
             if not hmac.compare_digest(self.read_bytes(len(token)), token):
                 raise EOFError
+            self.connection.settimeout(None)
+            self._threads[1].start()
             while self.is_open:
                 channel.receive(self, self.read())
         except (OSError, EOFError):
@@ -264,7 +268,6 @@ class Channel:
         """
         try:
             connection = socket.create_connection((host, port), CONNECT_SECONDS)
-            connection.settimeout(None)
             connection.sendall(token)
         except OSError as error:
             raise _not_connected(f"process 0 cannot be reached at {host}:{port}: {error}") from error
