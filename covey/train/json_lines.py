@@ -1,8 +1,7 @@
 """Read JSON that is not trusted: the rows of a run folder, and the entries of a checkpoint.
 
 A line or a value of another form is no error; the functions return None for it, or False. An entry that a run needs is
-one. This module imports neither
-JAX nor NumPy.
+one. This module imports neither JAX nor NumPy.
 """
 
 import json
