@@ -38,8 +38,9 @@ def parse(line: Line) -> Callable[[], int | None]:
         raise CoveyError(f"there is no place {place!r}", want=", ".join(PLACES), fix=nearest(place, PLACES))
     start = next((n for n, word in enumerate(words) if word in VERBS and _is_command(words, n)), len(words))
     options = ["--processes" if word == "-n" else word for word in words[:start] if word != "--"]
-    before = read_line(line.command._replace(is_prefix=False, most=ANY), [place, *options])
     command = [word for word in words[start:] if word != "--"]
+    most = 1 if command else ANY  # without a command the first word that is none is told
+    before = read_line(line.command._replace(is_prefix=False, most=most), [place, *options])
     if not command:
         _require_verb(before)
     return _local(before, command) if place == "local" else _job(before, command)

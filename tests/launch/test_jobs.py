@@ -230,6 +230,10 @@ def test_the_command_writes_a_file_once_or_prints_it(tmp_path, monkeypatch, caps
     words = ["train", "quickstart", "--out", "runs/a"]
     assert main(["launch", "slurm", "--dry-run", "--nodes", "2", *words]) == 0
     printed = capsys.readouterr().out
+    assert main(["launch", "slurm", "nodes=2", "--dry-run", *words]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["launch", "slurm", "2", "--dry-run", *words]) == 2
+    assert "'2' is one word too many" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(["launch", "slurm", "--nodes", "2", *words]) == 0
     assert "sbatch covey-job.sh" in capsys.readouterr().out
