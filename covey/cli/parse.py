@@ -49,6 +49,7 @@ def read_line(command: Command, words: Sequence[str]) -> Line:
     switches = {option.flag for option in command.options if not option.value}
     valued = {option.flag for option in command.options} - switches
     arguments, pairs = split([word for word in words if word not in switches], command.most)
+    pairs = [(_with_dashes(command, flag), value) for flag, value in pairs]
     if odd := next((flag for flag, _ in pairs if flag in switches), ""):
         raise CoveyError(f"{odd} takes no value", want=odd)
     settings = [f"{flag}={value}" for flag, value in pairs if flag not in valued]
@@ -105,6 +106,12 @@ def _check_owners(command: Command, words: Sequence[str]) -> None:
             raise CoveyError(
                 f"{flag} is no option of covey {command.name}", want=f"covey {command.name} --help", fix=fix
             )
+
+
+def _with_dashes(command: Command, flag: str) -> str:
+    """Return `--out` for the `out` of `out=FOLDER`, if that is an option of the command and no setting."""
+    option = f"--{flag}"
+    return option if option in command.flags and not _is_setting(command, flag) else flag
 
 
 def _is_setting(command: Command, flag: str) -> bool:

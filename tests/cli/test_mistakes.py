@@ -38,6 +38,7 @@ MORE = [
     ("covey doctor now", "one word too many"),
     ("covey watch", "an argument is missing"),
     ("covey watch a b", "one word too many"),
+    ("covey export smollm2-135m out=x format=zzz", "format is 'zzz'"),
     ("covey watch a --json=1", "--json takes no value"),
     ("covey train quickstart --dry-run=false", "--dry-run takes no value"),
     ("covey watch a --twice 2", "watch has no setting --twice"),
