@@ -67,6 +67,7 @@ class _RLLearner(Learner):
     def _make_run(
         self, recipe: Recipe, loader: PromptLoader, held_out: Sequence[Row], resources: RunResources
     ) -> RLRun:
+        self.check_data(loader.rows, held_out)
         self.prepare(total_steps(recipe.training, len(loader), recipe.grpo.num_iterations))
         assert self.cluster.trainer is not None, "prepared above"
         models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]

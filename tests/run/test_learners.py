@@ -235,6 +235,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CoveyError, match="answer"):
         one.train(ROWS, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    assert one.cluster.trainer is None  # the data are checked before anything is built
 
 
 @pytest.mark.slow
