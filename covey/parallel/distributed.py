@@ -170,11 +170,13 @@ def _checked(environment: Mapping[str, str], name: str) -> str:
     return text
 
 
+A_PORT = "([0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+"""Pattern of a port: the system takes a larger number modulo 65,536."""
 FORMS = {
-    ADDRESS: (r".+:\d{1,5}", "host:port of process 0"),
+    ADDRESS: (f".+:{A_PORT}", "host:port of process 0"),
     COUNT: ("[0-9]+", "a whole number"),
     NUMBER: ("[0-9]+", "a whole number"),
-    PORT: ("[0-9]{1,5}", "a port"),
+    PORT: (A_PORT, "a port"),
     SILENT: (r"([5-9]|[1-9][0-9]+)(\.[0-9]+)?", "seconds, from 5 up"),
 }
 """Pattern of the value of each variable, and its description in errors."""

@@ -184,6 +184,8 @@ def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
         ({MODE: "automatic"}, "did you mean 'auto'?"),
         ({SILENT: "1"}, "seconds, from 5 up"),
         ({PORT: "any"}, "a port"),
+        ({PORT: "65536"}, "a port"),
+        ({ADDRESS: "here:70000", COUNT: "2", NUMBER: "0"}, "host:port"),
         ({MODE: "auto"}, "did not come together"),
         ({ADDRESS: "192.0.2.1:1234", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1234"),
         ({ADDRESS: "127.0.0.1:1234", BIND: "192.0.2.1:1", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1"),
