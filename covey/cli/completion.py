@@ -16,6 +16,7 @@ from covey.config.kinds import without_none
 from covey.config.overrides import resolve
 from covey.errors import CoveyError, nearest
 from covey.launch import JOBS
+from covey.launch.command import VERBS
 from covey.plan.machines import EXAMPLES
 from covey.rewards.registry import REGISTRY
 
@@ -51,14 +52,17 @@ def script(shell: str) -> list[str]:
 
 
 def flags_of(command: Command) -> dict[str, Sequence[str]]:
-    """Return the flags of the command's options and settings with their values; none if any value is possible."""
+    """Return the flags of the command's options and settings with their values; none if any value is possible. Before
+    another command they include the options of that which have a value.
+    """
     flags: dict[str, Sequence[str]] = {"--help": ()}
     for cls in command.classes:
         for path, kind in leaves(cls).items():
             if path not in recipe.HIDDEN:
                 flag = "--" + path.replace("_", "-")
                 flags[flag] = tuple(dict.fromkeys((*flags.get(flag, ()), *_values(path, kind))))
-    return flags | {option.flag: values_of(option.value, command) for option in command.options}
+    launched = [option for verb in VERBS for option in COMMANDS[verb].options if command.is_prefix and option.value]
+    return flags | {option.flag: values_of(option.value, command) for option in (*command.options, *launched)}
 
 
 def values_of(placeholder: str, command: Command) -> Sequence[str]:

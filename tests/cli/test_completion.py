@@ -62,6 +62,8 @@ def offered(scripts: Path, *words: str) -> set[str]:
         (("covey", "train", "quickstart", "--model.remat", ""), {"true", "false"}),
         (("covey", "plan", "quickstart", "--json", "--on", "v5"), {"v5e:2x4", "v5p:2x2x2"}),
         (("covey", "train", "quickstart", "--seed", ""), set()),
+        (("covey", "launch", "local", "export", "r", "--out", "mine"), {"mine.yaml"}),
+        (("covey", "launch", "local", "eval", "r", "--recipe", "sft-t"), {"sft-tiny"}),
         (("covey", "completion", ""), {"bash", "zsh", "fish"}),
         (("covey", "nonsense", "--x"), set()),
     ],
