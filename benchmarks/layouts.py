@@ -263,7 +263,7 @@ def table(found: Mapping[str, Mapping[str, Any]], cases: Sequence[Case]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Compare what `words` (the command line by default) ask for; 1 when layouts differ."""
+    """Compare the layouts that `words` (the command line by default) ask for; 1 when layouts differ."""
     asked = _parser().parse_args(words)
     cases = [CASES[int(number)] for number in asked.only.split(",")] if asked.only else CASES
     if asked.work:

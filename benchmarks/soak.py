@@ -111,7 +111,7 @@ def growth(seen: Sequence[Look]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measures what `words` (the command line by default) ask for; 1 when the two runs differ."""
+    """Measure as `words` (the command line by default) ask for; 1 when the two runs differ."""
     asked, settings = _parser().parse_known_args(words)
     draw, folder = random.Random(asked.seed), asked.folder
     environment = dict(os.environ) | {"JAX_COMPILATION_CACHE_DIR": caching(folder)}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problems(tag: str, root: Path = ROOT) -> list[str]:
-    """Return what keeps the files under `root` from being released as `tag`, one sentence each."""
+    """Return the reasons why the files under `root` cannot be released as `tag`, one sentence each."""
     stated = stated_versions(root)
     found = [f"{name} says {version}, and the tag is {tag}" for name, version in stated.items() if f"v{version}" != tag]
     heading = re.compile(rf"^## \[{re.escape(tag.removeprefix('v'))}\] - \d{{4}}-\d\d-\d\d$", re.M)

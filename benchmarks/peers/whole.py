@@ -38,7 +38,7 @@ class Clock:
     warm_steps: int | None = None
 
     def steps(self, name: str, cache: str) -> int:
-        """Return how many steps a peer takes."""
+        """Return the number of steps that a peer takes."""
         limits = [max(self.numbers), (self.at_most or {}).get(name), self.warm_steps if cache == "warm" else None]
         return min(limit for limit in limits if limit is not None)
 

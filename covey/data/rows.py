@@ -281,13 +281,13 @@ def find_chat_form(row: Mapping[str, Any]) -> Form | None:
     return next((form for form in FORMS if form.to_chat and form.columns[0] in row), None)
 
 
-def format_counts(found: Iterable[Form | None]) -> str:
-    """Format how many rows have each form, for the log; None is a prompt alone.
+def format_counts(forms: Iterable[Form | None]) -> str:
+    """Format the number of rows of each form, for the log; None is a prompt alone.
 
     >>> format_counts([FORMS[2], None, FORMS[2]])
     '2 rows as ShareGPT (conversations), 1 as prompt'
     """
-    counts = Counter("prompt" if form is None else form.label for form in found)
+    counts = Counter("prompt" if form is None else form.label for form in forms)
     return ", ".join(f"{count}{' rows' * (not n)} as {label}" for n, (label, count) in enumerate(counts.items()))
 
 

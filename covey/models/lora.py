@@ -187,7 +187,7 @@ def apply_lora_dropout(graph: Any, params: Any, step: Int[Array, ""] | int) -> A
 
 
 def _draw_kept(seed: int, share: float, count: int, step: Any, number: Any) -> Bool[Array, "n_in 1"]:
-    """Draw which of the inputs of adapter `number` are kept in update `step`."""
+    """Draw the mask of the inputs of adapter `number` that are kept in update `step`."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), number), step)
     return jax.random.bernoulli(key, share, (count, 1))
 

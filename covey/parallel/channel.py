@@ -73,7 +73,7 @@ class PeerLostError(CoveyError):
 
 
 class Verdict(NamedTuple):
-    """What keeps a run from going on: a text that names the process; whether that process is lost, so that it does not
+    """Reason why a run cannot go on: a text that names the process; whether that process is lost, so that it does not
     take part in the shutdown; and the signal that has stopped it, if one has.
     """
 
@@ -105,7 +105,7 @@ def _reason(error: BaseException) -> str:
 
 
 class Message(NamedTuple):
-    """What is sent at once: its kind, the exchange that it belongs to, its content, and what the sender is doing."""
+    """Message to another process: its kind, the exchange that it belongs to, its content, and the sender's phase."""
 
     kind: str
     key: str = ""

@@ -107,7 +107,7 @@ def prepare_environment(target: Target) -> None:
 
 
 def _tell(console: Console, status: Status, text: str) -> None:
-    """Show what is being done: in place on a terminal, else as a line."""
+    """Show the present phase: in place on a terminal, else as a line."""
     if console.is_terminal:
         status.update(text)
     else:

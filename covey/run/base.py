@@ -75,7 +75,7 @@ class RunResources:
 
 @contextmanager
 def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
-    """Open what a run needs beside its folder and the progress display."""
+    """Open the watchdog, trackers and signal handler of a run; they are closed in the reverse order."""
     with ExitStack() as stack:
         watched = folder.path if folder.writes else None
         watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))

@@ -76,7 +76,7 @@ def begin() -> None:
 
 
 def begin_with_child() -> None:
-    """Log which protections hold on this system.
+    """Log the protections that hold on this system.
 
     Raises:
         RecipeError: not all of them do.

@@ -187,7 +187,7 @@ class RunHistory:
 
     @cached_property
     def jumps(self) -> list[str] | None:
-        """What jumped between the first step, which no update has touched, and the last window; None if nothing."""
+        """Jumps between the first step, which no update has touched, and the last window; None without one."""
         return [text for case in JUMPS if (text := case.evidence(self))] or None
 
     @property
