@@ -392,7 +392,7 @@ def test_a_run_of_an_earlier_call_is_not_taken_for_the_killed_one(tmp_path, monk
 LAUNCHER = """
 import sys
 from covey.launch import LocalOptions, launch, local
-from covey.launch.command import TrainingCommand
+from covey.launch.local import TrainingCommand
 local.NOTICE_SECONDS = 0.1
 last = "import os, sys, time\\nwhile not os.path.exists('process-1-restart-2.log'): time.sleep(0.02)"
 command = TrainingCommand(("train", "recipe"), "run")

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from covey.launch import JOBS, JobOptions
-from covey.launch.command import TrainingCommand
+from covey.launch.local import TrainingCommand
 
 RUN = "/shared/runs/a b"
 COMMAND = TrainingCommand(("train", "mine.yaml", "--out", RUN), RUN)

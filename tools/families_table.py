@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from covey.models.families import FAMILIES
-from covey.models.loading.text_part import TEXT_PARTS
+from covey.models.loading.hf_config import TEXT_PARTS
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by make schema -->", "<!-- end -->"

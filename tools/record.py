@@ -199,15 +199,15 @@ def lowered(recipe: str, settings: Sequence[str], platform: str) -> dict[str, st
 
     from covey.config.recipe import Recipe, load_any
     from covey.parallel import make_mesh
-    from covey.run import programs
+    from covey.plan import plan
 
     ready = load_any(recipe, settings)
     sizes = ready.model.mesh
     place = make_mesh((sizes.fsdp, sizes.tp)) if sizes.fsdp * sizes.tp > 1 else jax.devices()[0]
-    build = programs.policy_programs if isinstance(ready, Recipe) else programs.supervised_programs
+    build = plan.policy_programs if isinstance(ready, Recipe) else plan.supervised_programs
     with (
         patch("covey.parallel.sharding.platform_of", lambda _: platform),
-        patch.object(programs, "platform_of", lambda _: platform),
+        patch.object(plan, "platform_of", lambda _: platform),
     ):
         built = build(ready, place, total_steps=100).largest()
         return {program.name: digest(normalised(program.lower(platform).as_text())) for program in built}

@@ -273,7 +273,7 @@ examples
             settings=(ExportOptions,),
         ),
         Command(
-            "validate", "covey.cli.validate:validate", "NAME_OR_YAML",
+            "validate", "covey.cli.checks:validate", "NAME_OR_YAML",
             "check a recipe, its data and its rewards, without running it",
             """\
 Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
@@ -440,7 +440,7 @@ examples
             options=(JSON,),
         ),
         Command(
-            "push", "covey.cli.push:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
+            "push", "covey.cli.model:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
             """\
 Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
 report.html. The report holds prompts, so text of your data, and completions of the model: all of it is published. It

@@ -16,7 +16,7 @@ from covey.config.kinds import without_none
 from covey.config.overrides import resolve
 from covey.errors import CoveyError, nearest
 from covey.launch import JOBS
-from covey.launch.command import VERBS
+from covey.launch.local import VERBS
 from covey.plan.machines import EXAMPLES
 from covey.rewards.registry import REGISTRY
 

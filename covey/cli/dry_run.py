@@ -16,7 +16,7 @@ from covey.display import echo
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
-    from covey.plan.outline import Outline
+    from covey.plan.memory import Outline
     from covey.run.preview import Preview  # late in what follows: it needs JAX, and mistakes are answered without
 
 MAX_TOKENS_SHOWN = 48
@@ -93,7 +93,7 @@ def _data(loaded: recipe.Recipe | recipe.SFTRecipe, preview: "Preview") -> Itera
 
 def _resources(source: str, files: str, outline: "Outline") -> Iterator[str]:
     """Yield the memory of the run, its files and its checkpoints on the disk."""
-    from covey.plan.outline import disk_line, memory_lines
+    from covey.plan.memory import disk_line, memory_lines
 
     yield from (f"{name:<10}{line}" for name, line in zip(("memory", ""), memory_lines(outline), strict=False))
     yield f"          {LIMITS}: covey plan {source} compiles them and gives the peak"

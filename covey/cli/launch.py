@@ -13,7 +13,7 @@ from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError, nearest
 from covey.launch import JOBS, JobOptions, LocalOptions, launch
-from covey.launch.command import VERBS, training_command
+from covey.launch.local import VERBS, training_command
 
 PLACES = ("local", *JOBS)
 NOT_IN_JOBS = {"eval": "RUN", "export": "RUN --out FOLDER"}

@@ -17,7 +17,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.base import MAX_INT
 from covey.display import echo, printable
 from covey.errors import CoveyError, DataError
-from covey.train.json_lines import number
+from covey.files import number
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:

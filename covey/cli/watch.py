@@ -20,12 +20,12 @@ from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
 from covey.errors import STOPPED
+from covey.files import is_count, number
 from covey.monitor.displays import SampleLine
 from covey.monitor.formats import duration
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
 from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
-from covey.train.json_lines import is_count, number
 
 INTERVAL = 1.0
 """Seconds between two looks at the files."""

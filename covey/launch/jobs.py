@@ -18,7 +18,7 @@ import yaml
 from covey.config.base import Config, NonNegativeInt, PositiveInt, Problem, shortened
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.errors import CoveyError
-from covey.launch.command import TrainingCommand
+from covey.launch.local import TrainingCommand
 
 PORT = 12345
 """Port of process 0 where the cluster chooses none."""

@@ -19,8 +19,7 @@ import numpy as np
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
 from covey.models.loading import hf_config
-from covey.models.loading.hf_config import Config, Fields
-from covey.models.loading.text_part import TEXT_PARTS, text_config
+from covey.models.loading.hf_config import TEXT_PARTS, Config, Fields, text_config
 from covey.registry import Registry
 
 SCORE_TENSOR = "score.weight"

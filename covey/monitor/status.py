@@ -13,9 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from covey.files import folder_below, open_below
+from covey.files import MAX_LINE, folder_below, is_count, number, open_below, parse_line
 from covey.monitor.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.train.json_lines import MAX_LINE, is_count, number, parse_line
 from covey.train.storage import is_locked
 
 RUNNING, FINISHED, STOPPED, FAILED, DEAD = "running", "finished", "stopped", "failed", "dead"

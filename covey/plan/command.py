@@ -15,7 +15,7 @@ from covey.errors import CoveyError
 from covey.plan.machines import Target
 
 if TYPE_CHECKING:
-    from covey.plan.outline import Outline  # late in what follows: it needs JAX
+    from covey.plan.memory import Outline  # late in what follows: it needs JAX
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -55,7 +55,7 @@ def plan(
     prepare_environment(target)
 
     from covey.plan import here as measuring
-    from covey.plan import outline, table
+    from covey.plan import memory, table
     from covey.plan.plan import make_plan, outline_for
     from covey.plan.work import Lengths, expected_lengths
 
@@ -66,9 +66,9 @@ def plan(
     if quick:
         first = outline_for(ready, target)
         if as_json:
-            print(json.dumps({"recipe": ready.name, "on": target.name, **outline.to_json(first)}))
+            print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(first)}))
         else:
-            outline.show(first, make_console())
+            memory.show(first, make_console())
         return
     expected = Lengths(*(length or assumed for length, assumed in zip(lengths, expected_lengths(ready), strict=True)))
     console = Console(stderr=True)
@@ -89,7 +89,7 @@ def plan(
 
 def _show_first(status: Status, outline: "Outline") -> None:
     """Print an outline while the status is stopped, which would redirect it."""
-    from covey.plan.outline import show
+    from covey.plan.memory import show
 
     status.stop()
     show(outline, make_console())

@@ -14,29 +14,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from covey.config.algorithms import algorithm_of
-from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe
 from covey.errors import RecipeError
+from covey.models.decoder import Decoder
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
-from covey.parallel.mesh import MESH_AXES
+from covey.parallel.mesh import MESH_AXES, platform_of
 from covey.parallel.programs import Program
+from covey.parallel.sharding import place_model
 from covey.plan.compiled import CompiledProgram, compile_program, process_memory
 from covey.plan.machines import MACHINES, Machine, Target
-from covey.plan.memory import FURTHER_PROGRAMS, Residents, RunResidents, nbytes, run_residents
-from covey.plan.outline import Outline, make_outline
+from covey.plan.memory import FURTHER_PROGRAMS, Outline, Residents, RunResidents, make_outline, nbytes, run_residents
 from covey.plan.roofline import PhaseTime, Rates, machine_peaks, phase_time
 from covey.plan.search import Trial, search
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
+from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout
 from covey.rl.programs import RLPrograms
-from covey.rl.roles import Role
-from covey.run.programs import policy_programs, supervised_programs
+from covey.rl.roles import ClusterConfig, Role
+from covey.run.load_model import abstract_for
 from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
-from covey.sft.learner import SFTPrograms
+from covey.sft.learner import SFTLearner, SFTPrograms
+from covey.text.tokenizer import Tokenizer
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""
@@ -185,6 +189,41 @@ def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
     if isinstance(recipe, SFTRecipe):
         return supervised_programs(recipe, places.actor, TOTAL_STEPS)
     return policy_programs(recipe, places.actor, TOTAL_STEPS, places.rollout)
+
+
+def policy_programs(
+    recipe: Recipe, place: Mesh | jax.Device, total_steps: int, rollout: Mesh | None = None
+) -> RLPrograms:
+    """Return the programs of the policy of `recipe`, for a mesh or a device that need not be there.
+
+    Args:
+        total_steps: optimizer updates of the whole run, from which the schedule follows.
+        rollout: the rollout's own mesh, if it has one.
+
+    Raises:
+        WeightsError: the source is not available, is incomplete, or is not a supported model.
+    """
+    model, tokenizer = _placed_model(recipe, place)
+    meshes = {Role.ACTOR: place if isinstance(place, Mesh) else None, Role.ROLLOUT: rollout}
+    own = {role: mesh for role, mesh in meshes.items() if mesh is not None}
+    config = ClusterConfig(own, recipe.training, recipe.rollout)
+    cluster = RLCluster(actor=model, tokenizer=tokenizer, cluster_config=config)
+    is_async = bool(recipe.envs.environment or recipe.envs.tools)
+    return RLPrograms(cluster, recipe.grpo, total_steps=total_steps, is_async=is_async)
+
+
+def supervised_programs(recipe: SFTRecipe, place: Mesh | jax.Device, total_steps: int) -> SFTPrograms:
+    """Return the programs of the supervised training of `recipe`; arguments and errors as for `policy_programs`."""
+    model, tokenizer = _placed_model(recipe, place)
+    mesh = place if isinstance(place, Mesh) else None
+    learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh)
+    return SFTPrograms(learner, total_steps)
+
+
+def _placed_model(recipe: AnyRecipe, place: Mesh | jax.Device) -> tuple[Decoder, Tokenizer]:
+    platform = platform_of(place if isinstance(place, Mesh) else SingleDeviceSharding(place))
+    model, tokenizer = abstract_for(recipe, platform)
+    return place_model(model, place), tokenizer
 
 
 def _residents(run: RunPrograms) -> RunResidents:

@@ -11,10 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from covey.files import open_or_empty
+from covey.files import is_count, number, open_or_empty, parse_line
 from covey.report.run_data import Row, coarse_to_fine, read_lines, spread
 from covey.report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of
-from covey.train.json_lines import is_count, number, parse_line
 from covey.types import FinishReason
 
 MAX_BYTES = 2_600_000

@@ -11,9 +11,9 @@ from itertools import groupby
 from typing import Any
 
 from covey.config.metrics import metric
+from covey.files import number
 from covey.report.run_data import Row, RunData
 from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
-from covey.train.json_lines import number
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""

@@ -21,14 +21,13 @@ from typing import Any
 from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
-from covey.files import open_below, replace_file
+from covey.files import is_count, number, open_below, replace_file
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.results import as_text, settings_table
 from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
 from covey.report.texts import script_json, size_of
-from covey.train.json_lines import is_count, number
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""

@@ -19,10 +19,9 @@ from covey.config import recipe, strict_yaml
 from covey.config.recipe import flatten
 from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
-from covey.files import open_or_empty
+from covey.files import is_count, number, open_or_empty, parse_line
 from covey.monitor.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
 from covey.monitor.status import read_object
-from covey.train.json_lines import is_count, number, parse_line
 
 Row = Mapping[str, Any]
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from covey.files import number
 from covey.report.run_data import Row
-from covey.train.json_lines import number
 
 MODEL = "assistant"
 """Role of the turns of the model."""

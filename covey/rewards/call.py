@@ -7,6 +7,7 @@ because a wrong length, a NaN or a truncated integer would silently train the mo
 `Outcome`, in the run's own process and in a worker alike; `runner` decides whether they end the run.
 """
 
+import asyncio
 import inspect
 import math
 import numbers
@@ -14,12 +15,12 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import EvalConfig
 from covey.display import printable, safe_format
-from covey.errors import RecipeError, RewardError, nearest
+from covey.errors import CoveyError, RecipeError, RewardError, nearest
 from covey.rewards.registry import resolve
 from covey.types import Completion, Group
 
@@ -351,3 +352,24 @@ def text_of(completion: str | ChatCompletion) -> str:
 def texts(completions: Completions) -> list[str]:
     """Convert completions to texts, each by `text_of`."""
     return [text_of(completion) for completion in completions]
+
+
+find_function = cache(resolve)
+"""Find the function of a name; its module is imported once."""
+
+
+def handle_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Import the function of a job and, if the job has arguments, call it; return the outcome as JSON."""
+    try:
+        function = find_function(job["function"])
+        return call_function(function, job["arguments"], job["count"]) if "arguments" in job else {}
+    except CoveyError as error:
+        return {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
+
+
+def call_function(function: RewardFn, arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
+    """Call a function, which may be async, and return its outcome as JSON."""
+    outcome = call(function, arguments, count)
+    if inspect.isawaitable(outcome):
+        outcome = asyncio.run(await_outcome(outcome, count))
+    return outcome_to_json(outcome)

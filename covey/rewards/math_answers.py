@@ -6,20 +6,26 @@ answers are checked in a separate process, which is killed after `TIMEOUT` secon
 package's own time limits are not used: they are signals, which work in the main thread only.
 """
 
+import functools
+import logging
+import resource
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from covey.errors import RewardError
 from covey.rewards.call import LOST, Completions, texts
+from covey.rewards.numbers import as_number
 from covey.rewards.workers import Worker
 
 TIMEOUT = 5.0
 """Maximum seconds for one answer."""
 MAX_CHARACTERS = 20_000
 """Number of characters read at the end of a completion, where the answer is."""
-FUNCTION = "covey.rewards.math_checking:equal"
-"""Function that the separate process calls."""
+FUNCTION = "covey.rewards.math_answers:equal"
+"""Function that the separate process calls; it may be killed at any time."""
 
 
 def math_verify(prompts: Sequence[Any], completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
@@ -78,3 +84,33 @@ def _equal(answer: str, truth: str) -> float | None:
 
 _PROCESS = Worker()
 """Process that checks answers; it starts with the first answer and again after it was killed."""
+
+
+MEMORY = 2 << 30
+"""Bytes of memory that the process may allocate beyond its initial size."""
+
+
+def equal(answers: Sequence[str], truth: Sequence[str]) -> list[float]:
+    """Return 1.0 for each answer that is mathematically equal to its reference, else 0.0."""
+    _limit()
+    return [float(_is_equal(answer, reference)) for answer, reference in zip(answers, truth, strict=True)]
+
+
+def _is_equal(answer: str, reference: str) -> bool:
+    """Compare without the package's time limits, which are signals: the parent process enforces the limit."""
+    from math_verify import parse, verify  # late, as the package may be missing
+    from sympy import Rational
+
+    read = functools.partial(parse, parsing_timeout=None)
+    number = as_number(reference)
+    wanted = [*read(as_latex(reference)), *([] if number is None else [Rational(number)])]
+    return bool(verify(wanted, read(answer), timeout_seconds=None))
+
+
+@functools.cache
+def _limit() -> None:
+    """Limit memory, so that on Linux a huge number raises MemoryError before the machine runs out."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    with suppress(ValueError, OSError):
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))

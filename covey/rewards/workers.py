@@ -17,10 +17,8 @@ from covey.child import Cancelled, Child, ReplyError
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
 
-HANDLER = "covey.rewards.child:handle_job"
-"""Function that the worker process calls. Its module is not imported here: it imports the functions, and some of them
-start workers.
-"""
+HANDLER = "covey.rewards.call:handle_job"
+"""Function that the worker process calls."""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
 

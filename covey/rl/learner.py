@@ -24,6 +24,7 @@ from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
 from covey.errors import EpisodeError, NumbersError, RecipeError
+from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
@@ -53,7 +54,6 @@ from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory
-from covey.train.json_lines import require_entry
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group

@@ -27,6 +27,7 @@ from covey.data import Dataset
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
+from covey.files import require_entry
 from covey.models.dtypes import AUTO, resolve_compute_dtype
 from covey.monitor.progress import Progress
 from covey.monitor.record import Observer, StepLines, StepRecord
@@ -39,11 +40,9 @@ from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.load_model import check_same_weights
 from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
-from covey.run.settings import check_same_settings, settings_of
+from covey.run.settings import check_same_modules, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
-from covey.run.user_modules import check_same_modules
 from covey.run.watchdog import Watchdog
-from covey.train.json_lines import require_entry
 
 log = logging.getLogger(__name__)
 

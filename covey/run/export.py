@@ -34,7 +34,7 @@ from covey.errors import CoveyError, WeightsError
 from covey.files import open_below
 from covey.models import export as formats
 from covey.models.decoder import Decoder
-from covey.models.loading import sources, text_part
+from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
@@ -165,8 +165,8 @@ def _check_adapters(lineage: Lineage, source: str, out: Path) -> None:
 def _module(lineage: Lineage) -> str:
     """Return the module of the base that is our decoder: in a model with images it is a part."""
     folder = lineage.folder()
-    whole = folder is not None and text_part.is_whole(read_json(folder / "config.json"))
-    return text_part.MODULE if whole else "model"
+    whole = folder is not None and hf_config.is_whole(read_json(folder / "config.json"))
+    return hf_config.MODULE if whole else "model"
 
 
 def _base(lineage: Lineage) -> str:

@@ -16,7 +16,7 @@ from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
 from covey.data import PromptLoader
 from covey.data import sources as data_source
-from covey.data.fitting import FittedPrompts, fit_prompts
+from covey.data.loader import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
 from covey.envs.registry import environment_name
@@ -30,7 +30,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluatio
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
-from covey.run.user_modules import check_same_modules
+from covey.run.settings import check_same_modules
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 

@@ -1,13 +1,14 @@
 """Load model and tokenizer under a recipe: from any model source, or from a run folder with its trained weights.
 
-Every use of a recipe loads by `load_for`, or by `programs.abstract_for` where no weights are read. So a setting of the
-recipe that concerns the model or the tokenizer acts in all of them.
+Every use of a recipe loads by `load_for`, or by `abstract_for` where no weights are read. So a setting of the recipe
+that concerns the model or the tokenizer acts in all of them.
 """
 
 import logging
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from covey.config.recipe import AnyRecipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import MeshConfig, ModelOptions
 from covey.errors import ResumeError
-from covey.files import folder_below
+from covey.files import folder_below, require_entry
 from covey.models import scratch
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import cache, peft, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
@@ -32,7 +34,6 @@ from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.json_lines import require_entry
 
 LOCAL_ORIGIN = re.compile(
     r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
@@ -80,6 +81,28 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
         model, tokenizer, origin = load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
     checks.check_same("model", lambda: origin, "the same weights for all of them")
     return model, tokenizer, origin
+
+
+def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
+    """Return the model that `load_for` loads, with shapes in place of arrays and not yet on its devices.
+
+    Args:
+        recipe: names the model, whose weights are not read, and its adapter, whose matrices are read for their shapes.
+        platform: that of the devices, on which the compute type `auto` depends.
+
+    Raises:
+        WeightsError: the source is not available, is incomplete, or is not a supported model.
+    """
+    options, seed, (_, source) = recipe.model, recipe.seed, chain_of_runs(recipe.model.source)
+    checkpoint = weights.open_source(scratch.with_seed(source, seed))[1]
+    switches = decoder_options(options) | {"compute_dtype": resolve_compute_dtype(options.compute_dtype, platform)}
+    model = abstract_decoder(checkpoint.config, parse_format(options.quantize, options.quantize_block), **switches)
+    if options.adapter:
+        adapted = partial(peft.load_adapter, folder=options.adapter, dropout=options.lora.dropout, seed=seed)
+        model = nnx.eval_shape(adapted, model)
+    if options.lora.rank:
+        model = nnx.eval_shape(partial(with_lora, config=options.lora, seed=seed), model)
+    return model, checkpoint.tokenizer
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:

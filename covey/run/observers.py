@@ -13,12 +13,12 @@ import psutil
 
 from covey.allocator import release_free_memory
 from covey.config.recipe import Recipe, SFTRecipe, flatten
+from covey.files import number
 from covey.monitor.run_files import METRICS
 from covey.report import REPORT, write_report
 from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey.report.run_data import read_lines, read_run
 from covey.run.folder import RunFolder
-from covey.train.json_lines import number
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
 from covey.run.inference import fit_to_recipe
-from covey.run.programs import abstract_for
+from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.scheduler import check_length, check_positions

@@ -19,7 +19,7 @@ from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row
 from covey.envs.runner import open_environments
-from covey.files import folder_below
+from covey.files import folder_below, require_entry
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
 from covey.models.lora import with_lora, without_lora
@@ -44,7 +44,6 @@ from covey.run.load_model import check_same_weights, decoder_options, load_for, 
 from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.train.json_lines import require_entry
 from covey.types import Group
 
 log = logging.getLogger(__name__)

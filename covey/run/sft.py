@@ -13,6 +13,7 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
+from covey.files import require_entry
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
@@ -29,7 +30,6 @@ from covey.run.inference import (
 )
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
-from covey.train.json_lines import require_entry
 
 
 def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:

@@ -35,8 +35,7 @@ import fsspec
 import tensorstore
 
 from covey.errors import CoveyError, ResumeError
-from covey.files import IN_BUCKET, has_file, open_below, replace_file
-from covey.train.json_lines import MAX_LINE, parse_line
+from covey.files import IN_BUCKET, MAX_LINE, has_file, open_below, parse_line, replace_file
 from covey.train.storage import SUMS, CheckpointStore, Digests, FolderStore, step_name
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from rich.console import Console
 from covey.cli import watch as watching
 from covey.cli.watch import watch
 from covey.errors import CoveyError
+from covey.files import MAX_LINE
 from covey.monitor.status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
-from covey.train.json_lines import MAX_LINE
 from covey.train.storage import take_lock
 
 NASTY = "\x1b]0;owned\x07[bold red]x[/]\u202e"

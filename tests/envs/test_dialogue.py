@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.envs.dialogue import Ask, Dialogue
+from covey.envs.verifiers import Ask, Dialogue
 from covey.errors import EpisodeError
 
 ASK = {"role": "user", "content": "Count."}

@@ -19,7 +19,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
-from covey.data.fitting import fit_prompts
+from covey.data.loader import fit_prompts
 from covey.envs import EnvironmentRunner, independent, json_schema
 from covey.envs.episodes import Episodes
 from covey.envs.protocol import FaultError

@@ -16,17 +16,15 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.config.recipe import chain_of_runs
 from covey.errors import RecipeError, ResumeError, WeightsError
-from covey.files import check_file
+from covey.files import check_file, require_entry
 from covey.report import write_report
 from covey.report.page import page_data
 from covey.report.run_data import read_run
 from covey.run.export import Lineage
-from covey.run.load_model import load_source
-from covey.run.programs import abstract_for
+from covey.run.load_model import abstract_for, load_source
 from covey.train import bucket
 from covey.train.bucket import POINTER, Bucket
 from covey.train.checkpoint import Checkpointer
-from covey.train.json_lines import require_entry
 
 DEEP = "[" * 100_000
 

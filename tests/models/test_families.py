@@ -23,7 +23,7 @@ from covey.models import families
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.loading import weights
 from covey.models.loading.config_fields import check_config
-from covey.models.loading.text_part import TEXT_PARTS, text_name
+from covey.models.loading.hf_config import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Request, Sampler
 from covey.sampling.logits import SamplingParams, draw

@@ -16,7 +16,7 @@ import covey
 from covey.config import recipe
 from covey.errors import RecipeError
 from covey.parallel import checks, make_mesh
-from covey.run import user_modules
+from covey.run import settings as run_settings
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 
@@ -123,14 +123,14 @@ def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, mo
     (tmp_path / "games" / "inner").mkdir(parents=True)
     (tmp_path / "games" / "inner" / "chess.py").write_text("raise SystemExit")
     settings = ["rewards=[environment,mine:score]", "envs.environment=trl:games.inner.chess:Chess"]
-    assert user_modules.module_names(recipe.load("guess-tiny", settings)) == ["games.inner.chess", "mine"]
+    assert run_settings.module_names(recipe.load("guess-tiny", settings)) == ["games.inner.chess", "mine"]
     settings = ["envs.tools=[calculator,no_such_module:f]"]
-    assert user_modules.module_names(recipe.load("quickstart", settings)) == ["no_such_module"]
-    assert user_modules.digests("mine") == {"mine.py": checks.digest_of(tmp_path / "mine.py")}
-    assert list(user_modules.digests("games.inner.chess")) == ["games/inner/chess.py"]
-    assert user_modules.digests("no_such_module") == user_modules.digests("") == {}
+    assert run_settings.module_names(recipe.load("quickstart", settings)) == ["no_such_module"]
+    assert run_settings.digests("mine") == {"mine.py": checks.digest_of(tmp_path / "mine.py")}
+    assert list(run_settings.digests("games.inner.chess")) == ["games/inner/chess.py"]
+    assert run_settings.digests("no_such_module") == run_settings.digests("") == {}
     for name, module in {"verifiers:wordle": "wordle", "openenv:http://a:1": "", "guess": ""}.items():
-        assert user_modules._module_of(name) == module
+        assert run_settings._module_of(name) == module
 
 
 @pytest.mark.slow

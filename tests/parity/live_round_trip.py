@@ -42,8 +42,8 @@ from covey.models.export import write_gguf, write_hf, write_peft  # noqa: E402
 from covey.models.export.files import causal_logits  # noqa: E402
 from covey.models.loading import weights  # noqa: E402
 from covey.models.loading.gguf import PRE_TOKENIZERS  # noqa: E402
+from covey.models.loading.hf_config import MODULE  # noqa: E402
 from covey.models.loading.peft import load_adapter  # noqa: E402
-from covey.models.loading.text_part import MODULE  # noqa: E402
 from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402

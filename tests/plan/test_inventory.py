@@ -16,13 +16,12 @@ from covey.config.recipe import Recipe
 from covey.packing import rows
 from covey.parallel import sharding
 from covey.parallel.mesh import mesh_from_config
-from covey.plan.plan import inventory
+from covey.plan.plan import inventory, policy_programs
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluate
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.load_model import load_source
-from covey.run.programs import policy_programs
 from covey.sampling import cache, programs
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")

@@ -23,8 +23,7 @@ from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
 from covey.plan.machines import MACHINES, parse_target
-from covey.plan.memory import Residents, RunResidents, nbytes, run_residents
-from covey.plan.outline import Outline
+from covey.plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.topologies import Places
 from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases, weights_in_products

@@ -11,8 +11,8 @@ from covey.models.export import write_peft
 from covey.parallel import flatten
 from covey.parallel.programs import abstract
 from covey.parallel.sharding import place_model
-from covey.run.load_model import load_source
-from covey.run.programs import abstract_for, policy_programs, supervised_programs
+from covey.plan.plan import policy_programs, supervised_programs
+from covey.run.load_model import abstract_for, load_source
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 TOOLS = ["envs.tools=[calculator]"]

@@ -22,7 +22,8 @@ from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import RolloutConfig
 from covey.parallel import flatten
-from covey.run import inference, load_model, preview, programs, rl, sft
+from covey.plan import plan
+from covey.run import inference, load_model, preview, rl, sft
 from covey.run.load_model import load_for
 from covey.sampling.engine import Request, Sampler
 from covey.sft import learner as sft_learner
@@ -108,7 +109,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (load_model, inference, export, rl, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
-    for module in (programs, preview):
+    for module in (plan, preview):
         monkeypatch.setattr(module, "abstract_for", printing("abstract_for", module.abstract_for))
     return names
 
@@ -163,8 +164,8 @@ def test_a_preview_shows_the_prompt_of_the_run(
 
 
 def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -> None:
-    programs.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
-    programs.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
+    plan.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
+    plan.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
     run.export(TINY, tmp_path / "export", "hf", None, 10**9)
     run.open_model(TINY)
     assert loads == ["abstract_for"] * 2 + ["load_for"] * 2
@@ -182,7 +183,7 @@ def test_nothing_else_reads_a_model_under_a_recipe() -> None:
         if isinstance(node, ast.Call)
     }
     assert {(file, name) for file, name in calls if name in lower} == {
-        ("load_model", "load_source"), ("programs", "open_source")
+        ("load_model", "load_source"), ("load_model", "open_source")
     }  # fmt: skip
 
 

@@ -28,8 +28,7 @@ from covey.models.export.files import (
 )
 from covey.models.export.sharded import lies_over_processes, write_jointly
 from covey.models.loading import weights
-from covey.models.loading.hf_config import Fields
-from covey.models.loading.text_part import is_whole
+from covey.models.loading.hf_config import Fields, is_whole
 from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000

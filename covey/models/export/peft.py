@@ -32,7 +32,7 @@ def write_peft(
         vocabulary: number of tokens that the comparison may use.
         out: the folder, new or empty.
         base: name of the base model in adapter_config.json: a repository, or the name of a local one.
-        inside: module of the decoder in the base: `text_part.MODULE` where the base is a model with images.
+        inside: module of the decoder in the base: `hf_config.MODULE` where the base is a model with images.
         card: text of README.md.
 
     Returns:

@@ -19,7 +19,7 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layers import Linear, LoRA
-from covey.models.loading.text_part import text_name
+from covey.models.loading.hf_config import text_name
 from covey.models.loading.weights import open_safetensors, read_float
 from covey.models.lora import projections
 from covey.text.tokenizer import read_json

@@ -26,7 +26,7 @@ from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, DecoderOptions, abstract_decoder, rngs_for_shapes
 from covey.models.dtypes import resolve_compute_dtype
-from covey.models.loading import config_fields, sources, text_part
+from covey.models.loading import config_fields, hf_config, sources
 from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.quantised import parse_format, quantise_tensors
@@ -231,8 +231,8 @@ class FolderCheckpoint:
 
     def _read_config(self, where: str) -> ModelConfig:
         whole = read_json(self.folder / "config.json")
-        described = text_part.text_config(whole, where)
-        self._name_of = text_part.text_name if text_part.is_whole(whole) else str
+        described = hf_config.text_config(whole, where)
+        self._name_of = hf_config.text_name if hf_config.is_whole(whole) else str
         if families.find_family(str(described.get("model_type"))) is not None:
             config_fields.check_config(described, where)
             with self._open_tensors() as holders:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from covey.display import printable
-from covey.files import open_or_empty
+from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group
 from covey.report.diagnosis.features import OpposedParts, RunHistory
 from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Condition, Finding, Rule, below
 from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, ROSE, RULES, TREND_ROWS
 from covey.report.run_data import Row
-from covey.train.json_lines import number
 
 Match = tuple[Rule, str]
 """A rule that is met, and its evidence."""

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from covey.report.diagnosis.levels import ROUNDING, Change, Level
-from covey.report.diagnosis.rule import Case, above, at_least, at_most
+from covey.files import number
+from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most
 from covey.report.run_data import RunData, Series, read_curves
-from covey.train.json_lines import number
 
 MIN_WINDOW, MAX_WINDOW = 3, 50
 """Smallest and largest number of steps that are averaged."""

@@ -12,8 +12,7 @@ import pytest
 
 from covey.errors import WeightsError
 from covey.models.loading import sources
-from covey.models.loading.sources import NamedModel
-from covey.models.loading.wheels import Wheel
+from covey.models.loading.sources import NamedModel, Wheel
 from covey.registry import install_command
 
 ROOT = Path(__file__).parents[3]
