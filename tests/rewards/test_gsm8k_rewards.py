@@ -13,7 +13,6 @@ from covey.rewards.gsm8k import (
     exact_answer_strict,
     format_approximate,
     format_exact,
-    reference,
     sections,
 )
 
@@ -30,26 +29,19 @@ LAYOUT = [
     (f"\n  {GOOD} \n", 3.0, 2.0),
     ("<reasoning>\nline\nline\n</reasoning>\n<answer>\n4\n</answer>\n", 3.0, 2.0),
     ("<reasoning>r</reasoning> so <answer>4</answer>", 3.0, 2.0),
-    (f"Sure! {GOOD}", 0.0, 2.0),
     (f"Sure!\n{GOOD}", 0.0, 2.0),
     (f"{GOOD} Done.", 0.0, 2.0),
-    (f"{GOOD}\nDone.", 0.0, 2.0),
     ("<reasoning></reasoning><answer>4</answer>", 0.0, 2.0),
     ("<reasoning>r</reasoning><answer> </answer>", 0.0, 2.0),
     ("<answer>4</answer><reasoning>r</reasoning>", 0.0, 2.0),
-    ("<reasoning>r<answer>4</answer></reasoning>", 0.0, 2.0),
     ("</reasoning>r<reasoning><answer>4</answer>", 0.0, 2.0),
     ("<reasoning>r</reasoning><answer>4", 0.0, 1.0),
-    ("<reasoning>r<answer>4</answer>", 0.0, 1.0),
     ("<answer>4</answer>", 0.0, 0.0),
-    ("<reasoning>r</reasoning>", 0.0, 0.0),
     ("</answer>", 0.0, -1.0),
-    ("4", 0.0, -2.0),
     ("", 0.0, -2.0),
     (f"{GOOD}<answer>5</answer>", 0.0, 0.0),
     (GOOD + GOOD, 0.0, -2.0),
     ("<Reasoning>r</Reasoning><Answer>4</Answer>", 0.0, -2.0),
-    ("<reasoning >r</reasoning ><answer >4</answer >", 0.0, -2.0),
     ("<reasoning>" * 3 + "r</reasoning><answer>4</answer>", 0.0, 1.0),
 ]
 
@@ -81,42 +73,32 @@ RATIO = [
     # guess, truth, reward 3, reward 4
     ("18", "18", 3.0, 1.5),
     (" 18 ", "18", 1.5, 1.5),
-    ("\n18\n", "18", 1.5, 1.5),
     ("18", " 18 ", 1.5, 1.5),
     ("18.00", "18", 0.5, 1.5),
-    ("$18", "18", 0.5, 1.5),
     ("1000", "1,000", 0.5, 1.5),
-    ("100", "110", 0.5, 0.0),
     ("9", "10", 0.5, 0.0),  # 0.9 itself
     ("11", "10", 0.5, 0.0),  # 1.1 itself, which floats miss for some numbers
-    ("33", "30", 0.5, 0.0),
     ("8.99", "10", 0.25, 0.0),
     ("11.01", "10", 0.25, 0.0),
-    ("8", "10", 0.25, 0.0),
-    ("12", "10", 0.25, 0.0),
     ("7.99", "10", -1.0, 0.0),
     ("12.01", "10", -1.0, 0.0),
     ("-10", "10", -1.0, 0.0),
-    ("-10.5", "-10", 0.5, 0.0),
     ("0", "10", -1.0, 0.0),
     ("0.0", "0", 0.5, 1.5),
     ("1", "0", -1.0, 0.0),
     ("ten", "10", -0.5, 0.0),
     ("10 dollars", "10", -0.5, 1.5),
-    ("10 or 20", "10", -0.5, 1.5),
     ("20 or 10", "10", -0.5, 0.0),
     ("20/2", "10", -0.5, 0.0),
     ("10", "ten", -0.5, 0.0),
     ("10", None, 0.0, 0.0),
     ("10", "", 0.0, 0.0),
-    ("none", None, 0.0, 0.0),
     ("None", None, 0.0, 0.0),
     ("18", 18, 3.0, 1.5),
     ("18", 18.0, 0.5, 1.5),
     ("18", np.int64(18), 3.0, 1.5),
     ("9" * 5000, "9", -0.5, 0.0),
     ("inf", "10", -0.5, 0.0),
-    ("nan", "10", -0.5, 0.0),
     ("__import__('os').getcwd()", "10", -0.5, 0.0),
 ]
 
@@ -136,10 +118,8 @@ def test_reward_3_is_nothing_without_the_layout(text):
     ("text", "reward"),
     [
         ("<answer>18</answer>", 1.5),
-        ("<answer>The answer is $18.00.</answer>", 1.5),
         ("<answer>18", 1.5),
         ("<answer>none</answer> 18", 0.0),
-        ("18", 0.0),
         ("<answer></answer><answer>18</answer>", 0.0),
         ("<answer>17</answer><answer>18</answer>", 0.0),
     ],
@@ -164,9 +144,7 @@ def test_reward_4_reads_the_first_number_inside_the_tag(text, reward):
         ("10", "10", 0.0),
         (tagged("0"), "0", 1.0),
         (tagged("0.01"), "0", 0.0),
-        (tagged("none"), "10", 0.0),
         (tagged("10"), None, 0.0),
-        ("", None, 0.0),
     ],
 )
 def test_close_is_within_a_tenth(text, truth, close):
@@ -176,44 +154,32 @@ def test_close_is_within_a_tenth(text, truth, close):
 EXACT = [
     # completion, reference, as a number, nanochat's rule
     ("#### 10", "10", 1.0, 1.0),
-    ("so 10\n#### 10", "10", 1.0, 1.0),
     ("#### 10.", "10", 1.0, 0.0),
     ("#### $10", "10", 1.0, 0.0),
     ("####10", "10", 1.0, 0.0),
-    ("####  10", "10", 1.0, 0.0),
     ("####\n10", "10", 1.0, 0.0),
     ("#### 18.00", "18", 1.0, 0.0),
     ("#### 1,000", "1000", 1.0, 1.0),
     ("#### 1000", "1,000", 1.0, 1.0),
-    ("#### -5", "-5", 1.0, 1.0),
     ("#### \u22125", "-5", 1.0, 0.0),
     ("#### 10 dollars", "10", 1.0, 1.0),
     ("#### **10**", "10", 1.0, 0.0),
-    ("#### 0.5", "1/2", 1.0, 0.0),
     ("#### Step 1\n10 + 8\n#### 18", "18", 1.0, 1.0),
-    ("#### 18\n#### That is all.", "18", 1.0, 1.0),
     ("#### 18 ####", "18", 1.0, 1.0),
     ("#### 17\n#### 18", "18", 1.0, 0.0),
     ("#### 18\n#### 17", "18", 0.0, 1.0),
     ("##### 18", "18", 1.0, 1.0),
     ("### 18", "18", 0.0, 0.0),
-    ("# # # # 18", "18", 0.0, 0.0),
     ("18", "18", 0.0, 0.0),
-    ("#### 11", "10", 0.0, 0.0),
     ("#### 100", "10", 0.0, 0.0),
     ("#### 20/2", "10", 0.0, 0.0),
-    ("#### ten", "10", 0.0, 0.0),
     ("####", "10", 0.0, 0.0),
-    ("", "10", 0.0, 0.0),
-    ("", None, 0.0, 0.0),
     ("", "", 0.0, 0.0),
     ("####", None, 0.0, 0.0),
     ("#### ,", "", 0.0, 0.0),
-    ("no answer", None, 0.0, 0.0),
     ("#### None", None, 0.0, 0.0),
     ("#### none", "none", 0.0, 0.0),
     ("#### 72", "48+24 = <<48+24=72>>72\n#### 72", 1.0, 1.0),
-    ("#### 48", "48+24 = <<48+24=72>>72\n#### 72", 0.0, 0.0),
     ("#### 10", 10, 1.0, 1.0),
     ("#### 10", 10.0, 1.0, 0.0),
     ("#### " + "9" * 5000, "9", 0.0, 0.0),
@@ -247,17 +213,7 @@ def test_any_text_gets_a_listed_value(text, truth):
     assert answer_close(["p"], [text], [truth])[0] >= float(answer_number(["p"], [text], [truth])[0] > 0)
 
 
-@given(st.text())
-def test_no_completion_is_right_without_a_reference(text):
-    assert exact_answer(["p"], [text], [None]) == exact_answer(["p"], [text], [None], strict=True) == [0.0]
-
-
 def test_a_megabyte_of_markers_is_read_once():
     assert after_marker("####" * 250_000) == ""
     assert after_marker("#### 7\n" * 100_000).strip() == "7"
     assert after_marker("#### x\n" * 100_000) == ""
-
-
-def test_reference_of_a_whole_solution():
-    assert reference("so 3 * 2 = 6\n#### 6") == 6
-    assert reference(None) is None
