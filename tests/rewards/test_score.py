@@ -11,8 +11,6 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
@@ -35,10 +33,6 @@ def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def prompt_length(prompt_ids):
-    return [float(len(ids)) for ids in prompt_ids]
-
-
 def returns(values):
     def constant(completions):
         return values
@@ -57,18 +51,17 @@ def lenient():
 def test_all_samples_come_in_one_call_with_columns_repeated():
     seen = []
 
-    def record(prompts, completions, answer, completion_ids, **columns):
-        seen.append((prompts, completions, answer, completion_ids, columns))
-        return [0.0] * len(completions)
+    def record(prompts, completion_messages, completion_ids, prompt_ids, **columns):
+        seen.append((prompts, completion_messages, completion_ids, prompt_ids, columns))
+        return [0.0] * len(prompts)
 
     score(GROUPS, [record])
-    assert len(seen) == 1
-    prompts, completions, answer, ids, columns = seen[0]
+    ((prompts, messages, ids, prompt_ids, columns),) = seen
     assert prompts == ["one"] * 3 + ["two"] * 2
-    assert completions == ["a", "bb", "ccc", "dddd", ""]
-    assert answer == ["1"] * 3 + ["2"] * 2
-    assert ids == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], []]
-    assert columns == {}
+    assert columns == {"completions": ["a", "bb", "ccc", "dddd", ""], "answer": ["1"] * 3 + ["2"] * 2}
+    assert messages == [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+    assert (ids, prompt_ids) == ([[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], []], [[1, 2]] * 5)
+    assert type(prompt_ids[0][0]) is type(ids[1][0]) is int
 
 
 def test_a_function_gets_only_what_its_signature_takes():
@@ -81,27 +74,8 @@ def test_a_function_gets_only_what_its_signature_takes():
     def with_default(completions, scale=2.0):
         return [scale] * len(completions)
 
-    scored = score([group("p", ["x"], answer="3", unasked=object())], [plain, keyword_only, with_default])
-    assert {k: v.tolist() for k, v in scored[0].rewards_by_function.items()} == {
-        "plain": [1.0],
-        "keyword_only": [3.0],
-        "with_default": [2.0],
-    }
-
-
-def test_messages_and_prompt_ids_come_to_those_who_name_them():
-    seen = {}
-
-    def record(completion_messages, prompt_ids, completion_ids, **columns):
-        seen.update(messages=completion_messages, prompts=prompt_ids, ids=completion_ids, rest=sorted(columns))
-        return [0.0] * 5
-
-    score(GROUPS, [record])
-    assert seen["messages"] == [[{"role": "assistant", "content": t}] for t in ("a", "bb", "ccc", "dddd", "")]
-    assert seen["prompts"] == [[1, 2]] * 5
-    assert seen["ids"][2] == [0, 1, 2]
-    assert type(seen["prompts"][0][0]) is type(seen["ids"][1][0]) is int
-    assert seen["rest"] == ["answer", "completions", "prompts"]
+    (scored,) = score([group("p", ["x"], answer="3", unasked=object())], [plain, keyword_only, with_default])
+    assert scored.rewards_by_function == {"plain": [1.0], "keyword_only": [3.0], "with_default": [2.0]}
 
 
 def test_a_column_that_a_group_lacks_is_none_there():
@@ -112,13 +86,8 @@ def test_a_column_that_a_group_lacks_is_none_there():
 
 
 def test_a_column_cannot_stand_in_for_the_completions():
-    scored = score(
-        [group("p", ["xyz"], completions="fake", prompts="fake", prompt_ids=[9, 9, 9])], [length, prompt_length]
-    )
-    assert {k: v.tolist() for k, v in scored[0].rewards_by_function.items()} == {
-        "length": [3.0],
-        "prompt_length": [2.0],
-    }
+    groups = [group("p", ["xyz"], completions="fake", prompts="fake", prompt_ids=[9, 9, 9])]
+    assert score(groups, [length, lambda prompt_ids: [float(len(ids)) for ids in prompt_ids]])[0].rewards == [5.0]
 
 
 def test_a_function_that_changes_what_it_gets_changes_nothing_of_others():
@@ -268,29 +237,22 @@ def test_totals_are_weighted_sums_in_float64_and_groups_keep_their_own():
     assert GROUPS[0].rewards is None, "the groups given are not changed"
 
 
-def test_none_is_left_out_of_the_sum_and_all_none_is_nan():
-    first, second = returns([None, 1.0, None, 2.0, 0.0]), returns([None, None, 5.0, 3.0, 0.0])
-    totals = np.concatenate([g.rewards for g in score(GROUPS, [first, second])])
-    assert np.array_equal(totals, [np.nan, 1.0, 5.0, 5.0, 0.0], equal_nan=True)
-
-
-def test_a_weight_of_zero_counts_for_nothing():
+@pytest.mark.parametrize(
+    ("weights", "totals"), [([1, 1], [7.0, 1.0, np.nan, 5.0, 5.0]), ([0.5, 0], [np.nan, 0.5, np.nan, 1.0, 0.0])]
+)
+def test_none_and_a_weight_of_zero_count_for_nothing_and_a_sample_with_no_value_is_nan(weights, totals):
     """A function that is only watched neither adds to a sum nor makes a sample one that was scored."""
     judge, watched = returns([None, 1.0, None, 2.0, 0.0]), returns([7.0, None, None, 3.0, 5.0])
-    scored = score(GROUPS, [judge, watched], weights=[0.5, 0.0])
-    totals = np.concatenate([g.rewards for g in scored])
-    assert np.array_equal(totals, [np.nan, 0.5, np.nan, 1.0, 0.0], equal_nan=True)
+    scored = score(GROUPS, [judge, watched], weights=weights)
+    assert np.array_equal(np.concatenate([g.rewards for g in scored]), totals, equal_nan=True)
     shown = np.concatenate([g.rewards_by_function["constant_2"] for g in scored])
     assert np.array_equal(shown, [7.0, np.nan, np.nan, 3.0, 5.0], equal_nan=True)
 
 
 NUMBERS = [
     [0.7] * 5,
-    (0, 1, 2, 3, 4),
     [0, 0.7, 1, 0.3, 0],
-    [True, False, True, False, True],
     np.array([1, 0, 1, 0, 1]),
-    np.array([0.7, 0.1, 0.2, 0.3, 0.4], dtype=np.float32),
     np.array([0.5] * 5, dtype=ml_dtypes.bfloat16),
     [np.float32(0.7), np.int8(1), np.bool_(True), None, 2],
     [Fraction(7, 10)] * 5,
@@ -301,8 +263,8 @@ NUMBERS = [
 @pytest.mark.parametrize("values", NUMBERS, ids=lambda v: type(v[0]).__name__ + type(v).__name__)
 def test_numbers_of_any_kind_arrive_as_they_are(values):
     scored = score(GROUPS, [returns(values)])
-    got = np.concatenate([g.rewards for g in scored]).tolist()
-    assert [None if math.isnan(x) else x for x in got] == [None if v is None else float(v) for v in values]
+    wanted = [np.nan if value is None else float(value) for value in values]
+    assert np.array_equal(np.concatenate([g.rewards for g in scored]), wanted, equal_nan=True)
 
 
 def test_an_array_of_integers_does_not_truncate_another_functions_floats():
@@ -322,22 +284,13 @@ def test_a_generator_is_read():
     assert score(GROUPS, [fn])[1].rewards.tolist() == [4.0, 0.0]
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)), min_size=5, max_size=5))
-def test_every_finite_number_or_none_is_taken(values):
-    got = np.concatenate([g.rewards_by_function["constant"] for g in score(GROUPS, [returns(values)])]).tolist()
-    assert [None if math.isnan(x) else x for x in got] == values
-
-
 # What is refused
 
 
 OBJECT = pytest.param(object(), id="object")  # its own name holds an address
 
 
-ONE_VALUE = [1.0, 1, np.float32(1), np.array(1.0), None, "12345", b"12345", {"a": 1}, OBJECT]
-
-
-@pytest.mark.parametrize("values", [*ONE_VALUE, *([1.0] * count for count in (0, 1, 2, 4, 6, 25))])
+@pytest.mark.parametrize("values", [1.0, np.array(1.0), None, "12345", b"12345", {}, OBJECT, [], [1.0], [1.0] * 6])
 def test_values_that_are_not_one_for_each_completion_are_refused_and_never_broadcast(values):
     with pytest.raises(RewardError, match=r"'constant' returned [\s\S]*each of the 5 completions"):
         score(GROUPS, [returns(values)])
@@ -348,10 +301,9 @@ def test_too_few_values_name_the_first_sample_without_one():
         score(GROUPS, [returns([1.0] * 3)])
 
 
-BAD = [math.nan, math.inf, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), OBJECT, {}]
-
-
-@pytest.mark.parametrize("bad", [*BAD, np.array([1.0]), np.ones(2)], ids=repr)
+@pytest.mark.parametrize(
+    "bad", [math.nan, -math.inf, np.float32("nan"), "1.0", [1.0], 1j, 10**400, Fraction(10**400), OBJECT, np.ones(1)]
+)
 def test_a_value_that_is_no_finite_number_is_told_with_its_sample(bad):
     with pytest.raises(RewardError, match=r"'constant' gave [\s\S]* for sample 3: 'ccc'"):
         score(GROUPS, [returns([1.0, 2.0, bad, 1.0, 1.0])])
@@ -394,18 +346,6 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize(
-    "error", [UnspeakableError(), Panic("at the disco"), GeneratorExit(), asyncio.CancelledError()]
-)
-def test_no_exception_escapes_the_policy(error):
-    failed = {}
-    scored = score(GROUPS, [raises(error)], runner=lenient(), failed=failed)
-    assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
-    assert failed == {"broken": 1}
-    with pytest.raises(RewardError, match=rf"raised {type(error).__name__}[\s\S]*for sample 3: 'ccc'"):
-        score(GROUPS, [raises(error)])
-
-
 @numbers.Real.register
 class Strange:
     """A number that raises whatever is asked of it."""
@@ -416,13 +356,19 @@ class Strange:
     __repr__ = __float__
 
 
-@pytest.mark.parametrize("value", [UnspeakableError(), Strange()], ids=["exception", "number"])
-def test_no_value_escapes_the_policy(value):
-    values = [1.0, 1.0, value, 1.0, 1.0]
-    scored = score(GROUPS, [returns(values)], runner=lenient())
+ERRORS = (UnspeakableError(), Panic("at the disco"), GeneratorExit(), asyncio.CancelledError())
+UNFIT = [(raises(error), f"raised {type(error).__name__}") for error in ERRORS]
+UNFIT += [(returns([1.0, 1.0, value, 1.0, 1.0]), f"gave a {type(value).__name__}") for value in (ERRORS[0], Strange())]
+
+
+@pytest.mark.parametrize(("function", "what"), UNFIT, ids=[what for _, what in UNFIT])
+def test_no_exception_escapes_the_policy(function, what):
+    failed = {}
+    scored = score(GROUPS, [function], runner=lenient(), failed=failed)
     assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 1, np.nan, 1, 1], equal_nan=True)
-    with pytest.raises(RewardError, match=rf"gave a {type(value).__name__}[\s\S]* for sample 3: 'ccc'"):
-        score(GROUPS, [returns(values)])
+    assert failed == {function.__name__: 1}
+    with pytest.raises(RewardError, match=rf"{what}[\s\S]*for sample 3: 'ccc'"):
+        score(GROUPS, [function])
 
 
 def test_long_values_and_completions_are_cut_in_the_message():
@@ -461,6 +407,11 @@ def needs_a_column(answer):
     return [float(a) for a in answer]
 
 
+async def awaits(completions):
+    await asyncio.sleep(0)
+    raise KeyError("x")
+
+
 def wants_four(completions):
     if len(completions) == 5:
         raise ValueError("not five")
@@ -469,10 +420,11 @@ def wants_four(completions):
 
 LACKING = [group("p", ["x", "y"], answer="1"), group("q", ["z", "w"], topic="rain")]
 CULPRITS = [
-    *((GROUPS, fails_for(text), f"sample {n}: '{text}'") for n, text in enumerate(("a", "bb", "ccc", "dddd", ""), 1)),
+    *((GROUPS, fails_for(text), f"sample {n}: '{text}'") for n, text in ((1, "a"), (5, ""))),
     (GROUPS, fails_for("ccc", "bb"), "for sample 2: 'bb'"),  # of several the first
     (GROUPS, generates, "ZeroDivisionError: .*for sample 4: 'dddd'"),
     (LACKING, needs_a_column, r"raised TypeError: [\s\S]*\(for sample 3: 'z'\)"),
+    (GROUPS, awaits, r"'awaits' raised KeyError: 'x' \(for the batch of 5"),
     (GROUPS, wants_four, r"\(for the batch of 5 that begins with 'a'\)"),  # only the whole batch raises
 ]
 
@@ -613,16 +565,6 @@ def test_an_exit_in_a_task_of_an_async_function_is_a_failure_of_it(error):
     assert [g.rewards_by_function["length"].tolist() for g in scored] == [[1.0, 2.0, 3.0], [4.0, 0.0]]
     with pytest.raises(RewardError, match=rf"'judge' raised {type(error).__name__}"):
         score(GROUPS, [judge])
-
-
-def test_an_error_in_an_async_function_is_told_by_name():
-    async def broken(completions):
-        await asyncio.sleep(0)
-        raise KeyError("x")
-
-    with pytest.raises(RewardError, match=r"'broken' raised KeyError: 'x' \(for the batch of 5") as caught:
-        score(GROUPS, [broken])
-    assert caught.value.where.startswith(__file__)
 
 
 def test_a_coroutine_that_is_no_longer_wanted_is_closed():
