@@ -28,23 +28,7 @@ def refused(cls: type, *args: Any, **keywords: Any) -> str:
     return str(caught.value)
 
 
-CONFIGS = (
-    covey.GRPOConfig,
-    covey.PPOConfig,
-    covey.RolloutConfig,
-    covey.RLTrainingConfig,
-    covey.OptimizerConfig,
-    covey.SFTConfig,
-    covey.DataConfig,
-    covey.EvalConfig,
-    covey.ModelOptions,
-    covey.LoRAConfig,
-    covey.MeshConfig,
-    covey.RewardSafetyConfig,
-    covey.ClusterConfig,
-    covey.Recipe,
-    covey.SFTRecipe,
-)
+CONFIGS = [getattr(covey, name) for name in covey.__all__ if name.endswith(("Config", "Options", "Recipe"))]
 OTHERS = (covey.GRPOLearner, covey.PPOLearner, covey.SFTLearner, covey.RLCluster)
 
 
@@ -61,29 +45,18 @@ def test_a_keyword_that_no_class_has_is_refused_by_name(cls: type) -> None:
     [
         (covey.GRPOConfig, "num_generation", "did you mean 'num_generations'?"),
         (covey.GRPOLearner, "reward_fn", "write GRPOLearner(reward_fns=...)"),
-        (covey.GRPOLearner, "observer", "did you mean 'observers'?"),
         (covey.GRPOLearner, "ppo_config", "it belongs elsewhere: PPOLearner(ppo_config=...)"),
         # ours, in another class
         (covey.GRPOConfig, "max_new_tokens", "it belongs elsewhere: RolloutConfig(max_new_tokens=...)"),
-        (covey.GRPOConfig, "learning_rate", "it belongs elsewhere: OptimizerConfig(learning_rate=...)"),
-        (covey.RLTrainingConfig, "num_iterations", "it belongs elsewhere: GRPOConfig(num_iterations=...)"),
         (covey.GRPOLearner, "tokenizer", "RLCluster(tokenizer=...)"),
         (covey.GRPOConfig, "max_new_tokn", "did you mean RolloutConfig(max_new_tokens=...)?"),
         # TRL's
         (covey.GRPOConfig, "max_completion_length", "write RolloutConfig(max_new_tokens=...)"),
         (covey.GRPOConfig, "per_device_train_batch_size", "write RLTrainingConfig(prompts_per_step=...)"),
-        (covey.SFTConfig, "per_device_train_batch_size", "write SFTConfig(batch_size=...)"),
         (covey.GRPOConfig, "gradient_accumulation_steps", "leave it out: it follows from RLTrainingConfig("),
-        (covey.GRPOConfig, "vllm_gpu_memory_utilization", "leave it out: the sampler is built in"),
         (covey.GRPOConfig, "vllm_importance_sampling_correction", "write GRPOConfig(correction=...)"),
-        (covey.GRPOConfig, "loss_type", "write GRPOConfig(algorithm=...)"),
-        (covey.LoRAConfig, "r", "write LoRAConfig(rank=...)"),
-        (covey.GRPOLearner, "model", "write RLCluster(actor=...)"),
         (covey.GRPOLearner, "args", "GRPOLearner(grpo_config=GRPOConfig(...))"),
-        (covey.RLCluster, "processing_class", "write RLCluster(tokenizer=...)"),
         # Tunix's
-        (covey.GRPOLearner, "algo_config", "GRPOLearner(grpo_config=GRPOConfig(...))"),
-        (covey.RolloutConfig, "max_tokens_to_generate", "write RolloutConfig(max_new_tokens=...)"),
         (
             covey.RLTrainingConfig,
             "compute_logps_micro_batch_size",
@@ -178,12 +151,8 @@ def test_no_foreign_name_is_one_of_ours_where_it_would_be_answered() -> None:
     [
         ("actor_rollout_ref.rollout.n", "--grpo.num-generations"),
         ("actor_rollout_ref.rollout.val_kwargs.n", "--evaluation.samples"),
-        ("actor_rollout_ref.rollout.temperature", "--rollout.temperature"),
-        ("actor_rollout_ref.actor.optim.lr", "--training.actor-optimizer.learning-rate"),
         ("critic.optim.lr", "--training.critic-optimizer.learning-rate"),
         ("actor_rollout_ref.model.path", "--model.source"),
-        ("reward_model.model.path", "--reward-model"),
-        ("data.train_files", "--data.path"),
     ],
 )
 def test_a_path_of_verl_is_answered_by_its_longest_known_end(path: str, flag: str) -> None:
@@ -210,36 +179,17 @@ def test_sections_of_verl_are_answered_with_their_lines() -> None:
     [
         (covey.GRPOConfig, {"epsilon": -1}, "grpo.epsilon is -1", "more than 0 and at most 1"),
         (covey.GRPOConfig, {"beta": float("nan")}, "grpo.beta is nan", "a finite number"),
-        (covey.GRPOConfig, {"beta": 10**400}, "grpo.beta is 1000", "a finite number"),
-        (covey.GRPOConfig, {"num_generations": 0}, "grpo.num_generations is 0", "at least 1"),
         (covey.GRPOConfig, {"num_generations": "8"}, "grpo.num_generations is '8'", "a whole number"),
-        (covey.GRPOConfig, {"num_generations": 8.0}, "grpo.num_generations is 8.0", "a whole number"),
         (covey.GRPOConfig, {"num_generations": True}, "grpo.num_generations is True", "a whole number"),
-        (covey.GRPOConfig, {"num_generations": None}, "grpo.num_generations is None", "a whole number"),
         (covey.GRPOConfig, {"advantage": "centered"}, "grpo.advantage is 'centered'", "did you mean 'centred'?"),
         (covey.GRPOConfig, {"reward_weights": 1.0}, "grpo.reward_weights is 1.0", "a list [a, b] of: a finite number"),
-        (covey.GRPOConfig, {"reward_weights": ["1"]}, "grpo.reward_weights is ['1']", "a list [a, b]"),
         (covey.PPOConfig, {"gamma": 2}, "grpo.gamma is 2", "at least 0 and at most 1"),
-        (covey.RolloutConfig, {"top_p": 0}, "rollout.top_p is 0", "more than 0 and at most 1"),
-        (covey.RolloutConfig, {"temperature": "hot"}, "rollout.temperature is 'hot'", "a finite number"),
-        (covey.RLTrainingConfig, {"max_steps": 0}, "training.max_steps is 0", "at least 1"),
         (covey.RLTrainingConfig, {"max_steps": 1e3}, "training.max_steps is 1000.0", "a whole number (or null)"),
-        (covey.RLTrainingConfig, {"show": "kl"}, "training.show is 'kl'", "a list [a, b] of: text"),
         (covey.RLTrainingConfig, {"actor_optimizer": 1e-5}, "actor_optimizer is 1e-05", "OptimizerConfig(...)"),
-        (covey.RLTrainingConfig, {"actor_optimizer": {"b1": 0}}, "actor_optimizer is {'b1': 0}", "OptimizerConfig("),
-        (covey.OptimizerConfig, {"learning_rate": -1e-6}, "optimizer.learning_rate is -1e-06", "at least 0"),
-        (covey.OptimizerConfig, {"kind": "adam"}, "optimizer.kind is 'adam'", "did you mean 'adamw'?"),
-        (covey.SFTConfig, {"batch_size": 0}, "training.batch_size is 0", "at least 1"),
         (covey.ModelOptions, {"remat": "no"}, "model.remat is 'no'", "true or false"),
         (covey.ModelOptions, {"lora": 8}, "model.lora is 8", "LoRAConfig(...)"),
-        (covey.LoRAConfig, {"rank": -1}, "model.lora.rank is -1", "at least 0"),
-        (covey.MeshConfig, {"tp": 0}, "model.mesh.tp is 0", "at least 1"),
-        (covey.DataConfig, {"train_fraction": 2}, "data.train_fraction is 2", "more than 0 and at most 1"),
-        (covey.EvalConfig, {"samples": 0}, "evaluation.samples is 0", "at least 1"),
-        (covey.RewardSafetyConfig, {"workers": -1}, "reward_safety.workers is -1", "at least 0"),
         (covey.RewardSafetyConfig, {"on_error_of": {"f": "no"}}, "on_error_of is {'f': 'no'}", "a mapping"),
         (covey.ClusterConfig, {"training_config": covey.SFTConfig()}, "training_config is SFTC", "RLTrainingConfig("),
-        (covey.Recipe, {"seed": -1}, "seed is -1", "at least 0"),
         (covey.RLTrainingConfig, {"show": ("klll",)}, "training.show names 'klll'", "did you mean 'kl'?"),
         (covey.RLTrainingConfig, {"max_steps": 10**5000}, "training.max_steps is a number of thousands", "2147483647"),
         (covey.GRPOConfig, {"num_generations": 2**31}, "grpo.num_generations is 2147483648", "at most 65536"),
@@ -258,10 +208,8 @@ def test_a_wrong_value_is_refused_where_it_is_given(cls: type, keywords: Any, wh
     ("cls", "keywords", "want"),
     [
         (covey.RLCluster, {"cluster_config": covey.RLTrainingConfig()}, "ClusterConfig(...)"),
-        (covey.RLCluster, {"cluster_config": {}}, "ClusterConfig(...)"),
         (covey.GRPOLearner, {"grpo_config": covey.RolloutConfig()}, "GRPOConfig(...)"),
         (covey.PPOLearner, {"ppo_config": {"gamma": 1}}, "GRPOConfig(...)"),
-        (covey.SFTLearner, {"config": covey.RLTrainingConfig()}, "SFTConfig(...)"),
     ],
 )
 def test_a_config_of_another_sort_is_refused(cls: type, keywords: Any, want: str) -> None:

@@ -1,19 +1,16 @@
-"""One table of metrics: recipes are checked against it, the screen and the page have its names."""
+"""One table of metrics: recipes are checked against it, and the page has its names."""
 
-import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from covey.config import recipe
 from covey.config.metrics import RL, SFT, TABLE, is_logged, metric, names
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import EvalConfig
 from covey.errors import RecipeError
-from covey.monitor.progress import Progress
 from covey.rl.evaluate import evaluate_groups
 from covey.types import Completion, FinishReason, Group
 
@@ -28,15 +25,11 @@ SFT_TEXT = "method: sft\ndata: {task: sums}\n"
     ("text", "setting", "name", "near"),
     [
         (RL_TEXT, "show", "klll", "did you mean 'kl'?"),
-        (RL_TEXT, "show", "informative", "one of: "),
-        (RL_TEXT, "show", "perplexity", "one of: "),
         (RL_TEXT, "show", "mean_length", "wanted: completions/mean_length or eval/mean_length"),
         (RL_TEXT, "show", "rewards/sentense/mean", "did you mean 'rewards/sentence/mean'?"),
         (RL_TEXT, "show", "rewards/format_exact/mean", "rewards/"),
         (RL_TEXT, "keep_best", "eval/acuracy", "did you mean 'eval/accuracy'?"),
-        (SFT_TEXT, "show", "perplexitty", "did you mean 'perplexity'?"),
         (SFT_TEXT, "show", "kl", "one of: "),
-        (SFT_TEXT, "keep_best", "eval/los", "did you mean 'eval/loss'?"),
     ],
 )
 def test_an_unknown_metric_is_refused_with_the_nearest(text: str, setting: str, name: str, near: str) -> None:
@@ -104,25 +97,3 @@ def test_the_page_has_the_rows_of_the_table() -> None:
     assert [tuple(part.strip() for part in row) for row in rows] == wanted
     (clocks,) = re.findall(r"These follow the clock ([^;]*);", PAGE.read_text())
     assert re.findall(r"`([^`]+)`", clocks) == [row.name for row in TABLE if row.clock]
-
-
-def test_the_screen_has_the_names_of_the_files() -> None:
-    row = {
-        "step": 1, "reward": 0.75, "reward_error": 0.25, "frac_reward_zero_std": 1 / 3, "completions/mean_length": 10.2,
-        "clip_ratio/region_mean": 0.0004, "step_time": 2.0, "time/rollout": 0.04, "kl": 0.01, "tokens_per_second": 20.4,
-    }  # fmt: skip
-    out = io.StringIO()
-    with Progress(9, Console(file=out, width=300), show=("kl", "clip_ratio/region_mean", "time/rollout")) as progress:
-        progress.steps_before = 2
-        progress.step(row)
-        progress.evaluation("before", {"format_accuracy": 0.5, "samples": 4})
-        progress.done({"before": {"format_accuracy": 0.5}, "after": {"format_accuracy": 0.75}})
-    first, second, *rest = out.getvalue().splitlines()
-    shown = first.split("  ")
-    assert shown == [
-        "step 1/9", "reward 0.750 ±0.250", "frac_reward_zero_std 33.3%", "completions/mean_length 10", "kl 0.0100",
-        "clip_ratio/region_mean 0.04%", "time/rollout 0.04s", "tokens_per_second 20", "left 16s",
-    ]  # fmt: skip
-    assert {one.split()[0] for one in shown} - {"left"} <= row.keys()
-    assert second == "before: format_accuracy 50.0%  (4 samples)"
-    assert "format_accuracy 50.0% → 75.0%" in rest

@@ -59,17 +59,14 @@ def test_a_key_given_twice_is_refused_with_both_lines():
     ("text", "line"),
     [
         (SMALL + "grpo: [", 3),
-        (SMALL + "grpo:\n\t beta: 1", 4),
         (SMALL + "a: b: c", 3),
         (SMALL + "out: !!python/object/apply:os.system [echo]", 3),
         (SMALL + "out: &x y", 3),
-        (SMALL + "out: *x", 3),
         (SMALL + "? [a]\n: b", 3),
         (SMALL + "seed: !!int x", 3),
         (SMALL + "seed: " + "9" * 5000, 3),
         (SMALL + "---\nname: second", 3),
         ("- a\n- b", 1),
-        ("just text", 1),
     ],
 )
 def test_what_is_not_plain_yaml_is_refused_with_its_line(text, line):
@@ -133,17 +130,11 @@ def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
         ("seed: 1.5", "a whole number"),
         ("seed: true", "a whole number"),
         ("seed:", "a whole number"),
-        ("name: 3", "text"),
         ("rewards: first_letter", "a list [a, b] of: text"),
         ("grpo: 3", "a mapping (name: value)"),
-        ("grpo: false", "a mapping (name: value)"),
         ("grpo: {beta: .nan}", "a finite number"),
-        ("grpo: {beta: .inf}", "a finite number"),
-        (f"grpo: {{beta: 1{'0' * 400}}}", "a finite number"),
         ("grpo: {beta: '0.1'}", "a finite number"),
-        ("model: {remat: 1}", "true or false"),
         ("data: {task: sumz}", "first-letter, arithmetic, "),
-        ("training: {max_steps: many}", "a whole number (or null)"),
     ],
 )
 def test_wrong_types_say_what_was_wanted(line, want):
@@ -186,8 +177,6 @@ def test_the_end_of_a_name_means_the_mesh_of_the_actor_and_not_that_of_a_role():
     "words",
     [
         ["--grpo.num_generations", "4"],
-        ["--grpo.num-generations=4"],
-        ["grpo.num_generations=4"],
         ["--num-generations", "4"],
         ["--num_generations=9", "--num-generations", "4"],
     ],
@@ -228,25 +217,13 @@ def test_overrides_are_read_as_the_type_of_their_field():
     words = [
         "--learning-rate",
         "1e-5",
-        "--data.task",
-        "jsonl",
-        "--data.path",
-        "123",
-        "--description",
-        "a=b: [c",
-        "--rewards",
-        "one, two",
-    ]
-    words += [
-        "--reward-weights",
-        "[1, 0.5]",
+        "--data.task=jsonl",
+        "--data.path=123",
         "--lora.rank=8",
-        "--lora.targets",
-        "q_proj",
-        "--remat",
-        "false",
-        "--epsilon-high=null",
+        "--lora.targets=q_proj",
     ]
+    words += ["--remat", "false", "--epsilon-high=null", "--rewards", "one, two", "--reward-weights", "[1, 0.5]"]
+    words += ["--description", "a=b: [c"]
     read = recipe.parse(SMALL + "grpo: {epsilon_high: 0.3}", words)
     assert read.training.actor_optimizer.learning_rate == 1e-5
     assert (read.data.path, read.description) == ("123", "a=b: [c")
@@ -258,14 +235,10 @@ def test_overrides_are_read_as_the_type_of_their_field():
     ("words", "message"),
     [
         (["--grpo.num_generation", "8"], "did you mean --grpo.num-generations?"),
-        (["--num-generation", "8"], "did you mean --grpo.num-generations?"),
         (["--grop.beta", "8"], "did you mean --grpo.beta?"),
         (["--grpo.zzz", "8"], "one of: --grpo.algorithm, --grpo.num-generations"),
-        (["--zzz", "8"], "--help lists all settings"),
-        (["--grpo", "8"], "there is no setting --grpo"),
         (["--temperature", "1"], "--rollout.temperature, --evaluation.temperature"),
         (["--beta"], "--beta has no value"),
-        (["--beta", "--seed", "3"], "--beta has no value"),
         (["--beta", "low"], "--beta: grpo.beta is 'low'"),
         (["--rollout.seed", "3"], "set seed instead"),
         (["extra"], "'extra' is one word too many"),
@@ -306,24 +279,16 @@ def test_all_problems_come_in_one_error_each_with_its_place():
         ("rewards=[]", "rewards is empty"),
         ("rewards=a,a", "names a function twice"),
         ("--rollout.temperature=0", "would be the same"),
-        ("--rollout.temperature=-1", "at least 0"),
         ("name=../x", "it names a folder"),
         ("lora.targets=q_pro", "did you mean 'q_proj'?"),
-        ("--tracking=wandd", "did you mean 'wandb'?"),
         ("--reward_safety.on_error_of=rais", "did you mean 'raise'?"),
-        ("seed=-1", "at least 0"),
         ("b1=1.0", "less than 1"),
+        ("lora.rank=4 lora.targets=[]", "nothing would be trained"),
         ("actor-optimizer.momentum=0.9", "momentum is 0.9, and the optimizer adamw does not use it"),
-        ("max-steps=0", "at least 1"),
-        ("train-fraction=1.5", "at most 1"),
     ],
 )
 def test_single_problems(override, part):
-    assert part in refused(SMALL, override)
-
-
-def test_lora_needs_something_to_train():
-    assert "nothing would be trained" in refused(SMALL, "lora.rank=4", "lora.targets=[]")
+    assert part in refused(SMALL, *override.split())
 
 
 def read_back(settings):
@@ -344,10 +309,7 @@ def test_every_number_has_a_range(tree):
     whole = {path for path, kind in kinds.items() if without_none(kind)[0] is int}
     parts = {path for path, kind in kinds.items() if without_none(kind)[0] is float}
     assert all(bounds(kinds[path])[Le] <= 2**31 - 1 for path in whole)
-    assert {path for path in parts if not bounds(kinds[path])} <= {
-        "reward_safety.value",
-        "envs.value",
-    }  # any number will do
+    assert {path for path in parts if not bounds(kinds[path])} <= {"reward_safety.value", "envs.value"}
 
 
 # --- the tree
@@ -455,18 +417,11 @@ def test_a_recipe_for_supervised_training_is_a_tree_of_its_own():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--training.batch-size", "0"], "training.batch_size is 0"),
-        (["--training.optimizer.b1", "1"], "less than 1"),
         (["--too-long", "cut"], "error, drop, truncate"),
         (["--rewards", "first_letter"], "there is no setting --rewards"),
-        (["--data.task", "jsonl"], "data.task jsonl needs data.path"),
         (["--data.task", "first-letter"], "no worked answers"),
-        (
-            ["--data.task", "sums", "--data.path", "a.jsonl"],
-            "data.path is a.jsonl, and data.task sums does not read it",
-        ),
+        (["--data.task", "sums", "--data.path", "a"], "data.path is a, and data.task sums does not read it"),
         (["--data.task", "gsm8k", "--completion-column", "a"], "data.completion_column is a, and data.task gsm8k"),
-        (["--name", "../x"], "it names a folder"),
         (["--rollout.kv-cache-size", "3"], "a sample may have"),
     ],
 )
@@ -505,11 +460,6 @@ def test_an_unknown_method_is_refused(tmp_path, method):
 # --- finding
 
 
-def test_the_names_of_a_kind_are_those_of_the_recipes_that_load_as_that_kind():
-    for kind in (Recipe, SFTRecipe):
-        assert recipe.names(kind) == [name for name in recipe.names() if recipe.kind_of(name) is kind]
-
-
 def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
     assert {"quickstart", "arithmetic-smollm2", "gsm8k-smollm2"} <= set(recipe.names())
     for name in recipe.names():
@@ -521,11 +471,6 @@ def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
         assert read.expect
 
 
-def test_the_needed_path_is_asked_for():
-    with pytest.raises(RecipeError, match=r"gsm8k-smollm2\.yaml:\d+: data.task gsm8k needs data.path"):
-        recipe.load("gsm8k-smollm2")
-
-
 def test_a_file_or_a_run_folder_is_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(SMALL)
     assert recipe.load(tmp_path / "recipe.yaml") == recipe.load(tmp_path) == recipe.parse(SMALL)
@@ -535,6 +480,7 @@ def test_a_file_or_a_run_folder_is_a_recipe(tmp_path):
     ("source", "part"),
     [
         ("quikstart", "did you mean 'quickstart'?"),
+        ("gsm8k-smollm2", "data.task gsm8k needs data.path"),
         ("recipies/mine.yaml", "recipies/mine.yaml: there is no such recipe file"),
         ("{}/recip.yaml", "did you mean 'recipe.yaml'?"),
         ("{}/bytes.yaml", "cannot be read"),
@@ -587,11 +533,7 @@ def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run
     (tmp_path / "recipe.yaml").write_text(SMALL + UNREAD)
     with pytest.raises(RecipeError, match=r"^4 problems") as caught:
         recipe.load(tmp_path / "recipe.yaml")
-    assert re.findall(r"yaml:\d: (\S+) is", str(caught.value)) == [
-        "grpo.kl",
-        "grpo.reference_mixing",
-        "momentum",
-        "envs.timeout",
-    ]
+    unread = re.findall(r"yaml:\d: (\S+) is", str(caught.value))
+    assert unread == ["grpo.kl", "grpo.reference_mixing", "momentum", "envs.timeout"]
     with pytest.raises(RecipeError, match=r"^--grpo\.kl: grpo\.kl is set, and .*\n.*$"):
         recipe.load(tmp_path, ["--grpo.kl", "k1"])
