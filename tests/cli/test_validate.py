@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from covey.cli import main as cli
-from covey.cli.commands import COMMANDS
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +59,6 @@ def test_all_mistakes_are_listed_together(capsys: Any) -> None:
         "there is no reward function 'exact_answr'",
     ]
     assert set(found["found"]) == {"settings", "run folder"}
-
-
-def test_mistakes_in_the_file_have_their_lines(capsys: Any) -> None:
-    Path("mine.yaml").write_text("reward: [first_letter]\nseed: x\n")
-    code, found = validate(capsys, "mine.yaml")
-    assert (code, [one["where"] for one in found["problems"]]) == (2, ["mine.yaml:1", "mine.yaml:2"])
 
 
 def test_lines_and_columns_of_the_data_are_read(capsys: Any) -> None:
@@ -135,10 +128,3 @@ def test_without_imports_other_mistakes_are_found(capsys: Any) -> None:
     Path("mine.yaml").write_text("rewards: [frst_letter, theirs:judge]\nmodel: {source: ./nowhere}\n")
     code, found = validate(capsys, "mine.yaml", "--no-import")
     assert (code, len(found["problems"])) == (2, 2)
-
-
-def test_the_help_says_what_is_executed() -> None:
-    assert all(
-        "module:function" in COMMANDS[name].about and "execute" in COMMANDS[name].about
-        for name in ("train", "sft", "validate")
-    )

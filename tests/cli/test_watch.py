@@ -83,7 +83,7 @@ def test_once_shows_the_steps_and_the_state(folder: Path) -> None:
     assert lines[-1] == "update: compiling program 2 5s  reward ▁▁▁"
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("width", [40, 120])
 def test_once_fits_any_terminal(folder: Path, width: int) -> None:
     append(folder / "metrics.jsonl", {"step": 4, NASTY: 1.0, "reward": 1e300} | {f"m{i}": i for i in range(50)})
     append(folder / "samples.jsonl", *({"step": 1, "prompt": NASTY, "text": NASTY * 40, "reward": r} for r in (0, 1)))
@@ -190,13 +190,7 @@ def test_json_is_one_line_for_each_state(folder: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "",
-        "[]",
-        "nonsense",
-        '{"now": "x", "since": [], "step": -1, "total": 1e999, "phase": 3, "seconds": true}',
-        "[" * 10**5,
-    ],
+    ["", "[]", '{"now": "x", "since": [], "step": -1, "total": 1e999, "phase": 3, "seconds": true}', "[" * 10**5],
 )
 def test_a_heartbeat_of_another_form_is_no_error(folder: Path, content: str) -> None:
     (folder / "heartbeat.json").write_text(content)
