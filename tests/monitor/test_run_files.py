@@ -25,15 +25,3 @@ def test_every_file_is_on_the_page_of_the_run_folder(file: run_files.RunFile) ->
     section = (ROOT / "docs" / "reliability.md").read_text().partition("## The run folder")[2].partition("\n## ")[0]
     table = "".join(re.findall(r"^\| .*\n", section, re.M))
     assert re.search(rf"`{re.escape(file.name)}[/`]", table), f"add {file.name} to the table of docs/reliability.md"
-
-
-def test_no_module_lists_the_files_beside_the_table() -> None:
-    """A name that is written elsewhere would be missed when the table changes."""
-    names = "|".join(re.escape(file.name) for file in RUN_FILES if "." in file.name)
-    kept = {"covey/monitor/run_files.py", "covey/config/recipe.py", "covey/plan/here.py"}
-    written = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "covey").rglob("*.py")
-        if re.search(f'"({names})"', path.read_text())
-    ]
-    assert set(written) <= kept

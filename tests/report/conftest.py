@@ -1,6 +1,7 @@
 """Made-up run folders for the tests of reports, and a browser to look at them."""
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -95,15 +96,9 @@ def make_run(tmp_path: Path) -> MakeRun:
 @pytest.fixture
 def made() -> SimpleNamespace:
     """The functions and texts of this file, for tests that write files of their own."""
-    return SimpleNamespace(
-        sample=sample,
-        token_row=token_row,
-        episode=EPISODE,
-        evaluated=evaluated,
-        recorded_run=write_recorded_run,
-        write_lines=write_lines,
-        hostile=HOSTILE,
-    )
+    functions = {"recorded_run": write_recorded_run, "write_lines": write_lines, "sample": sample}
+    functions |= {"token_row": token_row, "evaluated": evaluated}
+    return SimpleNamespace(**functions, episode=EPISODE, hostile=HOSTILE)
 
 
 def write_run(
@@ -115,15 +110,8 @@ def write_run(
     tokens = ["--max-steps", str(steps), *settings]
     (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", tokens)))
     write_lines(folder / "metrics.jsonl", (rl_metrics(step, steps, noise) for step in range(1, steps + 1)))
-    write_lines(
-        folder / "samples.jsonl",
-        (
-            sample(step, group, index, f"{text} {step}-{group}-{index}")
-            for step in range(1, steps + 1)
-            for group in range(groups)
-            for index in range(4)
-        ),
-    )
+    places = itertools.product(range(1, steps + 1), range(groups), range(4))
+    write_lines(folder / "samples.jsonl", (sample(*at, f"{text} {at[0]}-{at[1]}-{at[2]}") for at in places))
     write_lines(folder / "before.jsonl", [evaluated(i, f"old {i}", i < 2) for i in range(6)])
     write_lines(folder / "after.jsonl", [evaluated(i, f"new {i}", i > 0) for i in range(6)])
     evaluation = {"accuracy": 1 / 3, "reward": 0.33, "error": 0.1, "samples": 6, "mean_length": 9.0}

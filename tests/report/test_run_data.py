@@ -40,23 +40,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]",
-        "nonsense",
-        '{"step": "one", "reward": 1}',
-        '{"step": 4, "reward": NaN, "kl": "high", "loss": 1e999}',
-        f'{{"step": 4, "reward": {"9" * 400}}}',
-        "[" * 100_000,
-        '{"step": 2, "reward": 7}',
-    ],
-    ids=range(7),
-)
-def test_lines_of_another_form_are_left_out(make_run: Any, line: str) -> None:
+def test_lines_of_another_form_are_left_out(make_run: Any) -> None:
     folder = make_run(steps=3)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
+        file.write('[1]\nnonsense\n{"step": "one", "reward": 1}\n{"step": 2, "reward": 7}\n' + "[" * 100_000 + "\n")
+        file.write('{"step": 4, "reward": NaN, "kl": "high", "loss": 1e999}\n')
+        file.write(f'{{"step": 5, "reward": {"9" * 400}}}\n')
     run = read_run(folder)
     assert list(run.series["reward"].steps)[:3] == list(run.steps)[:3] == [1, 2, 3]
     assert not {name for name, one in run.series.items() if len(one.steps) > 3} & {"reward", "kl", "loss"}
@@ -85,13 +74,10 @@ def test_settings_are_compared_with_defaults_and_with_each_other(make_run: Any) 
     runs = [read_run(make_run(name, 3, settings=["--seed", seed])) for name, seed in (("a", "0"), ("b", "7"))]
     rows = {row["name"]: row for row in settings_table(runs)}
     assert (rows["seed"]["values"], rows["seed"]["default"]) == (["0", "7"], "0")
-    assert rows["seed"]["differs"]
     assert rows["training.max_steps"]["changed"]
     assert rows["training.max_steps"]["built_in"] == "16"
     assert {name for name, row in rows.items() if row["edited"]} == {"training.max_steps", "seed"}
-    assert not rows["training.max_steps"]["differs"]
     assert not rows["description"]["changed"]
-    assert not rows["grpo.beta"]["differs"]
     assert {name for name, row in rows.items() if row["differs"]} == {"seed"}
 
 
