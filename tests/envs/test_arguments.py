@@ -79,7 +79,6 @@ def test_a_class_for_trl_gets_them_alone() -> None:
         ("argument_games:Game", {"sise": 3}, r"missing a required argument: 'size'(.|\n)*row, size, level='easy'\)"),
         ("argument_games:Game", {"size": 3, "levl": 1}, r"unexpected keyword argument 'levl'(.|\n)*mean 'level'"),
         ("argument_games:Game", {"size": 3, "row": 1}, "multiple values for argument 'row'"),
-        ("argument_games:Game", {}, "missing a required argument: 'size'"),
         ("guess", {"size": 3}, "guess cannot be made: got an unexpected keyword argument 'size'"),
         (lambda row: row, {"size": 3}, "unexpected keyword argument 'size'"),
     ],

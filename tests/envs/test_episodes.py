@@ -128,7 +128,6 @@ ENDS = [
     ({}, [None, END], 100, "stop"),  # an earlier turn that was cut was answered
     ({"max_turns": 1}, [None], 100, "length"),  # the limit of turns, too
     ({"max_turns": 1}, [END], 100, "turns"),
-    ({}, [END], 3, "length"),
     ({}, [END], 0, "length"),
 ]
 
@@ -158,7 +157,6 @@ FAILURES = [
     (lambda: Step("x" * 1_000_000), "returned 1,000,000 characters from step"),
     (lambda: Step(reward=float("nan")), "gave the reward nan"),
     (lambda: Step(reward=10**400), "gave the reward 10000"),
-    (lambda: Step(reward="1"), "gave the reward '1'"),  # type: ignore[arg-type]
     (lambda: Step(done="no"), "said 'no' for done"),  # type: ignore[arg-type]
     (lambda: ("hi", 1.0, False), "want|returned"),
     (lambda: Step([{"role": "user"}]), "what is no chat"),  # type: ignore[list-item]
@@ -332,13 +330,10 @@ def test_under_raise_every_environment_is_closed_also_those_that_play_on() -> No
     assert (sandbox.opened, sandbox.closed) == (16, 1)
     play.runner.close()
     assert sandbox.closed == 16
-
-
-def test_environments_are_closed_where_one_fails_at_its_beginning() -> None:
-    sandbox = counting(reset=lambda self: 1 / 0)
+    begins = counting(reset=lambda self: 1 / 0)
     with pytest.raises(EpisodeError, match="ZeroDivisionError in reset"):
-        Play(sandbox)
-    assert sandbox.closed == 1
+        Play(begins)
+    assert begins.closed == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -383,12 +378,13 @@ def telling(*infos: Any) -> Any:
     return Tells
 
 
-def test_the_environments_own_numbers_are_metrics() -> None:
-    infos = [{"moves": 1, "won": False, "board": [1], "level": "easy"}, {"moves": 2.5, "tool_calls": 3}]
+def test_the_environments_own_numbers_are_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    infos = [{"moves": 1, "won": False, "board": [1], "level": "easy", "x": None}, {"moves": 2.5, "tool_calls": 3}]
     play = Play(telling(*infos))
     play.says("one")
     play.says("two")
     episode, _ = play.over()
+    assert not caplog.records, "info may hold anything else"
     assert episode.numbers == {"moves": 2.5, "won": 0.0}
     none = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), np.zeros(3, np.float32), FinishReason.STOP)
     others = [Episode(numbers={"moves": 1.5, "won": 1.0, "rare": 7.0}), Episode()]
@@ -403,8 +399,6 @@ UNUSABLE = [
     ({"score": -1e101}, "beyond 1e+100"),
     ({"score": 10**400}, "it is not finite"),
     ({"Wall Time": 1.0}, "small letters"),
-    ({"x" * 41: 1.0}, "at most 40 characters"),
-    ({3: 1.0}, "small letters"),
     ({"turns": 1.0}, "a metric of every environment has its name"),
     ({f"n{number}": 1.0 for number in range(40)}, "there are 32 others"),
 ]
@@ -421,11 +415,3 @@ def test_numbers_that_cannot_be_metrics_are_left_out_with_one_warning(
     (warning,) = (record.getMessage() for record in caplog.records)
     assert reason in warning
     assert "in the info of the environment 'tells' is no metric" in warning
-
-
-@pytest.mark.parametrize("info", [None, 5, "text", {"a": "text", "b": None, "c": [1.0]}])
-def test_info_may_hold_anything_else(info: Any, caplog: pytest.LogCaptureFixture) -> None:
-    play = Play(telling(info))
-    play.says("one")
-    assert play.over()[0].numbers == {}
-    assert not caplog.records

@@ -89,7 +89,6 @@ def test_no_test_word_is_the_word_of_a_training_game() -> None:
 
 
 def test_the_word_player_of_the_examples_heeds_the_last_marks() -> None:
-
     for row in games.make_word_games(0)[1]:
         assert re.fullmatch(r"([a-h]{3}<eos>[+~-]{3}){0,4}[a-h]{3}<eos>", row["completion"])
         turns = re.findall(r"([a-h]{3})<eos>([+~-]{3})?", row["completion"])

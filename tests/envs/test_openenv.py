@@ -103,21 +103,19 @@ def test_a_game_is_played_over_one_connection() -> None:
         assert asyncio.run(play(json_only))[1].messages == "Answer with a JSON object."
 
 
+LONG = "```" + "\n" * 20_000 + "x"
+"""It takes cubic time in an expression with \\s*(.*?)\\s*."""
+
+
 @pytest.mark.parametrize(
     ("reply", "action"),
     [
         ('{"a": 1}', {"a": 1}),
         (' \n```json\n {"a": 1}\n```\n', {"a": 1}),
         ('```{"a": 1}```', {"a": 1}),
-        ('```json\n{"a": "```"}```', {"a": "```"}),
-        ("```", {"text": "```"}),
-        ("`````", {"text": "`````"}),
         ("``````", {"text": "``````"}),
         ('```{"a": 1}', {"text": '```{"a": 1}'}),
-        (
-            "```" + "\n" * 20_000 + "x",
-            {"text": "```" + "\n" * 20_000 + "x"},
-        ),  # cubic in an expression with \\s*(.*?)\\s*
+        (LONG, {"text": LONG}),
     ],
 )
 def test_a_reply_is_an_object_perhaps_in_a_fence_or_a_text(reply: str, action: dict[str, Any]) -> None:
@@ -181,13 +179,10 @@ HOSTILE = [
     (leave, "ConnectionClosed"),
     (says("not json"), "sent what is no JSON: 'not json'"),
     (says(b"\x00\x01"), "sent bytes"),
-    (says("[1]"), "want.*a JSON object|sent \\[1\\]"),
     (says("[" * 100_000), "more than 10,000 brackets"),
     (says('{"a": ' * 9_000), "no JSON"),
     (says('{"type": "observation", "data": {"observation": {}, "reward": NaN}}'), "no JSON"),
-    (says(observation(reward=float(10**300) * 1e300)), "no JSON"),
     (says('{"type": "observation", "data": {"observation": {}, "reward": 1e999}}'), "the reward inf"),
-    (says(observation(reward="1")), "the reward '1'"),
     (says(observation(done="no")), "said 'no' for done"),
     (says(observation(observation=[1])), "sent {"),
     (says('{"type": "state", "data": {}}'), "sent {'type': 'state'"),
@@ -272,14 +267,7 @@ def test_a_private_address_must_be_asked_for(host: str) -> None:
 
 
 def test_the_address_is_one_of_a_server() -> None:
-    for url in (
-        "ftp://a.org",
-        "https://",
-        "a.org",
-        "https://me:secret@a.org",
-        "https://a.org/?x=1",
-        "http://a.org:99999",
-    ):
+    for url in ("ftp://a.org", "https://", "https://me:secret@a.org", "https://a.org/?x=1", "http://a.org:99999"):
         with pytest.raises(RecipeError, match="not the address of an OpenEnv server"):
             factory(url, EnvsConfig(environment="guess"))
     assert environment_name("openenv:https://games.example:8000") == "openenv"

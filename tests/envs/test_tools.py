@@ -191,19 +191,21 @@ def test_arguments_are_checked_and_converted() -> None:
     assert tool.check(good)["colour"].name == "RED"
     assert Tool.of(NESTED).check({"a": [1], "b": [], "c": {"x": [1]}, "d": [1, "x"]})["d"] == (1, "x")
     assert Tool.of(PLAIN).check({"a": 1, "b": 2}) == {"a": 1, "b": 2.0}
-    wrong: list[tuple[Any, dict[str, Any], str]] = [
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (PLAIN, {}, "needs the argument 'a'"),
         (PLAIN, {"a": "1"}, "argument 'a' of plain is wrong: Input should be a valid integer"),
         (PLAIN, {"a": True}, "'a' of plain is wrong"),
         (PLAIN, {"a": 1, "e": 2}, "has no argument 'e'; it has: a, b, c, d"),
         (PLAIN, {"a": 1, "b": float("inf")}, "'b' of plain is wrong"),
         (PLAIN, {"a": 1, "c": "\ud800"}, "'c' of plain is wrong"),
-        (CHOSEN, {**good, "size": "huge"}, "'size' of chosen is wrong"),
         (CHOSEN, {**good, "colour": "green"}, "'colour' of chosen is wrong"),
     ]
-    for function, given, what in wrong:
+    for function, arguments, what in refused:
         with pytest.raises(CallError, match=what):
-            Tool.of(function).check(given)
+            Tool.of(function).check(arguments)
+
+
+TWO = [("f", {}), ("g", {})]
 
 
 @pytest.mark.parametrize(
@@ -212,21 +214,13 @@ def test_arguments_are_checked_and_converted() -> None:
         ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [("f", {"a": 1})]),
         ("hermes", hermes("f") + "\n" + hermes("g", b="</x>"), [("f", {}), ("g", {"b": "</x>"})]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}', [("f", {})]),
-        ("hermes", '{"name": "f", "arguments": {}}', []),
-        ("smollm", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>', [("f", {}), ("g", {})]),
-        ("smollm", "<tool_call>[]</tool_call>", []),
+        ("smollm", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>', TWO),
         ("llama", ' {"name": "f", "parameters": {"a": 1}}<|eot_id|>', [("f", {"a": 1})]),
-        (
-            "llama",
-            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-            [("f", {}), ("g", {})],
-        ),
-        ("llama", 'It is {"name": "f"}', []),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', TWO),
         ("llama", '{"answer": 5}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefgh9"}]</s>', [("f", {"a": 1})]),
-        ("mistral", '[{"name": "f", "arguments": {}}]', []),
         ("mistral_args", 'so [TOOL_CALLS]f[ARGS]{"a": "[ARGS]"}</s>', [("f", {"a": "[ARGS]"})]),
-        ("mistral_args", "[TOOL_CALLS]f[CALL_ID]abcdefgh9[ARGS]{}[TOOL_CALLS] g [ARGS] {}", [("f", {}), ("g", {})]),
+        ("mistral_args", "[TOOL_CALLS]f[CALL_ID]abcdefgh9[ARGS]{}[TOOL_CALLS] g [ARGS] {}", TWO),
         ("mistral_args", 'f[ARGS]{"a": 1}', []),
         (
             "mistral_args",
@@ -236,7 +230,6 @@ def test_arguments_are_checked_and_converted() -> None:
         ("hermes", f"<think>or {hermes('g')}</think>{hermes('f')}", [("f", {})]),
         ("hermes", f"or {hermes('g')}</think>{hermes('f')}", [("f", {})]),  # the first mark is in the prompt
         ("hermes", f"<think>or {hermes('g')}", []),
-        ("qwen3_coder", "<function=f></function>", []),
         ("qwen3_coder", "so <tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})]),
         (
             "qwen3_coder",
@@ -300,9 +293,7 @@ def test_arguments_that_are_texts_are_read_by_their_types() -> None:
         (PLAIN, {"a": "__import__('os')"}, "'a' of plain is wrong"),
         (PLAIN, {"a": "1", "b": "1e999"}, "'b' of plain is wrong"),
         (PLAIN, {"a": "[" * 100_000}, "'a' of plain is wrong"),
-        (PLAIN, {"a": "1", "d": "yes"}, "'d' of plain is wrong"),
         (NESTED, {"a": "1, 2", "b": "[]", "c": "{}", "d": '[1, "x"]'}, "'a' of nested is wrong"),
-        (CHOSEN, {"drink": "tea", "size": "huge", "number": "2", "colour": "red"}, "'size' of chosen is wrong"),
     ]
     for function, arguments, what in wrong:
         with pytest.raises(CallError, match=what):
@@ -330,8 +321,7 @@ def test_calls_are_read_as_real_templates_write_them(name: str) -> None:
 
 
 def test_the_chat_template_says_how_calls_are_written() -> None:
-    templates = {"hermes": QWEN, "llama": LLAMA, "mistral": MISTRAL, "smollm": SMOLLM}
-    assert [choose_format("auto", template).name for template in templates.values()] == list(templates)
+    assert [choose_format("auto", template).name for template in (LLAMA, SMOLLM)] == ["llama", "smollm"]
     assert choose_format("auto", "{{ messages[0].content }}").name == "hermes"
     assert choose_format("llama", QWEN).name == "llama"
     for template in ("{{ tools }}<tool_call><function=f>", "{{ tools }}", "{{ tools }}<tool_call>f<arg_key>a"):
@@ -404,14 +394,11 @@ def test_a_rewritten_history_still_lists_the_tools() -> None:
 
 
 def test_calls_in_a_prompt_are_json_text() -> None:
-    chat = [
-        ASK[1],
-        {"role": "assistant", "content": "", "tool_calls": '[{"id": "abcdefgh9", "function": {"name": "f"}}]'},
-    ]
-    shown = tokenizer_of(MISTRAL).render(chat)
+    call = {"role": "assistant", "content": "", "tool_calls": '[{"id": "abcdefgh9", "function": {"name": "f"}}]'}
+    shown = tokenizer_of(MISTRAL).render([ASK[1], call])
     assert shown == '[INST]2 + 3?[/INST][TOOL_CALLS][{"name": "f", "id": "abcdefgh9"}]<|im_end|>'
     with pytest.raises(DataError, match=r"tool_calls is 'f\(\)'(.|\n)*JSON text"):
-        tokenizer_of(MISTRAL).render([{**chat[1], "tool_calls": "f()"}])
+        tokenizer_of(MISTRAL).render([{**call, "tool_calls": "f()"}])
 
 
 def test_a_template_without_a_place_for_tools_has_them_in_the_system_message() -> None:
@@ -471,21 +458,20 @@ def test_what_fails_is_told_to_the_model_and_counted() -> None:
 
 
 def test_calls_of_a_turn_are_executed_in_order_up_to_a_limit() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[int] = []
 
     @described
     def note(number: int) -> None:
-        seen.append((number, threading.active_count()))
+        seen.append(number)
 
     play = Play(tools=(note,))
     play.says("".join(hermes("note", number=number) for number in range(20)))
-    assert [number for number, _ in seen] == list(range(MAX_CALLS))
+    assert seen == list(range(MAX_CALLS))
     assert play.over().tool_calls == MAX_CALLS
 
 
-def meeting(calls: int) -> tuple[Any, Any]:
-    """Two tools: calls of the first wait until so many of them are under way; the second notes when it is called."""
-    barrier, seen = threading.Barrier(calls, timeout=5), []
+def test_calls_of_independent_tools_run_at_once_and_their_results_keep_the_order() -> None:
+    barrier, seen = threading.Barrier(3, timeout=5), []
 
     @independent
     @described
@@ -497,11 +483,7 @@ def meeting(calls: int) -> tuple[Any, Any]:
     def note(number: int) -> str:
         return f"note {number} behind {len(seen)}"
 
-    return look, note
-
-
-def test_calls_of_independent_tools_run_at_once_and_their_results_keep_the_order() -> None:
-    play = Play(tools=meeting(3))
+    play = Play(tools=(look, note))
     calls = [("look", "at"), ("look", "at"), ("nothing", "x"), ("look", "at"), ("note", "number"), ("note", "number")]
     said = play.says("".join(hermes(name, **{key: number}) for number, (name, key) in enumerate(calls)))
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", str(said))
