@@ -39,13 +39,3 @@ def test_a_small_package_is_counted_as_by_hand(tmp_path: Path) -> None:
         "import cycles": [["covey.first", "covey.second"]],
         "import closure": 2,
     }
-
-
-@pytest.mark.slow
-def test_covey_itself_is_counted() -> None:
-    figures = stats()
-    assert figures["files"] == len(list((ROOT / "covey").rglob("*.py")))
-    sizes = [figures[name] for name in ("lines", "code lines", "statements", "contract lines")]
-    assert sizes == sorted(sizes, reverse=True)
-    assert 0 < figures["import closure"] < figures["files"]
-    assert figures["import cycles"] == []

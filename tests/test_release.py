@@ -17,8 +17,6 @@ import yaml
 import covey
 from covey import registry
 from covey.cli.main import main
-from covey.config import recipe
-from covey.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -157,8 +155,3 @@ def test_a_renamed_name_is_its_successor_with_a_warning(monkeypatch: pytest.Monk
     assert covey._RENAMED.keys().isdisjoint(covey.__all__)
     with pytest.raises(AttributeError, match="no attribute 'GroupConfigs'"):
         covey.GroupConfigs  # noqa: B018
-
-
-def test_a_former_setting_is_answered_with_the_present_one() -> None:
-    with pytest.raises(RecipeError, match=r"write training\.max_tokens_per_micro_batch, in tokens"):
-        recipe.parse("rewards: [sentence]\ntraining: {rows_per_micro_batch: 4}", (), "r.yaml")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hatchling.builders.wheel import WheelBuilder
 
 from covey.envs.python_tool import native_child, sandbox
 from covey.envs.python_tool.sandbox import Outcome, run_program
@@ -376,8 +375,3 @@ def test_a_library_that_only_root_can_read_is_a_missing_protection(
     monkeypatch.setattr(sandbox, "CHILD", tmp_path / "child.py")
     outcome = run_program("print('it ran')")
     assert (outcome.output, outcome.failure) == ("", "this system lacks protections: capabilities")
-
-
-def test_the_wheel_has_the_filters() -> None:
-    files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {f"covey/envs/python_tool/seccomp_{machine}.bpf" for machine in ARCHITECTURES} <= files

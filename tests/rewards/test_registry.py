@@ -1,9 +1,11 @@
 """Names of reward functions: built-in ones, those of the user's modules, and mistakes in both."""
 
 import sys
+from importlib import import_module
 
 import pytest
 
+from covey.envs import registry as envs
 from covey.errors import RecipeError
 from covey.rewards import REWARDS, resolve
 from covey.rewards.registry import REGISTRY
@@ -98,6 +100,15 @@ def test_a_name_that_two_packages_offer_is_refused_with_both(installed):
         resolve("brief")
     assert "name its module: covey_example_" in caught.value.fix
     assert resolve("covey_example_two:brevity")(["a"]) == [2.0]
+
+
+def test_an_installed_package_adds_an_environment_and_a_tool(installed):
+    for group in ("environments", "tools"):
+        installed(f"covey_example_{group}", group=f"covey.{group}", brief="brevity")
+    assert envs.resolve("brief") is import_module("covey_example_environments").brevity
+    assert envs.resolve_tool("brief") is import_module("covey_example_tools").brevity
+    with pytest.raises(RecipeError, match="did you mean 'brief'"):
+        envs.resolve("breif")
 
 
 def test_an_entry_point_that_leads_nowhere_is_told(installed):
