@@ -8,11 +8,11 @@ anything stands for the places at which a search begins.
 """
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import product
 from operator import or_
 from pathlib import Path
@@ -143,7 +143,7 @@ class Automaton:
         if kind == "ATOMIC_GROUP":
             return self._sequence(value)
         if kind == "BRANCH":
-            return reduce(self._either, (self._sequence(one) for one in value[1]))
+            return functools.reduce(self._either, (self._sequence(one) for one in value[1]))
         if kind in ("AT", "ASSERT", "ASSERT_NOT"):
             assert kind == "AT" or _is_short(value[1]), "what is looked at has a loop of its own"
             return Part(surely_empty=False)
@@ -219,6 +219,12 @@ class Automaton:
         return not any(self._reaches((p, p, q), (p, q, q)) for p, q in product(loops, loops) if p != q)
 
 
+@functools.cache
+def is_linear(pattern: str, mode: str, flags: int = 0) -> bool:
+    """Return whether no text makes an expression take longer than linear time."""
+    return Automaton(pattern, mode, flags).is_linear()
+
+
 def _is_short(items: Any) -> bool:
     """Return whether what is looked at ahead or behind has a limited length."""
     return bool(items.getwidth()[1] <= SIZE)
@@ -255,12 +261,18 @@ def _flags(call: ast.Call) -> int:
     names = re.findall(
         r"re\.([A-Z]+)\b", ", ".join(map(ast.unparse, (*call.args[1:], *(k.value for k in call.keywords))))
     )
-    return int(reduce(or_, (getattr(re, name) for name in names), 0))
+    return int(functools.reduce(or_, (getattr(re, name) for name in names), 0))
 
 
-def uses(files: Iterable[Path]) -> Iterator[Use]:
-    """Yield every regular expression in these files."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+@pytest.fixture(scope="module")
+def uses() -> list[Use]:
+    """Every regular expression in the package."""
+    return list(find_uses())
+
+
+def find_uses() -> Iterator[Use]:
+    """Yield every regular expression in the package."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     calls = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]  # fmt: skip
     by_name: dict[str, set[str]] = {}
@@ -281,16 +293,9 @@ def uses(files: Iterable[Path]) -> Iterator[Use]:
         yield Use(where, _text(node.args[0]), modes, _flags(node), ast.unparse(node.args[0]))
 
 
-USES = list(uses(sorted(PACKAGE.rglob("*.py"))))
-
-
-def test_every_regular_expression_is_linear_or_was_reviewed() -> None:
-    texts = [(use.where, use.text, use) for use in USES if use.text is not None]
-    refused = [
-        (where, text)
-        for where, text, use in texts
-        if not all(Automaton(text, mode, use.flags).is_linear() for mode in use.modes)
-    ]
+def test_every_regular_expression_is_linear_or_was_reviewed(uses: list[Use]) -> None:
+    texts = {(use.where, use.text): use for use in uses if use.text is not None}
+    refused = [one for one, use in texts.items() if not all(is_linear(one[1], mode, use.flags) for mode in use.modes)]
     reviewed = [(file, beginning) for file, reasons in REVIEWED.items() for beginning in reasons]
     new = [one for one in refused if not any(all(map(str.startswith, one, known)) for known in reviewed)]
     gone = [known for known in reviewed if not any(all(map(str.startswith, one, known)) for one in refused)]
@@ -299,8 +304,8 @@ def test_every_regular_expression_is_linear_or_was_reviewed() -> None:
     assert not gone, "these are gone, or linear now"
 
 
-def test_every_expression_that_is_made_when_it_is_needed_was_reviewed() -> None:
-    assert {use.source for use in USES if use.text is None} == set(DYNAMIC)
+def test_every_expression_that_is_made_when_it_is_needed_was_reviewed(uses: list[Use]) -> None:
+    assert {use.source for use in uses if use.text is None} == set(DYNAMIC)
 
 
 def test_the_expressions_of_tables_are_linear() -> None:
@@ -308,8 +313,8 @@ def test_the_expressions_of_tables_are_linear() -> None:
     yaml = [rf"(?:{pattern})\Z" for pattern, _ in strict_yaml._PATTERNS.values()]
     names = [pattern.pattern for pattern, _ in metrics._PATTERNS]
     assert len(forms) >= 3
-    assert all(Automaton(form, "fullmatch").is_linear() for form in (*forms, *names))
-    assert all(Automaton(form, "match").is_linear() for form in yaml)
+    assert all(is_linear(form, "fullmatch") for form in (*forms, *names))
+    assert all(is_linear(form, "match") for form in yaml)
 
 
 @pytest.mark.parametrize(
@@ -333,4 +338,4 @@ def test_the_expressions_of_tables_are_linear() -> None:
     ],
 )
 def test_the_check_knows_expressions_that_backtrack(pattern: str, mode: str, linear: bool) -> None:
-    assert Automaton(pattern, mode, re.DOTALL).is_linear() is linear
+    assert is_linear(pattern, mode, re.DOTALL) is linear

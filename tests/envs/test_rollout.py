@@ -4,6 +4,7 @@ The decoder has random weights, and a tenth of its vocabulary ends a turn. Its t
 samples is seldom what its text would be encoded to.
 """
 
+import functools
 import random
 import re
 import threading
@@ -45,7 +46,6 @@ CONFIG = ModelConfig(
     vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, max_positions=256, windows=(None, 20),
 )  # fmt: skip
-MODEL = Decoder(CONFIG, rngs=nnx.Rngs(0))
 ROWS = [{"prompt": [{"role": "user", "content": "play " * n}], "turns": 1 + n} for n in range(3)]
 DELAYS = random.Random(0)
 
@@ -72,13 +72,18 @@ class LateSums(Sums):
 
 
 SETTINGS: dict[str, Any] = {"max_prompt_length": 80, "max_new_tokens": 120, "slots": 4, "decode_chunk": 4}
-WORKER = RolloutWorker(MODEL, TOKENIZER, RolloutConfig(**SETTINGS))
+
+
+@functools.cache
+def worker() -> RolloutWorker:
+    """The sampler of all tests; it is not made for those who only collect them."""
+    return RolloutWorker(Decoder(CONFIG, rngs=nnx.Rngs(0)), TOKENIZER, RolloutConfig(**SETTINGS))
 
 
 def played(factory: Any = Sums, samples: int = 2, rows: Any = ROWS, **envs: Any) -> list[Completion]:
     config = EnvsConfig(environment="guess", **{"max_turn_tokens": 9, "max_turns": 3, **envs})
-    with EnvironmentRunner(factory, config) as WORKER.environments:
-        groups = WORKER.generate(rows, samples, step=3)
+    with EnvironmentRunner(factory, config) as worker().environments:
+        groups = worker().generate(rows, samples, step=3)
     return [completion for group in groups for completion in group.completions]
 
 
@@ -89,7 +94,7 @@ def episodes() -> list[Completion]:
 
 @jax.jit
 def plain_logps(params: Any, tokens: np.ndarray) -> jax.Array:
-    model = nnx.merge(WORKER._graph, params)
+    model = nnx.merge(worker()._graph, params)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
     return jax.nn.log_softmax(model.logits(hidden)[0])
@@ -132,7 +137,7 @@ def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: l
     for number, c in enumerate(episodes):
         prompt = TOKENIZER.encode_prompt(ROWS[number // 2]["prompt"])
         full = np.concatenate([prompt, c.tokens, np.zeros(256 - len(prompt) - len(c.tokens), np.int32)])
-        logps = np.asarray(plain_logps(WORKER.params, full[None]))[len(prompt) - 1 :][: len(c.tokens)]
+        logps = np.asarray(plain_logps(worker().params, full[None]))[len(prompt) - 1 :][: len(c.tokens)]
         picked = np.where(c.mask, logps[np.arange(len(c.tokens)), c.tokens], 0)
         np.testing.assert_allclose(c.logps, picked, atol=1e-4)
 
@@ -147,7 +152,7 @@ DROPS = str(PLAIN.chat_template).replace(
 def template_drops_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     stops = TOKENIZER.stop_ids
     drops = Tokenizer(PLAIN.inner, eos_id=TOKENIZER.eos_id, stop_ids=stops, chat_template=DROPS)
-    monkeypatch.setattr(WORKER, "tokenizer", drops)
+    monkeypatch.setattr(worker(), "tokenizer", drops)
 
 
 @pytest.mark.usefixtures("template_drops_replies")
@@ -163,7 +168,7 @@ def test_a_rewritten_history_is_a_branch_in_which_the_next_turn_is_sampled() -> 
         for (start, kept), (end, _) in pairwise([(0, len(prompt)), *c.branches, (len(c.tokens), 0)]):
             sequence = np.concatenate([sequence[:kept], c.tokens[start:end]])
             padded = np.concatenate([sequence, np.zeros(256 - len(sequence), np.int32)])
-            logps = np.asarray(plain_logps(WORKER.params, padded[None]))[len(sequence) - 1 - (end - start) :]
+            logps = np.asarray(plain_logps(worker().params, padded[None]))[len(sequence) - 1 - (end - start) :]
             own, drawn = np.arange(end - start), c.mask[start:end]
             picked = np.where(drawn, logps[own, c.tokens[start:end]], 0)
             np.testing.assert_allclose(c.logps[start:end], picked, atol=1e-4)
@@ -171,7 +176,7 @@ def test_a_rewritten_history_is_a_branch_in_which_the_next_turn_is_sampled() -> 
                 shown = sequence[: kept + int(drawn.argmax())]
                 turns = sum(turn_end <= start for turn_end in c.episode.turn_ends)
                 chat = [*ROWS[number // 2]["prompt"], *c.episode.messages[: 2 * turns]]
-                assert WORKER.tokenizer.encode_prompt(chat).tolist() == shown.tolist()
+                assert worker().tokenizer.encode_prompt(chat).tolist() == shown.tolist()
             num_branches += start > 0
     assert num_branches > len(sampled) / 2
     for other in (played(LateSums, history="template"), played(LateSums, history="template", max_live=6)):
@@ -219,12 +224,12 @@ def test_slots_that_wait_for_environments_are_a_warning_once_that_names_max_live
     played(LateSums, max_live=6)
     assert "max_live" not in caplog.text
     config = EnvsConfig(environment="guess", max_turn_tokens=9, max_turns=3)
-    with EnvironmentRunner(LateSums, config) as WORKER.environments:
+    with EnvironmentRunner(LateSums, config) as worker().environments:
         for _ in range(2):
-            WORKER.generate(ROWS, 2)
+            worker().generate(ROWS, 2)
     (told,) = [record.message for record in caplog.records if "max_live" in record.message]
     assert re.search(r"the 4 slots waited for it in \d+% of the rollout's time; envs\.max_live: [56] ", told)
-    assert WORKER.stats.slot_waste > WORKER.stats.waste
+    assert worker().stats.slot_waste > worker().stats.waste
 
 
 def test_tools_answer_turns_and_the_last_turn_is_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +246,8 @@ def test_tools_answer_turns_and_the_last_turn_is_the_text(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(FORMATS, "hermes", CallFormat("hermes", every_other, lambda schemas: "T"))
     config = EnvsConfig(tools=("calculator",), max_turn_tokens=9, max_turns=3)
-    with EnvironmentRunner(tools=[size], config=config) as WORKER.environments:
-        groups = WORKER.generate([ROWS[0]] * 3, 2, step=3)
+    with EnvironmentRunner(tools=[size], config=config) as worker().environments:
+        groups = worker().generate([ROWS[0]] * 3, 2, step=3)
     counts = set()
     for c in (completion for group in groups for completion in group.completions):
         assert c.episode is not None
@@ -271,4 +276,4 @@ def test_an_environment_and_a_tool_exclude_each_other() -> None:
     marked, config = Tokenizer.from_folder(TINY), RolloutConfig(**SETTINGS, tool="calculator")
     marked.inner.add_special_tokens([*CALCULATOR_MARKERS])
     with pytest.raises(RecipeError, match=r"rollout\.tool"):
-        RolloutWorker(MODEL, marked, config, EnvironmentRunner(Sums))
+        RolloutWorker(worker().model, marked, config, EnvironmentRunner(Sums))
