@@ -105,7 +105,7 @@ WIDE = (
     "tests/packing",
     "tests/rl",
     "tests/faults/test_number_faults.py",
-    "tests/acceptance/test_grpo_step.py",
+    "tests/acceptance",
 )
 """Tests that `--wide` runs on survivors."""
 

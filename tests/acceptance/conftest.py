@@ -1,17 +1,14 @@
-"""What the seed tests share: one tiny decoder, a cluster that plays its models, and a real one, compiled once.
+"""What these tests share: one tiny decoder, and a cluster that plays its models.
 
-The played cluster is for what the loop does and when: its models are made up, everything else is the real thing. The
-real one is for what comes out.
+What its models say is made up, everything else is the real thing: such a cluster is for what the loop does and when.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,9 +19,7 @@ from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
-from covey.packing.rows import Rows, pack
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.micro_batches import TrainBatch
@@ -131,54 +126,9 @@ def _group(row: Mapping[str, Any], samples: int, noise: tuple[int, int]) -> Grou
     return Group(row["prompt"], np.arange(3), tuple(made), columns)
 
 
-class Bench:
-    """A real cluster that is put back to its first weights before each use, so that it compiles once."""
-
-    def __init__(self, actor: Decoder, tokenizer: Tokenizer):
-        self.training = RLTrainingConfig(
-            actor_optimizer=optax.sgd(0.3),  # type: ignore[arg-type]
-            prompts_per_step=3,
-            row_length=64,
-            max_steps=4,
-        )
-        rollout = RolloutConfig(max_new_tokens=6, slots=8, temperature=0.7)
-        self.cluster = RLCluster(
-            actor=actor, tokenizer=tokenizer, cluster_config=ClusterConfig({}, self.training, rollout)
-        )
-        self.grpo = GRPOConfig(num_generations=2, num_iterations=2, beta=0.04)
-        self.cluster.prepare(self.grpo, 4)
-        self._start = jax.tree.map(np.array, self.cluster.state())
-
-    def fresh(self, **training: Any) -> RLCluster:
-        """The cluster at its first weights, with other training settings."""
-        start = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), self._start)
-        self.cluster.load_state(start, 0)
-        self.cluster.config = replace(self.cluster.config, training_config=replace(self.training, **training))
-        return self.cluster
-
-    def train(self, **training: Any) -> list[StepRecord]:
-        """Two batches, two updates on each."""
-        records: list[StepRecord] = []
-        loader = PromptLoader([{"prompt": p} for p in ("hello there", "a", "what is", "no")], 3, shuffle=False)
-        cluster = self.fresh(**training)
-        given = {"reward_fns": _by_token, "grpo_config": self.grpo, "observers": [records.append]}
-        GRPOLearner(rl_cluster=cluster, **given).train(loader)
-        return records
-
-
-def _by_token(prompts: Sequence[str], completion_ids: Sequence[list[int]]) -> list[float]:
-    return [sum(ids) / 100 for ids in completion_ids]
-
-
 @pytest.fixture(scope="session")
-def tiny() -> Path:
-    """A checkpoint's folder."""
-    return Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tiny: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny)
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
@@ -217,37 +167,3 @@ def played(base: Decoder, tokenizer: Tokenizer) -> Callable[..., Played]:
         return Played(grpo, actor=base, tokenizer=tokenizer, cluster_config=config)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def bench(base: Decoder, tokenizer: Tokenizer) -> Bench:
-    graph, params = nnx.split(base)
-    return Bench(nnx.merge(graph, jax.tree.map(lambda x: x.copy(), params)), tokenizer)
-
-
-@pytest.fixture
-def sampled(bench: Bench) -> tuple[list[Group], Rows, list[int]]:
-    """Groups of the real cluster, their rows, and the lengths of their completions."""
-    groups = bench.fresh().generate([{"prompt": p} for p in ("hello there", "a", "no")], 2)
-    return groups, pack(groups, 64), [len(c.tokens) for g in groups for c in g.completions]
-
-
-@pytest.fixture
-def cluster(tokenizer: Tokenizer) -> Callable[..., RLCluster]:
-    """`cluster(meshes={}, actor=..., **models)`: not prepared."""
-
-    def make(meshes: Any = None, **models: Any) -> RLCluster:
-        sgd: Any = optax.sgd(0.01)
-        training = RLTrainingConfig(actor_optimizer=sgd, critic_optimizer=sgd)
-        config = ClusterConfig(meshes or {}, training, RolloutConfig(max_new_tokens=4, slots=8))
-        return RLCluster(tokenizer=tokenizer, cluster_config=config, **models)
-
-    return make
-
-
-@pytest.fixture
-def judged(cluster: Callable[..., RLCluster], decoder: Callable[..., Decoder]) -> RLCluster:
-    """With a critic and a reward model whose heads are not 0."""
-    critic, reward = make_value_model(decoder()), make_value_model(decoder())
-    critic.score[...], reward.score[...] = jnp.full(16, 0.1), jnp.full(16, -0.2)
-    return cluster(actor=decoder(), critic=critic, reward=reward)

@@ -1,37 +1,33 @@
-"""The RL stack of cluster, learner and workers: each behaviour that users of it rely on, by its name."""
+"""Cluster, learner, GRPO step and rollout worker: each behaviour that users of them rely on, by its name."""
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from covey.config.schema import GRPOConfig, RolloutConfig
-from covey.errors import DataError, RecipeError
-from covey.losses.value import ValueInputs
-from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
-from covey.models.lora import has_lora, split_trainable
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import DataError
+from covey.models.lora import split_trainable
 from covey.models.value_model import make_value_model
-from covey.packing.rows import scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl import run_ahead
 from covey.rl.cluster import RLCluster
-from covey.rl.inference import InferenceWorker
-from covey.rl.micro_batches import TrainBatch
+from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout import RolloutWorker
 from covey.rl.run_ahead import DataQueue
-from covey.sampling.programs import Programs
+from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
 
 
@@ -52,14 +48,26 @@ def on(*devices: int) -> Any:
 # RLCluster
 
 
+@pytest.fixture
+def cluster(tokenizer: Tokenizer) -> Callable[..., RLCluster]:
+    """`cluster(meshes={}, actor=..., **models)`: not prepared."""
+
+    def make(meshes: Any = None, **models: Any) -> RLCluster:
+        sgd: Any = optax.sgd(0.01)
+        training = RLTrainingConfig(actor_optimizer=sgd, critic_optimizer=sgd)
+        config = ClusterConfig(meshes or {}, training, RolloutConfig(max_new_tokens=4, slots=8))
+        return RLCluster(tokenizer=tokenizer, cluster_config=config, **models)
+
+    return make
+
+
 def test_the_cluster_owns_models_by_role_and_the_tokenizer_they_share(cluster: Callable, decoder: Callable) -> None:
     assert {str(role) for role in Role} == {"actor", "rollout", "reference", "critic", "reward"}
     made = cluster(actor=decoder(), critic=make_value_model(decoder()), reward=make_value_model(decoder()))
     made.prepare(GRPOConfig(algorithm="ppo", num_generations=1), 1)
     assert made.rollout.tokenizer is made.tokenizer
     assert all(made.inference.has(role) for role in (Role.REFERENCE, Role.CRITIC, Role.REWARD))
-    assert isinstance(made.trainer, Trainer)
-    assert isinstance(made.critic_trainer, Trainer)
+    assert type(made.trainer) is type(made.critic_trainer) is Trainer
     assert made.trainer is not made.critic_trainer
 
 
@@ -77,80 +85,12 @@ def test_each_role_lives_on_its_mesh_and_a_model_on_another_mesh_is_moved(cluste
             np.testing.assert_array_equal(x, flatten(params)[name])
 
 
-def test_a_path_is_loaded_with_its_tokenizer(tiny: Path) -> None:
-    config = ClusterConfig(rollout_config=RolloutConfig(max_new_tokens=4))
-    made = RLCluster(actor=str(tiny), reference=str(tiny), cluster_config=config)
-    assert made.actor.config.vocab_size == made.tokenizer.vocab_size == 300
-
-
-def test_with_lora_actor_and_reference_share_the_base_and_the_reference_costs_no_memory(
-    cluster: Callable, decoder: Callable
-) -> None:
-    made = cluster(actor=decoder(lora=2))
-    made.prepare(GRPOConfig(beta=0.04), 1)
-    actor, reference = pointers(made.trainer.params), pointers(made.inference.params[Role.REFERENCE])
-    assert reference == without_adapters(actor) != actor
-    assert has_lora(made.actor)
-
-
-def test_without_lora_the_reference_is_a_full_copy(cluster: Callable, decoder: Callable) -> None:
-    made = cluster(actor=decoder())
-    made.prepare(GRPOConfig(beta=0.04), 1)
-    actor, reference = pointers(made.trainer.params), pointers(made.inference.params[Role.REFERENCE])
-    assert actor.keys() == reference.keys()
-    assert not set(actor.values()) & set(reference.values())
-
-
 @pytest.mark.slow
-def test_the_reference_is_frozen(bench: Any, sampled: Any) -> None:
-    _, rows, lengths = sampled
-    before = bench.cluster.get_ref_per_token_logps(rows, lengths)
-    bench.train()
-    for one, other in zip(before, bench.cluster.get_ref_per_token_logps(rows, lengths), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow
-def test_generate_and_the_log_probs_agree(bench: Any, sampled: Any) -> None:
-    """Sampler, old and reference log-probs of the first weights are the same numbers, at the rollout's temperature."""
-    groups, rows, lengths = sampled
-    drawn = [c.logps for g in groups for c in g.completions]
-    for compute in (bench.cluster.get_old_per_token_logps, bench.cluster.get_ref_per_token_logps):
-        assert [len(x) for x in compute(rows, lengths)] == lengths
-        np.testing.assert_allclose(np.concatenate(compute(rows, lengths)), np.concatenate(drawn), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_update_actor_and_sync_weights(bench: Any, sampled: Any) -> None:
-    _, rows, lengths = sampled
-    before = np.concatenate(bench.cluster.get_old_per_token_logps(rows, lengths))
-    bench.train()
-    after = np.concatenate(bench.cluster.get_old_per_token_logps(rows, lengths))
-    assert np.abs(after - before).max() > 1e-3
-    assert pointers(bench.cluster.rollout.params) == pointers(bench.cluster.trainer.params)
-
-
-@pytest.mark.slow
-def test_values_and_update_critic(judged: RLCluster, sampled: Any) -> None:
-    """An update moves the values toward the returns, by the critic's own trainer, and leaves the actor alone."""
-    groups, rows, lengths = sampled
-    judged.prepare(GRPOConfig(algorithm="ppo", num_generations=1, beta=0.0), 1)
-    assert isinstance(judged.critic_trainer, Trainer)
-    before, actor = judged.get_values(rows, lengths), jax.tree.map(np.array, judged.trainer.params)
-    fill = lambda value: np.where(rows.scored, np.float32(value), 0)  # noqa: E731
-    given = ValueInputs(returns=fill(2), old_values=scatter_to_rows(rows, before), weight=fill(1))
-    judged.update_critic([TrainBatch(groups, rows, None, 0.0, given)])  # type: ignore[arg-type]
-    after = judged.get_values(rows, lengths)
-    assert [len(x) for x in after] == lengths
-    error = lambda values: float(np.square(np.concatenate(values) - 2).mean())  # noqa: E731
-    assert error(after) < 0.9 * error(before)
-    assert jax.tree.all(jax.tree.map(np.array_equal, actor, judged.trainer.params))
-
-
-@pytest.mark.slow
-def test_rewards_can_be_asked_for_as_soon_as_the_cluster_exists(judged: RLCluster) -> None:
+def test_rewards_can_be_asked_for_as_soon_as_the_cluster_exists(cluster: Callable, decoder: Callable) -> None:
     """What the models given can answer needs no learner and no algorithm."""
-    one, other, same = judged.get_rewards([[1, 2], [1, 2], [1, 2]], [[3], [4, 5], [3]])
+    reward = make_value_model(decoder())
+    reward.score[...] = jnp.full(16, -0.2)
+    one, other, same = cluster(actor=decoder(), reward=reward).get_rewards([[1, 2]] * 3, [[3], [4, 5], [3]])
     assert one == pytest.approx(same, abs=1e-5)
     assert one != other
 
@@ -200,27 +140,83 @@ def test_the_queue_size_is_accumulation_steps_plus_2(
     assert sizes == [accumulation + 2]
 
 
+def test_a_run_chooses_what_its_line_shows(played: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    made = played(prompts=2, show=("kl",))
+    made.learner(observers=None).train(made.loader(2))
+    assert "kl 0" in capsys.readouterr().out
+
+
+# The GRPO step
+
+
+def half(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def number(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """`says 3` is worth 3."""
+    return [float(text.split()[1]) for text in completions]
+
+
+@pytest.mark.parametrize(("weights", "totals"), [(None, [0.5, 1.5, 2.5]), ((2.0, 0.1), [1.0, 1.1, 1.2])])
+def test_the_total_reward_is_the_sum_of_all_functions_by_weights_of_1(
+    played: Callable, weights: Any, totals: list[float]
+) -> None:
+    (record,) = played(prompts=2, samples=3, reward_weights=weights).train(2, [half, number]).records
+    assert [group.prompt for group in record.groups] == ["p0", "p1"]
+    for group in record.groups:
+        np.testing.assert_allclose(group.rewards, totals)
+        assert group.rewards_by_function["half"].tolist() == [0.5] * 3
+        assert group.rewards_by_function["number"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_the_names_users_know(played: Callable) -> None:
+    config = GRPOConfig(beta=0.08, num_generations=4)
+    assert (algorithm_of(config).beta, config.num_generations) == (0.08, 4)
+    assert 0.02 <= algorithm_of(GRPOConfig()).beta <= 0.08
+    assert GRPOLearner(rl_cluster=played(), reward_fns=half, grpo_config=config).reward_fns == [half]
+    assert GRPOLearner(rl_cluster=played(), reward_funcs=[half, number]).reward_fns == [half, number]
+
+
+def test_the_advantage_uses_bessel_and_1e_4(played: Callable) -> None:
+    (record,) = played(prompts=2, samples=4).train(2).records
+    for group in record.groups:
+        r = np.asarray(group.rewards)
+        deviation = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
+        np.testing.assert_allclose(group.advantages, (r - r.mean()) / (deviation + 1e-4), rtol=1e-6)
+        assert deviation > 0.5
+
+
+def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> None:
+    cluster = played(prompts=2, samples=3).train(2)
+    ((batch,),) = cluster.updates
+    advantages = np.concatenate([group.advantages for group in cluster.records[0].groups])
+    for number, place, advantage in zip(
+        *np.moveaxis(batch.rows.scatter_index, -1, 0), batch.inputs.advantage, strict=True
+    ):
+        np.testing.assert_array_equal(advantage[number >= 0], advantages[number[number >= 0]])
+        assert not advantage[place < 0].any()
+
+
+@pytest.mark.parametrize(("updates", "stored"), [(1, False), (2, True)])
+def test_with_one_update_per_batch_there_is_no_stored_old_log_prob(
+    played: Callable, updates: int, stored: bool
+) -> None:
+    cluster = played(prompts=2, updates=updates).train(2)
+    assert bool(cluster.samples("old_logps")) == stored
+    assert all((batch.inputs.old_logps is not None) == stored for update in cluster.updates for batch in update)
+
+
+def test_samples_that_are_masked_whole_contribute_0_to_a_step(played: Callable) -> None:
+    """Every second completion was cut off: masked, it has no weight and still counts in the mean."""
+    ((batch,),) = played(prompts=2, samples=4, mask_truncated=True).train(2).updates
+    number = batch.rows.scatter_index[..., 0]
+    assert not batch.inputs.weight[number % 2 == 1].any()
+    assert (batch.inputs.weight[(number >= 0) & (number % 2 == 0)] > 0).all()
+    assert batch.denominator == 8.0
+
+
 # The rollout worker
-
-
-@pytest.mark.slow
-def test_rollout_generate_gives_text_tokens_log_probs_and_left_padded_prompts(bench: Any) -> None:
-    worker = bench.fresh().rollout
-    out = worker.generate(["hello there", "a"], config=worker.config)
-    assert [len(x) for x in out.logps] == [len(x) for x in out.tokens]
-    assert list(out.text) == [worker.tokenizer.decode(x) for x in out.tokens]
-    prompts = [worker.tokenizer.encode_prompt(p).tolist() for p in ("hello there", "a")]
-    width = max(map(len, prompts))
-    assert np.asarray(out.prompt_tokens).tolist() == [[worker.pad_id] * (width - len(p)) + p for p in prompts]
-
-
-@pytest.mark.slow
-def test_rollout_get_per_token_logps(bench: Any, sampled: Any) -> None:
-    groups, _, _ = sampled
-    pairs = [(g.prompt_tokens, c) for g in groups for c in g.completions]
-    found = bench.cluster.rollout.get_per_token_logps([p for p, _ in pairs], [c.tokens for _, c in pairs])
-    for logps, (_, completion) in zip(found, pairs, strict=True):
-        np.testing.assert_allclose(logps, completion.logps, atol=1e-5)
 
 
 @pytest.fixture
@@ -228,12 +224,22 @@ def worker(decoder: Callable, tokenizer: Any) -> RolloutWorker:
     return RolloutWorker(decoder(lora=2), tokenizer, RolloutConfig(max_prompt_length=16, max_new_tokens=4))
 
 
-def test_rollout_update_params_takes_all(worker: RolloutWorker) -> None:
+@pytest.mark.slow
+def test_rollout_gives_text_tokens_left_padded_prompts_and_log_probs(worker: RolloutWorker) -> None:
+    texts = ["hello there", "a"]
+    out = worker.generate(texts, config=worker.config)
+    assert [len(x) for x in out.logps] == [len(x) for x in out.tokens]
+    assert list(out.text) == [worker.tokenizer.decode(x) for x in out.tokens]
+    prompts = [worker.tokenizer.encode_prompt(p).tolist() for p in texts]
+    width = max(map(len, prompts))
+    assert np.asarray(out.prompt_tokens).tolist() == [[worker.pad_id] * (width - len(p)) + p for p in prompts]
+    logps = worker.get_per_token_logps(prompts, out.tokens)
+    np.testing.assert_allclose(np.concatenate(logps), np.concatenate(out.logps), atol=1e-5)
+
+
+def test_rollout_update_params_takes_all_or_lora_alone(worker: RolloutWorker, decoder: Callable) -> None:
     worker.update_params(jax.tree.map(lambda x: x + 1, worker.params))
     assert float(flatten(worker.params)["norm.scale"][0]) == 2.0
-
-
-def test_rollout_update_params_takes_lora_alone(worker: RolloutWorker, decoder: Callable) -> None:
     _, adapters, _ = split_trainable(decoder(lora=2))
     before = pointers(worker.params)
     worker.update_params(jax.tree.map(jnp.ones_like, adapters))
@@ -248,11 +254,6 @@ def test_rollout_has_pad_id_eos_id_and_model(worker: RolloutWorker, tokenizer: A
     assert pointers(worker.model) == pointers(worker.params)
 
 
-def test_rollout_config_says_lengths_temperature_truncation_seed_and_cache_size() -> None:
-    names = ("max_prompt_length", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "kv_cache_size")
-    assert all(name in RolloutConfig.__dataclass_fields__ for name in names)
-
-
 @pytest.mark.parametrize("setting", ["kv_cache_size", "max_prompt_length"])
 def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: RolloutWorker, setting: str) -> None:
     """The prompt has 8 tokens, and the answer may have 4."""
@@ -260,49 +261,15 @@ def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: Ro
         worker.generate([{"prompt": "hello there"}], 1, config=replace(worker.config, **{setting: 5}))
 
 
-# The sampler
-
-
-@pytest.mark.slow
-def test_the_cache_has_the_size_layers_kv_heads_and_head_width_asked_for() -> None:
-    config = ModelConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
-    )
-    graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16))
-    cache = Programs(graph, ()).empty_cache(params, 4, 0, 192)
-    assert [[block.keys.shape for block in blocks] for blocks in cache] == [[(4, 2, 8, 128), (4, 2, 8, 64)]] * 3
-    assert [[block.values.shape for block in blocks] for blocks in cache] == [[(4, 2, 128, 8), (4, 2, 64, 8)]] * 3
-    assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.slow
-def test_sampling_is_greedy_or_drawn(bench: Any) -> None:
-    made = bench.fresh()
-    rows, greedy = [{"prompt": "hello there"}], replace(made.config.rollout_config, temperature=0.0)
-    tokens = lambda groups: [c.tokens.tolist() for c in groups[0].completions]  # noqa: E731
-    first, second = tokens(made.generate(rows, 2, config=greedy))
-    assert first == second
-    one, other = tokens(made.generate(rows, 2))
-    assert one != other
-    assert one not in tokens(made.generate(rows, 2, step=1))
-
-
-# The inference worker
-
-
-@pytest.mark.parametrize("role", ["actor", "rollout", "judge"])
-def test_the_inference_worker_refuses_actor_and_rollout_and_names_the_legal_roles(decoder: Callable, role: str) -> None:
-    with pytest.raises(RecipeError, match=rf"hosts no '{role}'\n.*reference, critic, reward"):
-        InferenceWorker({role: decoder()})
-
-
-def test_the_inference_worker_hosts_reference_critic_and_reward(decoder: Callable) -> None:
-    head = make_value_model(decoder())
-    hosted = InferenceWorker({Role.REFERENCE: decoder(), Role.CRITIC: head, Role.REWARD: head})
-    assert all(hosted.has(role) for role in ("reference", "critic", "reward"))
-
-
 # Sync
+
+
+def test_sync_hands_over_the_arrays_where_actor_and_rollout_share_a_mesh(cluster: Callable, decoder: Callable) -> None:
+    made = cluster(actor=decoder())
+    made.prepare(GRPOConfig(beta=0.0), 1)
+    made.trainer.trainable = jax.tree.map(jnp.copy, made.trainer.trainable)
+    made.sync_weights()
+    assert pointers(made.rollout.params) == pointers(made.trainer.params)
 
 
 @pytest.mark.slow

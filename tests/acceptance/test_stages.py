@@ -1,23 +1,20 @@
 """Stages with a micro-batch size of their own: each behaviour by its name."""
 
-import inspect
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from covey.config.schema import RLTrainingConfig
 from covey.data.loader import PromptLoader
-from covey.errors import RecipeError, RewardError
+from covey.errors import RewardError
 from covey.rl import run_ahead
+from covey.rl.cluster import RLCluster
 from covey.rl.run_ahead import DataQueue, Ended, produce
 from covey.rl.stage_sizes import StageSizes
-
-STAGES = ("rollout", "ref_logps", "old_logps", "train")
 
 
 def prompts(batches: Sequence[Any]) -> list[list[str]]:
@@ -51,20 +48,6 @@ def test_sizes_count_prompts_before_the_repeat_and_are_samples_inside_a_stage(pl
     assert cluster.samples("train") == [4 * samples] * 2
 
 
-def test_the_unit_is_stated_in_every_docstring() -> None:
-    source = inspect.getsource(RLTrainingConfig)
-    for stage in STAGES:
-        docstring = source.split(f"{stage}_micro_batch_size:")[1].split('"""')[1]
-        assert docstring.startswith("Number of prompts")
-        assert "× num_generations samples" in docstring
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_unit_is_stated_in_every_error(played: Callable, stage: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{stage}_micro_batch_size 5 prompts × num_generations 2 = 10 samples"):
-        played(prompts=4, **{stage: 5}).learner()
-
-
 # The service batch
 
 
@@ -78,17 +61,12 @@ def test_training_micro_batches_are_gathered_until_they_hold_the_lcm_of_the_othe
     assert cluster.order().index("ref_logps") < 5, "the first service batch goes on before the second is sampled"
 
 
-def test_the_remainder_is_flushed_and_never_waits(played: Callable) -> None:
+def test_the_remainder_is_flushed_and_never_waits_or_is_dropped(played: Callable) -> None:
     """Of 7 prompts a service batch of 4 leaves 3: they are of this step and do not wait for the next."""
     cluster = played(prompts=7, batches=2, rollout=4, ref_logps=2, old_logps=1, train=2).train(14)
     assert cluster.samples("reward") == [8, 6, 8, 6]
-    assert [sum(map(len, prompts(update))) for update in cluster.updates] == [7, 7]
-
-
-def test_the_remainder_is_never_dropped(played: Callable) -> None:
-    cluster = played(prompts=7, batches=2, rollout=4, ref_logps=2, old_logps=1, train=2).train(14)
-    trained = [prompt for update in cluster.updates for batch in prompts(update) for prompt in batch]
-    assert trained == [f"p{i}" for i in range(14)]
+    trained = [[prompt for batch in prompts(update) for prompt in batch] for update in cluster.updates]
+    assert trained == named(7, 7)
 
 
 def test_data_that_ends_early_is_flushed(played: Callable) -> None:
@@ -146,15 +124,6 @@ def test_in_async_each_micro_batch_is_queued_as_soon_as_it_exists(played: Callab
 
     cluster.train(3, reward)
     assert arrived == [True, True, True]
-
-
-def test_in_async_the_remaining_passes_follow(played: Callable) -> None:
-    cluster = played(
-        prompts=3, updates=3, rollout=1, ref_logps=1, old_logps=1, train=1, queueing="async"
-    ).train(3)  # fmt: skip
-    uses = [what for what in cluster.order() if what in ("train", "update")]
-    assert uses == ["train", "train", "train", "update"] * 3
-    assert [prompts(update) for update in cluster.updates] == [named(1, 1, 1)] * 3
 
 
 # Counting, restarting, ending
@@ -242,55 +211,23 @@ def test_also_when_it_fails_and_its_error_reaches_the_caller(
     assert not [t for t in threading.enumerate() if t.name == "covey-producer"]
 
 
-# The result
+def test_max_tokens_per_micro_batch_splits_a_slice_further(played: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of six rows of 64 tokens; the budget holds one row, in the update and in the log-probs."""
+    cluster, parts, slices = played(prompts=3, packing="dense", row_length=64, max_tokens_per_micro_batch=64), [], []
+    learner = cluster.learner()
+    learner.prepare(1)
 
+    def update(given: Any) -> dict[str, float]:
+        parts.extend(part.batch.rows.tokens.size for part in given)
+        return {"loss": 0.0, "grad_norm": 0.0}
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rollout": 1, "ref_logps": 2, "old_logps": 3, "train": 1},
-        {"rollout": 3, "ref_logps": 1, "old_logps": 2, "train": 2, "queueing": "async"},
-        {"max_tokens_per_micro_batch": 64},
-    ],
-    ids=["sync", "async", "tokens"],
-)
-def test_nothing_about_the_result_depends_on_the_sizes(bench: Any, settings: dict[str, Any]) -> None:
-    """Same samples, same rewards, same gradients."""
-    named = {f"{key}_micro_batch_size" if key in STAGES else key: value for key, value in settings.items()}
-    start = jax.tree.map(np.array, bench.fresh().state())
-    want, weights = bench.train(), jax.tree.map(np.array, bench.cluster.state())
-    assert min(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (start, weights)), strict=True)) > 1e-3
-    got = bench.train(**named)
-    for one, other in zip(got, want, strict=True):
-        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
-        for group, same in zip(one.groups, other.groups, strict=True):
-            assert [c.tokens.tolist() for c in group.completions] == [c.tokens.tolist() for c in same.completions]
-            np.testing.assert_array_equal(group.rewards, same.rewards)
-            np.testing.assert_allclose(group.advantages, same.advantages, rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(bench.cluster.state()), jax.tree.leaves(weights), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_max_tokens_per_micro_batch_splits_a_slice_further(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One micro-batch of six rows of 64 tokens; the budget holds one row, in the update and in the log-probs."""
-    cluster = bench.cluster
-    gradients, ref_logps = cluster.trainer.gradients, cluster.inference.ref_logps
-    parts: list[list[int]] = []
-    slices: list[int] = []
-
-    def watched(given: Any) -> Any:
-        held = list(given)
-        parts.append([part.batch.rows.tokens.size for part in held])
-        return gradients(held)
-
-    def sliced(rows: Any, lengths: Any, size: int) -> Any:
+    def ref_logps(rows: Any, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         slices.append(size * rows.tokens.shape[1])
-        return ref_logps(rows, lengths, size)
+        return [np.zeros(n, np.float32) for n in lengths]
 
-    monkeypatch.setattr(cluster.trainer, "gradients", watched)
-    monkeypatch.setattr(cluster.inference, "ref_logps", sliced)
-    bench.train(packing="dense", max_tokens_per_micro_batch=64)
-    assert parts == [[64] * 6] * 4
-    assert slices == [64, 64]
+    for method in ("update_actor", "get_ref_per_token_logps"):
+        monkeypatch.setattr(cluster, method, partial(getattr(RLCluster, method), cluster))
+    monkeypatch.setattr(cluster.trainer, "update", update)
+    monkeypatch.setattr(cluster.inference, "ref_logps", ref_logps)
+    learner.train(cluster.loader(3))
+    assert (parts, slices) == ([64] * 6, [64])

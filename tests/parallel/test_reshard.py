@@ -89,10 +89,17 @@ def test_leaves_without_a_target_are_named() -> None:
         reshard(tree(), {"b": [on(first_half())]})
 
 
-def test_done_is_reported_from_another_thread() -> None:
-    outcome = Outcome()
-    reshard(tree(), on(second_half()), on_done=outcome)
+def test_done_is_reported_from_another_thread_while_the_caller_goes_on() -> None:
+    outcome, went_on, was_free = Outcome(), threading.Event(), list[bool]()
+
+    def report(transfer: Transfer) -> None:
+        was_free.append(went_on.wait(2))
+        outcome(transfer)
+
+    reshard(tree(), on(second_half()), on_done=report)
+    went_on.set()
     transfer = outcome.wait()
+    assert was_free == [True]
     assert transfer.error is None
     assert transfer.bytes == 32 * 4 + 8 * 2
     assert 0 < transfer.seconds < 30
@@ -179,9 +186,9 @@ def test_pathways_resharder_when_it_is_in_use(monkeypatch: pytest.MonkeyPatch, u
     monkeypatch.setitem(sys.modules, "pathwaysutils", top)
     monkeypatch.setitem(sys.modules, "pathwaysutils.experimental", experimental)
     monkeypatch.setitem(sys.modules, "pathwaysutils.experimental.reshard", module)
-    moved = reshard(tree(), on(second_half()))
+    moved = reshard(tree(), on(second_half()), donate=True)
     assert mesh_of(moved) == second_half()
-    assert bool(calls) == used
+    assert calls == ([{"donate": True}] if used else [])
 
 
 # --- names and meshes
