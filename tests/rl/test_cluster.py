@@ -38,23 +38,29 @@ EXAMPLES = [{"prompt": "hello there"}, {"prompt": "a"}]
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-def config(meshes: dict[Role, Any] | None = None, steps: int = 2) -> ClusterConfig:
-    sgd: Any = optax.sgd(3.0)
-    training = RLTrainingConfig(
-        actor_optimizer=sgd, max_tokens_per_micro_batch=64, row_length=64, prompts_per_step=2, max_steps=steps
+def config(meshes: dict[Role, Any] | None = None, top_p: float = 1.0, **training: Any) -> ClusterConfig:
+    steps = {"max_tokens_per_micro_batch": 64, "row_length": 64, "prompts_per_step": 2, "max_steps": 2}
+    rollout = RolloutConfig(max_new_tokens=8, temperature=0.7, top_p=top_p, slots=8)
+    return ClusterConfig(
+        meshes or {}, RLTrainingConfig(**{"actor_optimizer": optax.sgd(3.0), **steps, **training}), rollout
     )
-    return ClusterConfig(meshes or {}, training, RolloutConfig(max_new_tokens=8, temperature=0.7, slots=8))
+
+
+def learn(made: RLCluster, **settings: Any) -> list[StepRecord]:
+    """The records of a whole run by GRPO."""
+    records: list[StepRecord] = []
+    grpo = GRPOConfig(num_generations=4, **settings)
+    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
+    return records
 
 
 @pytest.fixture
 def cluster(decoder: Callable[..., Decoder]) -> Callable[..., RLCluster]:
-    """`cluster(lora=0, beta=0.04, meshes={}, **given)`: prepared, around the room's tiny decoder."""
+    """`cluster(lora=0, meshes={}, models={}, **settings)`: prepared for GRPO, around the room's tiny decoder."""
 
-    def make(lora: int = 0, beta: float = 0.04, meshes: dict[Role, Any] | None = None, **given: Any) -> RLCluster:
-        given = {"actor": None, **given}
-        given["actor"] = given["actor"] or decoder(lora)
-        made = RLCluster(tokenizer=TOKENIZER, cluster_config=config(meshes), **given)
-        made.prepare(GRPOConfig(beta=beta), 10)
+    def make(lora: int = 0, meshes: Any = None, models: Any = None, **settings: Any) -> RLCluster:
+        made = RLCluster(tokenizer=TOKENIZER, cluster_config=config(meshes), **(models or {"actor": decoder(lora)}))
+        made.prepare(GRPOConfig(**{"beta": 0.04, **settings}), 10)
         return made
 
     return make
@@ -85,17 +91,7 @@ def tokens(groups: Sequence[Group]) -> list[list[int]]:
     return [c.tokens.tolist() for g in groups for c in g.completions]
 
 
-def updated_and_compared(made: RLCluster, step: tuple[Rows, np.ndarray, LossInputs]) -> tuple[float, float]:
-    """How far one update moved the reference's and the actor's log-probs."""
-    rows, lengths, inputs = step
-    ref, old = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
-    made.update_actor(one_batch(rows, inputs._replace(ref_logps=scatter_to_rows(rows, ref))))
-    made.sync_weights()
-    ref_after, after = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
-    return moved(ref, ref_after), moved(old, after)
-
-
-def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
+def difference(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True))
 
 
@@ -104,22 +100,19 @@ def moved(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
 
 @pytest.mark.slow
 def test_a_reference_with_adapters_has_its_own_copy_of_them_alone(cluster: Callable) -> None:
-    made = cluster(lora=4)
+    made = cluster(4)
     actor, reference = pointers(made.actor), pointers(made.inference.params["reference"])
     assert reference.keys() == actor.keys()
     assert {name for name, at in reference.items() if at != actor[name]} == {n for n in actor if ".lora." in n}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "begins"), [("start", (0.0, 1e-6)), ("base", (1e-3, 10.0))])
-def test_the_reference_of_a_loaded_adapter(decoder: Callable, which: Any, begins: tuple[float, float]) -> None:
-    """The policy as it began, or the base under it: the KL of the first step says which."""
-    made, records = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config(steps=2)), []
-    grpo = GRPOConfig(num_generations=4, beta=0.04, reference=which)
-    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
-    low, high = begins
-    assert low <= records[0].metrics["kl"] <= high
-    assert records[1].metrics["kl"] > 1e-4
+@pytest.mark.parametrize(("which", "low", "high"), [("start", 0.0, 1e-6), ("base", 1e-3, 10.0)])
+def test_the_reference_of_a_loaded_adapter(cluster: Callable, step: Any, which: str, low: float, high: float) -> None:
+    """The policy as it began, or the base under it: the log-probs before the first update say which."""
+    made, (rows, lengths, _) = cluster(4, reference=which), step
+    log_probs = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
+    assert low <= difference(*log_probs) <= high
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -131,21 +124,14 @@ def test_beta_zero_makes_no_reference(cluster: Callable, step: Any, lora: int) -
 
 
 @pytest.mark.slow
-def test_training_moves_the_actor_and_leaves_the_reference(cluster: Callable, step: Any) -> None:
-    """Though they share the base."""
-    reference, actor = updated_and_compared(cluster(4), step)
-    assert reference == 0.0
-    assert actor > 1e-3
-
-
-@pytest.mark.slow
 def test_one_model_given_as_actor_and_reference(cluster: Callable, decoder: Callable, step: Any) -> None:
     """Buffers of the actor are reused at each update; none of them may be the reference's."""
-    model = decoder()
-    made = cluster(actor=model, reference=model)
-    reference, actor = updated_and_compared(made, step)
-    assert reference == 0.0
-    assert actor > 1e-3
+    model, (rows, lengths, inputs) = decoder(), step
+    made = cluster(models={"actor": model, "reference": model})
+    reference, actor = made.get_ref_per_token_logps(rows, lengths), made.get_old_per_token_logps(rows, lengths)
+    made.update_actor(one_batch(rows, inputs))
+    assert difference(reference, made.get_ref_per_token_logps(rows, lengths)) == 0.0
+    assert difference(actor, made.get_old_per_token_logps(rows, lengths)) > 1e-3
     assert not any(x.is_deleted() for x in jax.tree.leaves(made.inference.params["reference"]))
 
 
@@ -153,14 +139,21 @@ def test_one_model_given_as_actor_and_reference(cluster: Callable, decoder: Call
 
 
 def apart() -> dict[Role, Any]:
-    first, last = jax.devices()[:2], jax.devices()[2:]
-    return {Role.ACTOR: make_mesh((2, 1), devices=first), Role.ROLLOUT: make_mesh((1, 2), devices=last)}
+    first, last, third = jax.devices()[:2], jax.devices()[2:], jax.devices()[2:3]
+    return {
+        Role.ACTOR: make_mesh((2, 1), devices=first),
+        Role.ROLLOUT: make_mesh((1, 2), devices=last),
+        Role.REFERENCE: make_mesh((1, 1), devices=third),
+    }
 
 
 @pytest.mark.slow
 def test_a_rollout_on_other_devices_gets_the_new_adapters_and_draws_the_same(cluster: Callable, step: Any) -> None:
-    rows, _, inputs = step
-    both = [cluster(4, 0.0, apart()), cluster(4, 0.0)]
+    """A reference stays as it is, on a mesh of its own and where it shares the base."""
+    rows, lengths, inputs = step
+    both = [cluster(4, apart()), cluster(4)]
+    assert set(mesh_of(both[0].inference.params["reference"]).devices.flat) == set(jax.devices()[2:3])
+    references = [made.get_ref_per_token_logps(rows, lengths) for made in both]
     far = both[0].rollout
     before = tokens(far.generate(EXAMPLES, 4))
     assert before == tokens(both[1].generate(EXAMPLES, 4))
@@ -168,8 +161,9 @@ def test_a_rollout_on_other_devices_gets_the_new_adapters_and_draws_the_same(clu
     for made in both:
         made.update_actor(one_batch(rows, inputs))
     assert tokens(far.generate(EXAMPLES, 4)) == before  # not yet
-    for made in both:
+    for made, reference in zip(both, references, strict=True):
         made.sync_weights()
+        assert difference(reference, made.get_ref_per_token_logps(rows, lengths)) == 0.0
     after = tokens(far.generate(EXAMPLES, 4))
     assert after != before
     assert after == tokens(both[1].generate(EXAMPLES, 4))
@@ -177,17 +171,6 @@ def test_a_rollout_on_other_devices_gets_the_new_adapters_and_draws_the_same(clu
     assert {name: held[name] for name in base} == base  # only adapters travelled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [0, 4])
-def test_a_reference_on_its_own_mesh(cluster: Callable, step: Any, lora: int) -> None:
-    first, third = jax.devices()[:2], jax.devices()[2:3]
-    meshes = {Role.ACTOR: make_mesh((2, 1), devices=first), Role.REFERENCE: make_mesh((1, 1), devices=third)}
-    made = cluster(lora, meshes=meshes)
-    assert set(mesh_of(made.inference.params["reference"]).devices.flat) == set(third)
-    assert updated_and_compared(made, step)[0] == 0.0
-
-
-@pytest.mark.slow
 def test_a_mesh_with_an_axis_along_which_nothing_is_split_is_refused() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     with pytest.raises(
@@ -196,29 +179,15 @@ def test_a_mesh_with_an_axis_along_which_nothing_is_split_is_refused() -> None:
         ClusterConfig(role_to_mesh={Role.ACTOR: mesh})
 
 
-@pytest.mark.slow
-def test_a_mesh_that_jax_made_trains(decoder: Callable) -> None:
-    """`jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes."""
-    mesh, records = jax.make_mesh((2, 2), ("fsdp", "tp")), []
-    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config({Role.ACTOR: mesh}, steps=1))
-    before = jax.device_get(made.actor.layers[0].attn.q_proj.lora.b[...])
-    grpo = GRPOConfig(num_generations=4, beta=0.0)
-    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
-    assert records[0].metrics["grad_norm"] > 0
-    assert np.abs(made.actor.layers[0].attn.q_proj.lora.b[...] - before).max() > 0
-    assert mesh_of(made.state()["params"]) == make_mesh((2, 2))
-
-
 # --- actor and critic
 
 
 @pytest.fixture
 def ppo(decoder: Callable, step: Any) -> tuple[PPOLearner, TrainBatch]:
     """A learner of actor and critic with momentum, and a micro-batch of both."""
-    momentum: Any = optax.sgd(0.1, momentum=0.9)
-    settings = config()
-    training = replace(settings.training_config, actor_optimizer=momentum, critic_optimizer=momentum)
-    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+    momentum = optax.sgd(0.1, momentum=0.9)
+    settings = config(actor_optimizer=momentum, critic_optimizer=momentum)
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=settings)
     learner = PPOLearner(rl_cluster=made, reward_fns=prefers_long, ppo_config=PPOConfig(num_generations=4))
     learner.prepare(10)
     rows, _, inputs = step
@@ -260,10 +229,9 @@ def test_an_update_that_is_left_out_counts_as_a_step(decoder: Callable) -> None:
     signs = OptimizerConfig(
         learning_rate=0.02, schedule="linear", b1=0.0, b2=0.0, eps=1e-30, weight_decay=0.0, max_grad_norm=0.0
     )
-    settings = config(steps=3)
-    training = replace(settings.training_config, actor_optimizer=signs, skip_nonfinite=1)
+    settings = config(max_steps=3, actor_optimizer=signs, skip_nonfinite=1)
     actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3))
-    made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+    made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=settings)
     states, rates = [], []
 
     def observe(record: StepRecord) -> None:
@@ -312,8 +280,7 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
     Those are the sampler's own, at the rollout's temperature, not at 1; also in the next batch, drawn by new weights.
     """
     seen: list[tuple[LossInputs, dict[str, float]]] = []
-    records: list[StepRecord] = []
-    made = RLCluster(actor=decoder(), tokenizer=TOKENIZER, cluster_config=config(steps=4))
+    made = RLCluster(actor=decoder(), tokenizer=TOKENIZER, cluster_config=config(max_steps=4))
     inner = made.update_actor
 
     def spy(batches: Any) -> dict[str, float]:
@@ -322,8 +289,7 @@ def test_two_updates_on_a_batch_keep_the_old_log_probs(decoder: Callable) -> Non
         return seen[-1][1]
 
     made.update_actor = spy  # type: ignore[method-assign]
-    grpo = GRPOConfig(num_generations=4, num_iterations=2, beta=0.04)
-    GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append]).train(EXAMPLES)
+    records = learn(made, num_iterations=2, beta=0.04)
     assert [r.step for r in records] == [2, 4]
     for (first, before), (second, after), record in zip(seen[::2], seen[1::2], records, strict=True):
         assert first is second
@@ -344,14 +310,9 @@ def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkey
 
     Top-p cuts off part of what is drawn from, and leaves the ratio at 1: both sides compute with all of it.
     """
-    settings = config()
-    nucleus = replace(settings.rollout_config, top_p=0.8)
-    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=replace(settings, rollout_config=nucleus))
+    made = RLCluster(actor=decoder(4), tokenizer=TOKENIZER, cluster_config=config(top_p=0.8))
     monkeypatch.setattr(made, "get_old_per_token_logps", None)
-    records: list[StepRecord] = []
-    grpo = GRPOConfig(num_generations=4, beta=0.0)
-    learner = GRPOLearner(rl_cluster=made, reward_fns=prefers_long, grpo_config=grpo, observers=[records.append])
-    learner.train(EXAMPLES[:1])
+    records = learn(made, beta=0.0)
     assert [r.step for r in records] == [1, 2]
     assert tokens(records[0].groups) != tokens(records[1].groups)
     for record in records:
@@ -364,17 +325,12 @@ def test_one_update_on_a_batch_stores_no_old_log_probs(decoder: Callable, monkey
 # --- what users give
 
 
-def test_a_path_is_loaded_with_its_tokenizer() -> None:
-    made = RLCluster.load(actor=str(TINY), reference=str(TINY), cluster_config=config())
+def test_every_role_is_loaded_from_a_source_with_its_tokenizer_and_the_dtypes_asked_for() -> None:
+    sources = {role: str(TINY) for role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE)}
+    made = RLCluster.load(**sources, cluster_config=config(), param_dtype="bfloat16")
     assert made.tokenizer.vocab_size == made.actor.config.vocab_size == 300
     assert len(made.tokenizer.stop_ids) == len(made.rollout.sampler.stop_ids) == 2
     assert not set(pointers(made.actor).values()) & set(pointers(made.inference.params["reference"]).values())
-
-
-def test_every_role_is_loaded_from_a_source_with_the_dtypes_asked_for() -> None:
-    made = RLCluster.load(
-        actor=str(TINY), critic=str(TINY), reference=str(TINY), cluster_config=config(), param_dtype="bfloat16"
-    )
     for role in (Role.REFERENCE, Role.CRITIC):
         dtypes = {str(x.dtype) for x in jax.tree.leaves(made.inference.params[role])}
         assert "bfloat16" in dtypes
@@ -429,26 +385,29 @@ def test_a_group_of_one_is_refused(cluster: Callable) -> None:
 # --- layers in stacks
 
 
-def momentum_cluster(make: Callable, lora: int) -> RLCluster:
-    """A cluster on a mesh with a reference that moves, whose optimizer has moments."""
-    momentum: Any = optax.sgd(0.5, momentum=0.9)
-    settings = config({Role.ACTOR: make_mesh((2, 2))})
-    training = replace(settings.training_config, actor_optimizer=momentum)
-    made = RLCluster(actor=make(lora), tokenizer=TOKENIZER, cluster_config=replace(settings, training_config=training))
+def momentum_cluster(actor: Decoder, mesh: Any) -> RLCluster:
+    """A cluster with a reference that moves, whose optimizer has moments."""
+    settings = config({Role.ACTOR: mesh} if mesh else {}, actor_optimizer=optax.sgd(0.5, momentum=0.9))
+    made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=settings)
     made.prepare(GRPOConfig(beta=0.04, reference_every_n_updates=1, reference_mixing=0.5), 10)
     return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize(("lora", "mesh"), [(0, None), (4, (2, 2))], ids=["one device", "mesh"])
 def test_stacks_of_layers_train_as_a_list_does(
-    decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch, lora: int
+    decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch, lora: int, mesh: Any
 ) -> None:
-    """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one."""
+    """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one.
+
+    `jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes.
+    """
     rows, lengths, inputs = step
-    listed = momentum_cluster(decoder, lora)
+    mesh = mesh and jax.make_mesh(mesh, ("fsdp", "tp"))
+    listed = momentum_cluster(decoder(lora), mesh)
+    assert mesh_of(listed.state()["params"]) == (mesh and make_mesh((2, 2)))
     monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
-    stacked = momentum_cluster(decoder, lora)
+    stacked = momentum_cluster(decoder(lora), mesh)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]
     assert kernels == [(2, 32, 32)]
