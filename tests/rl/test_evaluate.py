@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,7 @@ EXAMPLES = [
     {"prompt": "p1", "answer": "Ab", "say": ["x", "y", "?", "Ab"]},
     {"prompt": "p2", "answer": "zz", "say": ["Q", "Q", "Q", "Q"]},
 ]
-BOTH = EvalConfig(prompts=3, samples=4, accuracy="judges:right", format="judges:tidy")
+BOTH = EvalConfig(prompts=3, samples=4, accuracy="judges:right", format="judges:tidy", partial="judges:near")
 
 
 def test_shares_and_error_by_hand() -> None:
@@ -85,11 +84,13 @@ def test_shares_and_error_by_hand() -> None:
     assert found.metrics["accuracy"] == pytest.approx(1 / 4)
     assert found.metrics["error"] == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
     assert found.metrics["format_accuracy"] == pytest.approx((3 + 1 + 4) / 12)
+    assert found.metrics["partial_accuracy"] == pytest.approx(3 / 12)
     assert found.metrics["samples"] == 12
     assert found.metrics["clipped_ratio"] == pytest.approx(1 / 12)
     assert found.metrics["mean_length"] == pytest.approx((2 + 2 + 1 + 5 + 1 + 1 + 1 + 2 + 4) / 12)
     assert found.metrics["reward"] is None
     assert [g.prompt for g in found.groups] == ["p0", "p1", "p2"]
+    assert evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT).metrics["error"] is None  # of one prompt
 
 
 def test_the_training_reward_is_reported_beside() -> None:
@@ -109,10 +110,6 @@ def test_what_is_not_named_is_not_judged() -> None:
     assert (only_format.metrics["accuracy"], only_format.metrics["format_accuracy"]) == (None, pytest.approx(2 / 3))
 
 
-def test_one_prompt_has_no_error() -> None:
-    assert evaluate(Canned(), EXAMPLES[:1], BOTH, ROLLOUT).metrics["error"] is None
-
-
 SUMMARY = {
     "accuracy", "partial_accuracy", "format_accuracy", "reward", "error", "samples", "mean_length", "clipped_ratio",
 }  # fmt: skip
@@ -124,12 +121,6 @@ def test_the_summary_is_everything_but_the_completions() -> None:
     summary = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=2), ROLLOUT).summary()
     assert set(summary) == SUMMARY | {"pass@1", "pass@2", "pass@1_any", "pass@2_any"}
     assert all(value is None or type(value) in (int, float) for value in summary.values())
-
-
-def test_partial_accuracy_is_a_share_too() -> None:
-    """Of 12 answers 2, 1 and 0 begin as the right one does."""
-    found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, partial="judges:near"), ROLLOUT)
-    assert found.metrics["partial_accuracy"] == pytest.approx(3 / 12)
 
 
 # --- pass@k
@@ -259,28 +250,3 @@ def test_an_evaluation_in_which_nothing_was_scored_has_a_reward_that_says_so() -
 def test_a_judge_that_is_not_there_is_told_before_the_run(what: str) -> None:
     with pytest.raises(RecipeError, match="did you mean 'sentence'"):
         check_run(recipe.load("quickstart", [f"evaluation.{what}=sentense"]))
-
-
-@pytest.mark.slow
-def test_before_and_after_differ_by_the_weights_alone() -> None:
-    """Through a real sampler: twice the same completions, and not those of a training step."""
-    from flax import nnx
-
-    from covey.models.config import ModelConfig
-    from covey.models.decoder import Decoder
-    from covey.rl.rollout import RolloutWorker
-    from covey.text.tokenizer import Tokenizer
-
-    config = ModelConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-    )
-    tokenizer = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
-    rollout = RolloutConfig(max_new_tokens=7)
-    worker = RolloutWorker(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, rollout)
-    examples = [{"prompt": "hello"}, {"prompt": "you"}]
-    texts = lambda groups: [c.tokens.tolist() for g in groups for c in g.completions]  # noqa: E731
-    runs = [texts(evaluate(worker, examples, EvalConfig(samples=3), rollout).groups)]
-    training = texts(worker.generate(examples, 3, step=1))
-    runs.append(texts(evaluate(worker, examples, EvalConfig(samples=3), rollout).groups))
-    assert runs[0] == runs[1]
-    assert runs[0] != training

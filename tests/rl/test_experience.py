@@ -87,12 +87,8 @@ def prompts(batches: Sequence[TrainBatch]) -> list[Any]:
 # --- what is in the loss
 
 
-def test_what_a_tool_wrote_is_not_in_the_loss() -> None:
+def test_a_tools_tokens_are_not_in_the_loss_nor_a_truncated_completion_that_is_masked() -> None:
     assert tokens_in_loss(completion(3, [True, False, True]), False).tolist() == [True, False, True]
-    assert tokens_in_loss(completion(2), False).tolist() == [True, True]
-
-
-def test_a_truncated_completion_is_in_the_loss_unless_it_is_masked() -> None:
     assert tokens_in_loss(completion(2, cut_off=True), False).all()
     assert not tokens_in_loss(completion(2, cut_off=True), True).any()
     assert tokens_in_loss(completion(2), True).all()

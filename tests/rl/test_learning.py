@@ -222,24 +222,13 @@ def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> 
     assert record.metrics["rewards/reward_model/std"] > 0.1
 
 
-@pytest.fixture(scope="module")
-def ended(run: Callable[..., Run]) -> Run:
-    """Whose data ended in its second step, long before `max_steps`."""
-    made = run(steps=10)
-    made.learner.train(PromptLoader([*PROMPTS, *PROMPTS[:3]], P, num_epochs=1))
-    return made
-
-
-def test_data_that_end_end_the_training(ended: Run) -> None:
-    """The last batch is short, and is trained on."""
-    first, last = ended.records[:2]
-    assert (len(first.groups), len(last.groups)) == (P, 3)
-    assert (last.step, last.total) == (2, 10)
+def test_another_learner_on_a_cluster_must_want_the_same(run: Callable[..., Run]) -> None:
+    """Data that end, here in the second step and long before `max_steps`, end the training; the last batch is short."""
+    ended, data = run(steps=10), PromptLoader(PROMPTS, P, num_epochs=1)
+    ended.learner.train(PromptLoader([*PROMPTS, *PROMPTS[:3]], P, num_epochs=1))
+    last = ended.records[-1]
+    assert (len(last.groups), last.step, last.total) == (3, 2, 10)
     assert last.metrics["grad_norm"] > 0
-
-
-def test_another_learner_on_the_cluster_must_want_the_same(ended: Run) -> None:
-    data = PromptLoader(PROMPTS, P, num_epochs=1)
     with pytest.raises(RecipeError, match="prepared already") as caught:
         ended.another_learner(replace(ended.config, beta=0.0)).train(data)
     assert "RLCluster(actor=cluster.actor" in caught.value.fix

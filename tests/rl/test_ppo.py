@@ -159,21 +159,6 @@ def test_the_random_answers_hold_every_case() -> None:
 
 # --- holes, by hand
 
-MASK = np.array([1, 1, 0, 0, 1, 1, 0, 1], bool)
-
-
-def test_gae_over_a_hole_by_hand() -> None:
-    """γ = 0.9, λ = 0.5, a tool's token between: δ = 0.9·2 − 1 = 0.8 and 3 − 2 = 1; A = 0.8 + 0.45·1 and 1."""
-    (advantage,), (returns,) = gae(
-        [np.array([0.0, 50.0, 3.0, 70.0])],
-        [np.array([1.0, 9.0, 2.0, 8.0])],
-        gamma=0.9,
-        lam=0.5,
-        mask=[np.array([1, 0, 1, 0], bool)],
-    )
-    np.testing.assert_allclose(advantage, [1.25, 0.0, 1.0, 0.0])
-    np.testing.assert_allclose(returns, [2.25, 9.0, 3.0, 8.0])
-
 
 def test_a_mask_of_another_length_never_broadcasts() -> None:
     one, three = [np.array([True])], [np.zeros(3)]
@@ -183,20 +168,6 @@ def test_a_mask_of_another_length_never_broadcasts() -> None:
         kl_penalty(three, three, "k1", 1.0, one)
     with pytest.raises(AssertionError, match="broadcast"):
         token_rewards(np.ones(1), three, one)
-
-
-def test_the_kl_in_a_reward_is_that_of_the_drawn_tokens() -> None:
-    policy, reference = [np.array([-1.0, -90.0, -2.0])], [np.array([-1.5, -2.0, -2.5])]
-    [got] = kl_penalty(policy, reference, "k1", 0.1, [np.array([True, False, True])])
-    np.testing.assert_allclose(got, [0.05, 0.0, 0.05])
-
-
-def test_the_reward_is_that_of_the_last_drawn_token() -> None:
-    """Nothing is earned at a tool's token, and nothing anywhere by an answer that the model drew nothing of."""
-    masks = [np.array([True, True, False]), np.array([False, False]), np.zeros(0, bool)]
-    penalties = [np.array([0.1, 0.2, 70.0]), np.array([5.0, 5.0]), np.zeros(0)]
-    got = token_rewards(np.array([1.0, 2.0, 3.0]), penalties, masks)
-    assert [g.round(9).tolist() for g in got] == [[-0.1, 0.8, 0.0], [0.0, 0.0], []]
 
 
 def test_group_advantages_take_the_kl_of_the_drawn_tokens_alone() -> None:
