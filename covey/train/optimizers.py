@@ -201,7 +201,8 @@ def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
     """Run `inner` on float32 gradients and parameters; narrow parameters are their float32 copy, rounded."""
 
     def init(params: PyTree) -> Float32State:
-        return Float32State(inner.init(jax.tree.map(_widen, params)), jax.tree.map(_copy_if_narrow, params))
+        master = jax.tree.map(lambda x: _widen(x) if _is_narrow(x) else None, params)
+        return Float32State(inner.init(jax.tree.map(_widen, params)), master)
 
     def update(
         grads: PyTree, state: Float32State, params: PyTree = None, **rates: LearningRates
@@ -222,10 +223,6 @@ def _is_narrow(x: jax.Array) -> bool:
 
 def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if _is_narrow(x) else x
-
-
-def _copy_if_narrow(x: jax.Array) -> jax.Array | None:
-    return x.astype(jnp.float32) if _is_narrow(x) else None
 
 
 def _update_to(param: jax.Array, moved: jax.Array, update: jax.Array) -> jax.Array:
