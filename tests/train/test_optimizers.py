@@ -185,13 +185,16 @@ def resumed(
     optimizer: optax.GradientTransformation, params: Any, state: Any, made: int, grads: list[Any]
 ) -> tuple[Any, Any]:
     """Weights and state behind the updates of `grads`, after `made` others."""
-    update = jax.jit(optimizer.update)
+
+    @jax.jit
+    def apply(grads: Any, state: Any, params: Any, rates: dict[str, Any]) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params, **rates)
+        return optax.apply_updates(params, updates), state
+
+    scheduled = isinstance(optimizer, ScheduledOptimizer)
     for number, step in enumerate(grads, made):
-        rates = (
-            {"learning_rates": optimizer.learning_rates(number)} if isinstance(optimizer, ScheduledOptimizer) else {}
-        )
-        updates, state = update(step, state, params, **rates)
-        params = optax.apply_updates(params, updates)
+        rates = {"learning_rates": optimizer.learning_rates(number)} if scheduled else {}
+        params, state = apply(step, state, params, rates)
     return params, state
 
 
