@@ -15,13 +15,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.data.rows import Row, as_rows
 from covey.errors import DataError, ResumeError
 from covey.types import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np  # late: a command that reads no data needs no NumPy
 
 LoaderState = dict[str, Any]
 """State of a loader, JSON-serializable: `position` in rows, and `fingerprint`."""
@@ -131,7 +132,7 @@ def _stable(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__
 
 
-Encode = Callable[[Prompt], np.ndarray]
+Encode = Callable[[Prompt], "np.ndarray"]
 """Function that encodes a row's prompt to the tokens that are sampled after: int32 [n]."""
 
 
