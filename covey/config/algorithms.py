@@ -5,7 +5,7 @@ behind the settings are in `losses.advantages` and `losses.policy`. This module 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Gt
@@ -133,41 +133,43 @@ class GRPOConfig(Config, section="grpo"):
     reference_mixing: Reported[Fraction] = 0.6
     """Weight α of such a move: reference ← α·actor + (1 − α)·reference."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for settings that contradict each other, or that the algorithm does not use."""
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for settings that contradict each other, or that the algorithm does not use."""
         a = algorithm_of(self)
-        yield from unread_settings(self, READ_IF, f"{a.name} with these settings", a)
-        yield from problem_if(
-            self.num_generations < 2 and not a.needs_critic,
-            "num_generations",
-            f"grpo.num_generations is {self.num_generations}: an answer needs others to be compared with",
-            "at least 2; one answer a prompt is for grpo.algorithm ppo",
-        )
-        yield from problem_if(
-            self.num_generations < 2 and a.max_sampling_rounds > 1,
-            "max_sampling_rounds",
-            "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal",
-            "1, or grpo.num_generations of at least 2",
-        )
-        yield from problem_if(
-            a.beta and a.kl == "k1" and a.kl_in == "loss",
-            "kl",
-            "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back",
-            "k2 or k3, or grpo.kl_in reward",
-        )
-        yield from problem_if(
-            self.num_iterations > 1 and a.surrogate == "reinforce",
-            "num_iterations",
-            f"grpo.num_iterations is {self.num_iterations}, and grpo.surrogate reinforce has no ratio: later updates "
-            "on a batch would take the answers for those of a policy that did not sample them",
-            f"1, or an algorithm with a ratio: {', '.join(WITH_RATIO)}",
-        )
-        yield from problem_if(
-            self.reward_weights is not None and not any(self.reward_weights),
-            "reward_weights",
-            "grpo.reward_weights are all 0: no answer would be scored",
-            "one that is not 0",
-        )
+        return [
+            *unread_settings(self, READ_IF, f"{a.name} with these settings", a),
+            *problem_if(
+                self.num_generations < 2 and not a.needs_critic,
+                "num_generations",
+                f"grpo.num_generations is {self.num_generations}: an answer needs others to be compared with",
+                "at least 2; one answer a prompt is for grpo.algorithm ppo",
+            ),
+            *problem_if(
+                self.num_generations < 2 and a.max_sampling_rounds > 1,
+                "max_sampling_rounds",
+                "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal",
+                "1, or grpo.num_generations of at least 2",
+            ),
+            *problem_if(
+                a.beta and a.kl == "k1" and a.kl_in == "loss",
+                "kl",
+                "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back",
+                "k2 or k3, or grpo.kl_in reward",
+            ),
+            *problem_if(
+                self.num_iterations > 1 and a.surrogate == "reinforce",
+                "num_iterations",
+                f"grpo.num_iterations is {self.num_iterations}, and grpo.surrogate reinforce has no ratio: later "
+                "updates on a batch would take the answers for those of a policy that did not sample them",
+                f"1, or an algorithm with a ratio: {', '.join(WITH_RATIO)}",
+            ),
+            *problem_if(
+                self.reward_weights is not None and not any(self.reward_weights),
+                "reward_weights",
+                "grpo.reward_weights are all 0: no answer would be scored",
+                "one that is not 0",
+            ),
+        ]
 
 
 class PPOConfig(GRPOConfig):
@@ -218,9 +220,9 @@ class Algorithm(PPOConfig):
         """Whether advantages depend on other groups, so that all completions of the step must be sampled first."""
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterable[Problem]:
         """Skip checks: resolved settings include those that the algorithm does not use."""
-        yield from ()
+        return ()
 
 
 class Preset(NamedTuple):

@@ -212,13 +212,13 @@ class Config:
         handler.resolve_ref_schema(schema).update(strict=False)  # type: ignore[attr-defined]
         return schema
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that contradicts another of this object."""
-        yield from ()
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for each setting that contradicts another of this object."""
+        return ()
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that is wrong in a recipe alone: a script may bring what it must name."""
-        yield from ()
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each setting that is wrong in a recipe alone: a script may bring what it must name."""
+        return ()
 
 
 def validate(

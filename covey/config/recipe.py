@@ -6,7 +6,7 @@ two classes. This module does not import JAX.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -98,12 +98,11 @@ class Recipe(AnyRecipe):
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
         object.__setattr__(self, "grpo", config_for(self.grpo))
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that contradicts one of another section."""
-        yield from _rl_contradictions(self)
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each setting that contradicts one of another section."""
         environment = [metric_name(self.envs.environment)] if self.envs.environment else []
-        model = ["reward_model"] if self.reward_model else []
-        yield from _shared_contradictions(self, [*self.rewards, *model, *environment])
+        scores = [*self.rewards, *(["reward_model"] if self.reward_model else []), *environment]
+        return [*_rl_contradictions(self), *_shared_contradictions(self, scores)]
 
 
 class SFTRecipe(AnyRecipe):
@@ -118,15 +117,17 @@ class SFTRecipe(AnyRecipe):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that contradicts one of another section."""
-        yield from problem_if(
-            self.data.task == "first-letter",
-            "data.task",
-            "data.task first-letter has no worked answers to learn from",
-            "jsonl, arithmetic, sums, guess, wordle or gsm8k",
-        )
-        yield from _shared_contradictions(self)
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each setting that contradicts one of another section."""
+        return [
+            *problem_if(
+                self.data.task == "first-letter",
+                "data.task",
+                "data.task first-letter has no worked answers to learn from",
+                "jsonl, arithmetic, sums, guess, wordle or gsm8k",
+            ),
+            *_shared_contradictions(self),
+        ]
 
 
 RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
@@ -348,104 +349,114 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
     raise_together([problem.error("") for problem in in_sections(recipe, in_recipe=True)])
 
 
-def _rl_contradictions(recipe: Recipe) -> Iterator[Problem]:
+def _rl_contradictions(recipe: Recipe) -> list[Problem]:
     rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
-    scored = envs.environment is not None
-    yield from problem_if(
-        not (recipe.rewards or recipe.reward_model or scored),
-        "rewards",
-        "rewards is empty: nothing would be learnt",
-        "the name of at least one reward function, or an environment",
-    )
-    other = f"envs.environment is {envs.environment}" if scored else "there are tools in envs.tools"
-    yield from problem_if(
-        (scored or envs.tools) and rollout.tool != "none",
-        "rollout.tool",
-        f"rollout.tool is {rollout.tool}, and {other}",
-        f"one of them: {'an environment can calculate' if scored else 'calculator is one of envs.tools too'}",
-    )
-    yield from problem_if(
-        len({*recipe.rewards}) < len(recipe.rewards),
-        "rewards",
-        "rewards names a function twice",
-        "each once; weigh it with grpo.reward_weights",
-    )
-    weights, scores = grpo.reward_weights, scored + len(recipe.rewards) + (recipe.reward_model is not None)
-    yield from problem_if(
-        weights is not None and len(weights) != scores,
-        "grpo.reward_weights",
-        f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
-        "one for each, the environment's first, the reward model's last",
-    )
-    yield from problem_if(
-        algorithm.overlong_buffer > rollout.max_new_tokens,
-        "grpo.overlong_buffer",
-        f"grpo.overlong_buffer is {algorithm.overlong_buffer:g} tokens, and a completion has at most "
-        f"{rollout.max_new_tokens}",
-        "at most rollout.max_new_tokens; below 1 it is a fraction of them",
-    )
-    yield from problem_if(
-        recipe.critic is not None and not algorithm.needs_critic,
-        "critic",
-        f"critic is set, and {grpo.algorithm} has none",
-        "null, or grpo.algorithm ppo",
-    )
-    copied = algorithm.needs_critic and recipe.critic is None and recipe.model.adapter
-    yield from problem_if(
-        copied and recipe.model.quantize != "none",
-        "critic",
-        "the critic would be a copy of the base, all of it trained, and a quantised base cannot be",
-        "a checkpoint for it, or model.quantize none",
-    )
-    yield from problem_if(
-        rollout.temperature == 0,
-        "rollout.temperature",
-        "rollout.temperature is 0: all samples of a group would be the same",
-        "more than 0",
-    )
-    yield from problem_if(
-        grpo.credit == "turn" and not (scored or envs.tools),
-        "grpo.credit",
-        "grpo.credit is turn, and there is no environment: a sample is one turn",
-        "episode, or an environment or tools in envs",
-    )
-    judges = recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format
+    scored, weights, evaluation = envs.environment is not None, grpo.reward_weights, recipe.evaluation
+    scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
+    judges = evaluation.accuracy, evaluation.partial, evaluation.format
     named = {*recipe.rewards, *filter(None, judges), *(["reward_model"] if recipe.reward_model else [])}
-    for name in recipe.reward_safety.on_error_of:
-        yield from problem_if(
-            name not in named | {other.rpartition(":")[2] for other in named},
-            "reward_safety.on_error_of",
-            f"reward_safety.on_error_of names {name!r}, which is none of the recipe's reward functions",
-            nearest(name, named),
-        )
+    known = named | {name.rpartition(":")[2] for name in named}
+    text = "reward_safety.on_error_of names {!r}, which is none of the recipe's reward functions"
+    return [
+        *problem_if(
+            not (recipe.rewards or recipe.reward_model or scored),
+            "rewards",
+            "rewards is empty: nothing would be learnt",
+            "the name of at least one reward function, or an environment",
+        ),
+        *problem_if(
+            scored and rollout.tool != "none",
+            "rollout.tool",
+            f"rollout.tool is {rollout.tool}, and envs.environment is {envs.environment}",
+            "one of them: an environment can calculate",
+        ),
+        *problem_if(
+            envs.tools and not scored and rollout.tool != "none",
+            "rollout.tool",
+            f"rollout.tool is {rollout.tool}, and there are tools in envs.tools",
+            "one of them: calculator is one of envs.tools too",
+        ),
+        *problem_if(
+            len({*recipe.rewards}) < len(recipe.rewards),
+            "rewards",
+            "rewards names a function twice",
+            "each once; weigh it with grpo.reward_weights",
+        ),
+        *problem_if(
+            weights is not None and len(weights) != scores,
+            "grpo.reward_weights",
+            f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
+            "one for each, the environment's first, the reward model's last",
+        ),
+        *problem_if(
+            algorithm.overlong_buffer > rollout.max_new_tokens,
+            "grpo.overlong_buffer",
+            f"grpo.overlong_buffer is {algorithm.overlong_buffer:g} tokens, and a completion has at most "
+            f"{rollout.max_new_tokens}",
+            "at most rollout.max_new_tokens; below 1 it is a fraction of them",
+        ),
+        *problem_if(
+            recipe.critic is not None and not algorithm.needs_critic,
+            "critic",
+            f"critic is set, and {grpo.algorithm} has none",
+            "null, or grpo.algorithm ppo",
+        ),
+        *problem_if(
+            algorithm.needs_critic and not recipe.critic and recipe.model.adapter and recipe.model.quantize != "none",
+            "critic",
+            "the critic would be a copy of the base, all of it trained, and a quantised base cannot be",
+            "a checkpoint for it, or model.quantize none",
+        ),
+        *problem_if(
+            rollout.temperature == 0,
+            "rollout.temperature",
+            "rollout.temperature is 0: all samples of a group would be the same",
+            "more than 0",
+        ),
+        *problem_if(
+            grpo.credit == "turn" and not (scored or envs.tools),
+            "grpo.credit",
+            "grpo.credit is turn, and there is no environment: a sample is one turn",
+            "episode, or an environment or tools in envs",
+        ),
+        *(
+            Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
+            for name in recipe.reward_safety.on_error_of
+            if name not in known
+        ),
+    ]
 
 
-def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Yield the problems that recipes of both kinds may have; `functions` are the names of scores in metrics."""
+def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str] = ()) -> list[Problem]:
+    """Return the problems that recipes of both kinds may have; `functions` are the names of scores in metrics."""
     data, rollout, training = recipe.data, recipe.rollout, recipe.training
-    yield from problem_if(
-        not re.fullmatch(r"\w[\w.-]*", recipe.name),
-        "name",
-        f"name is {recipe.name!r}",
-        "letters, digits, '-', '_' and '.': it names a folder",
-    )
-    yield from problem_if(
-        data.task in DATA_PATHS and not data.path,
-        "data.task",
-        f"data.task {data.task} needs data.path, which is not set",
-        DATA_PATHS.get(data.task, ""),
-    )
     needed = rollout.max_prompt_length + rollout.max_new_tokens
-    yield from problem_if(
-        rollout.kv_cache_size is not None and rollout.kv_cache_size < needed,
-        "rollout.kv_cache_size",
-        f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
-        f"null, or at least max_prompt_length + max_new_tokens = {needed}",
-    )
     of_section = {problem.what for problem in training.contradictions()}
-    for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, functions):
-        if problem.what not in of_section:
-            yield problem._replace(key=f"training.{problem.key}")
+    return [
+        *problem_if(
+            not re.fullmatch(r"\w[\w.-]*", recipe.name),
+            "name",
+            f"name is {recipe.name!r}",
+            "letters, digits, '-', '_' and '.': it names a folder",
+        ),
+        *problem_if(
+            data.task in DATA_PATHS and not data.path,
+            "data.task",
+            f"data.task {data.task} needs data.path, which is not set",
+            DATA_PATHS.get(data.task, ""),
+        ),
+        *problem_if(
+            rollout.kv_cache_size is not None and rollout.kv_cache_size < needed,
+            "rollout.kv_cache_size",
+            f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
+            f"null, or at least max_prompt_length + max_new_tokens = {needed}",
+        ),
+        *(
+            problem._replace(key=f"training.{problem.key}")
+            for problem in metrics.unlogged(training.show, training.keep_best, recipe.method, functions)
+            if problem.what not in of_section
+        ),
+    ]
 
 
 def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[str, str]) -> Iterator[RecipeError]:

@@ -1,10 +1,10 @@
 """Settings of the section `data`: where prompts and examples come from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Final, Literal
 
-from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem, problem_if
+from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem
 
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
@@ -44,22 +44,20 @@ class DataConfig(Config, section="data"):
     seed: NonNegativeInt = 42
     """Seed of the shuffle and of the tasks made on the fly."""
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that the task does not read."""
-        readers = {
-            "path": DATA_PATHS,
-            "test_path": DATA_PATHS,
-            "prompt_column": ["jsonl"],
-            "completion_column": ["jsonl"],
-        }
-        for field in fields(self):
-            value = getattr(self, field.name)
-            yield from problem_if(
-                value != field.default and self.task not in readers.get(field.name, [self.task]),
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each setting that the task does not read."""
+        readers = {"path": DATA_PATHS, "test_path": DATA_PATHS}
+        readers |= {name: {"jsonl": ""} for name in ("prompt_column", "completion_column")}
+        return [
+            Problem(
                 field.name,
                 f"data.{field.name} is {value}, and data.task {self.task} does not read it",
                 f"--data.task jsonl, to read rows of your own, or no data.{field.name}",
             )
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            if self.task not in readers.get(field.name, [self.task])
+        ]
 
 
 class SFTDataConfig(DataConfig):

@@ -1,7 +1,7 @@
 """Settings of the section `envs`: environments of several turns, their limits and the treatment of their failures."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from typing import Any, Literal
 
@@ -92,31 +92,27 @@ class EnvsConfig(Config, section="envs"):
     private_addresses: Reported[bool] = False
     """Whether an OpenEnv server may be at a private address, such as 127.0.0.1."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for an environment beside tools, and for a tool that is named twice."""
-        yield from problem_if(
-            self.environment is not None and self.tools,
-            "tools",
-            f"envs.tools names {', '.join(map(repr, self.tools))}, and envs.environment is {self.environment}",
-            "one of them: an environment can answer calls itself",
-        )
-        yield from problem_if(
-            len({*self.tools}) < len(self.tools), "tools", "envs.tools names a tool twice", "each once"
-        )
-        yield from problem_if(
-            not all(map(math.isfinite, _numbers(self.arguments))),
-            "arguments",
-            "envs.arguments has a number that is not finite",
-            "numbers that JSON has",
-        )
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for an environment beside tools, and for a tool that is named twice."""
+        return [
+            *problem_if(
+                self.environment is not None and self.tools,
+                "tools",
+                f"envs.tools names {', '.join(map(repr, self.tools))}, and envs.environment is {self.environment}",
+                "one of them: an environment can answer calls itself",
+            ),
+            *problem_if(len({*self.tools}) < len(self.tools), "tools", "envs.tools names a tool twice", "each once"),
+            *problem_if(
+                not all(map(math.isfinite, _numbers(self.arguments))),
+                "arguments",
+                "envs.arguments has a number that is not finite",
+                "numbers that JSON has",
+            ),
+        ]
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each setting that nothing reads. A script may have its environment elsewhere."""
-        yield from unread_settings(self, READ_IF, "a run with these settings")
-
-
-def _acts(envs: EnvsConfig) -> bool:
-    return envs.environment is not None or bool(envs.tools)
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each setting that nothing reads. A script may have its environment elsewhere."""
+        return unread_settings(self, READ_IF, "a run with these settings")
 
 
 OWN_CONDITIONS = (
@@ -136,7 +132,11 @@ OWN_CONDITIONS = (
 _NAMED = ("environment", "tools", *(name for condition in OWN_CONDITIONS for name in condition.names))
 READ_IF = (
     *OWN_CONDITIONS,
-    ReadIf(tuple(name for name in EnvsConfig.kinds if name not in _NAMED), _acts, "an envs.environment, or envs.tools"),
+    ReadIf(
+        tuple(name for name in EnvsConfig.kinds if name not in _NAMED),
+        lambda envs: envs.environment is not None or bool(envs.tools),
+        "an envs.environment, or envs.tools",
+    ),
 )
 """Settings that a recipe does not read without an environment or tools: all but those two."""
 

@@ -1,6 +1,6 @@
 """Settings of the section `evaluation`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Literal
 
 from covey.config.base import GroupSize, NonNegativeInt, Problem, problem_if
@@ -29,27 +29,25 @@ class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when
     all evaluates under each of them, and during training under the first.
     """
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for settings of pass@k and of sampling that exclude each other."""
-        yield from problem_if(
-            self.pass_k > self.samples,
-            "pass_k",
-            f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled",
-            f"at most {self.samples}, or an evaluation.samples of {self.pass_k}",
-        )
-        yield from problem_if(
-            self.pass_k and not self.accuracy,
-            "pass_k",
-            "evaluation.pass_k is set, and nothing says what is right",
-            "0, or the name of a reward function in evaluation.accuracy",
-        )
-        for name in SamplingConfig.kinds:
-            yield from problem_if(
-                self.preset and getattr(self, name) is not None,
-                name,
-                f"evaluation.{name} is set, and evaluation.preset {self.preset} sets it too",
-                "null for one of the two",
-            )
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for settings of pass@k and of sampling that exclude each other."""
+        twice = [name for name in SamplingConfig.kinds if self.preset and getattr(self, name) is not None]
+        text = f"is set, and evaluation.preset {self.preset} sets it too"
+        return [
+            *problem_if(
+                self.pass_k > self.samples,
+                "pass_k",
+                f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled",
+                f"at most {self.samples}, or an evaluation.samples of {self.pass_k}",
+            ),
+            *problem_if(
+                self.pass_k and not self.accuracy,
+                "pass_k",
+                "evaluation.pass_k is set, and nothing says what is right",
+                "0, or the name of a reward function in evaluation.accuracy",
+            ),
+            *(Problem(name, f"evaluation.{name} {text}", "null for one of the two") for name in twice),
+        ]
 
 
 class SFTEvalConfig(EvalConfig):

@@ -1,7 +1,7 @@
 """Settings of the section `model`: the checkpoint, its adapters and its devices."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -40,20 +40,19 @@ class LoRAConfig(Config, section="model.lora"):
     dropout: Decay = 0.0
     """Probability with which an update drops an input of an adapter; one mask serves all tokens of the update."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for adapters without any target."""
-        yield from problem_if(
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for adapters without any target."""
+        return problem_if(
             self.rank > 0 and not self.targets,
             "targets",
             "model.lora.targets is empty: nothing would be trained",
             "at least one projection",
         )
 
-    def contradictions_in_recipe(self) -> Iterator[Problem]:
-        """Yield a problem for each target that is a name, but of a projection in no family of models."""
-        for target in self.targets:
-            if target.isidentifier() and target not in LORA_TARGETS:
-                yield Problem("targets", f"model.lora.targets has no {target!r}", nearest(target, LORA_TARGETS))
+    def contradictions_in_recipe(self) -> Iterable[Problem]:
+        """Return a problem for each target that is a name, but of a projection in no family of models."""
+        unknown = [target for target in self.targets if target.isidentifier() and target not in LORA_TARGETS]
+        return [Problem("targets", f"model.lora.targets has no {t!r}", nearest(t, LORA_TARGETS)) for t in unknown]
 
 
 class MeshConfig(Config, section="model.mesh"):
@@ -122,29 +121,31 @@ class ModelOptions(Config, section="model"):
     lora: Decisive[LoRAConfig] = field(default_factory=LoRAConfig)
     mesh: Ignored[MeshConfig] = field(default_factory=MeshConfig)
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for settings of adapters and quantisation that exclude each other."""
-        yield from problem_if(
-            self.adapter and self.lora.rank,
-            "adapter",
-            f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own",
-            "model.lora.rank 0 beside an adapter",
-        )
-        yield from problem_if(
-            self.quantize != "none" and not (self.lora.rank or self.adapter),
-            "quantize",
-            f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained",
-            "none; or adapters: a model.lora.rank above 0, or model.adapter",
-        )
-        yield from problem_if(
-            self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block,
-            "quantize_block",
-            f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}",
-            f"model.quantize nf4; else {ModelOptions.quantize_block}, its default",
-        )
-        yield from problem_if(
-            self.quantize_block % 2,
-            "quantize_block",
-            f"model.quantize_block is {self.quantize_block}",
-            "an even number",
-        )
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for settings of adapters and quantisation that exclude each other."""
+        return [
+            *problem_if(
+                self.adapter and self.lora.rank,
+                "adapter",
+                f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own",
+                "model.lora.rank 0 beside an adapter",
+            ),
+            *problem_if(
+                self.quantize != "none" and not (self.lora.rank or self.adapter),
+                "quantize",
+                f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained",
+                "none; or adapters: a model.lora.rank above 0, or model.adapter",
+            ),
+            *problem_if(
+                self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block,
+                "quantize_block",
+                f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}",
+                f"model.quantize nf4; else {ModelOptions.quantize_block}, its default",
+            ),
+            *problem_if(
+                self.quantize_block % 2,
+                "quantize_block",
+                f"model.quantize_block is {self.quantize_block}",
+                "an even number",
+            ),
+        ]

@@ -3,7 +3,7 @@
 This module does not import JAX.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Literal
 
@@ -34,9 +34,9 @@ class RewardSafetyConfig(Config, section="reward_safety"):
     budget: NonNegativeInt = 100
     """Number of failures, over all functions and the whole run, that none and value accept; one more stops the run."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for a timeout without workers."""
-        yield from problem_if(
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for a timeout without workers."""
+        return problem_if(
             self.timeout and not self.workers,
             "timeout",
             f"reward_safety.timeout is {self.timeout:g}, and reward_safety.workers is 0",

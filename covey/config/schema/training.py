@@ -1,6 +1,6 @@
 """Settings of the section `training`, of reinforcement learning and of supervised training, and of optimizers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -59,9 +59,9 @@ class OptimizerConfig(Config, section="training.optimizer"):
     max_grad_norm: NonNegativeFloat = 1.0
     """Largest global norm of the gradient, which is clipped to it; 0 is off."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for a momentum without Muon."""
-        yield from problem_if(
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for a momentum without Muon."""
+        return problem_if(
             self.kind != "muon" and self.momentum != OptimizerConfig.momentum,
             "momentum",
             f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it",
@@ -144,12 +144,11 @@ class RLTrainingConfig(Config, section="training"):
     micro-batch is split. It changes speed and memory, never the gradient.
     """
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for each named metric that no run logs, whatever its reward functions are called, and for a
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for each named metric that no run logs, whatever its reward functions are called, and for a
         place of checkpoints that is none.
         """
-        yield from metrics.unlogged(self.show, self.keep_best, metrics.RL)
-        yield from _unusable(self.checkpoint_path)
+        return [*metrics.unlogged(self.show, self.keep_best, metrics.RL), *_unusable(self.checkpoint_path)]
 
 
 class SFTConfig(Config, section="training"):
@@ -203,9 +202,9 @@ class SFTConfig(Config, section="training"):
     show: Ignored[tuple[str, ...]] = ("perplexity",)
     """Metrics on the progress line, besides the loss; docs/metrics.md lists them all."""
 
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a problem for a place of checkpoints that is none."""
-        yield from _unusable(self.checkpoint_path)
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for a place of checkpoints that is none."""
+        return _unusable(self.checkpoint_path)
 
 
 def _unusable(checkpoint_path: str) -> Iterable[Problem]:
