@@ -186,7 +186,7 @@ examples
             ),
         ),
         Command(
-            "sft", "covey.cli.train:sft", "NAME_OR_YAML", "train on given answers instead: supervised",
+            "sft", "covey.cli.train:train", "NAME_OR_YAML", "train on given answers instead: supervised",
             """\
 Supervised training: imitates the answers of a file (or of a built-in task), as a recipe with method: sft says.
 Only the answer of a row is learnt, its stop token included. A row of the file is of one of these forms:

@@ -32,10 +32,7 @@ def evaluate(line: Line) -> None:
     from covey.parallel import distributed
 
     with distributed.start():
-        if isinstance(settings, recipe.SFTRecipe):
-            run.evaluate_sft(source, settings)
-        else:
-            run.evaluate(source, settings)
+        run.evaluate(source, settings)
 
 
 def rollout(line: Line) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from covey.cli.checks import (
     check_not_model,
@@ -20,16 +21,10 @@ from covey.errors import CoveyError
 
 
 def train(line: Line) -> None:
-    """Execute `covey train NAME_OR_YAML [--dry-run] [settings]` or `covey train --resume RUN [settings]`."""
-    _train(recipe.Recipe, line)
-
-
-def sft(line: Line) -> None:
-    """Execute `covey sft`, whose arguments are those of `covey train`."""
-    _train(recipe.SFTRecipe, line)
-
-
-def _train(kind: type[recipe.RecipeT], line: Line) -> None:
+    """Execute `covey train NAME_OR_YAML [--dry-run] [settings]` or `covey train --resume RUN [settings]`; `covey sft`
+    takes the same words.
+    """
+    kind: Any = recipe.METHODS["sft" if line.command.name == "sft" else "rl"]  # one of the two
     folder = line.options.get("--resume")
     if "--dry-run" in line.options:
         from covey.cli.dry_run import dry_run  # late: a run does not need it
@@ -60,10 +55,7 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
             out = stack.enter_context(reserve_run_folder(settings))
         out = channel.broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
-        if isinstance(settings, recipe.SFTRecipe):
-            run.train_sft(settings, out)
-        else:
-            run.train(settings, out)
+        run.train(settings, out)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:
@@ -75,9 +67,8 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -
     from covey import run
     from covey.parallel import distributed
 
-    resume = run.resume_sft if kind is recipe.SFTRecipe else run.resume
     with distributed.start(), print_resume_command(kind.method, Path(folder)):
-        resume(Path(folder), changes)
+        run.resume(Path(folder), changes)
 
 
 @contextmanager

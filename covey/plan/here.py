@@ -19,9 +19,8 @@ from covey.errors import CoveyError
 from covey.plan.compiled import peak_memory, reset_peak_memory
 from covey.plan.memory import SAMPLING
 from covey.plan.table import make_table
+from covey.run import RUNS
 from covey.run.base import Run
-from covey.run.rl import RLRun
-from covey.run.sft import SFTRun
 
 STEPS = 2
 PHASES = {"rollout": SAMPLING, "logps": ("score",), "update": ("gradients", "apply", "token values")}
@@ -101,7 +100,7 @@ class PeakRecorder:
 def main(words: list[str]) -> None:
     """Run the recipe words[0] in the folder words[1]; write the peaks to the file words[2]."""
     recipe, recorder = load_any(words[0]), PeakRecorder()
-    kind: type[Run[Any]] = SFTRun if isinstance(recipe, SFTRecipe) else RLRun
+    kind: type[Run[Any]] = RUNS[type(recipe)]
 
     class WatchedRun(kind):  # type: ignore[misc,valid-type]
         @classmethod

@@ -11,7 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
-from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python, load_any, to_yaml
+from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python, load_any
 from covey.data import Dataset
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
@@ -34,13 +34,13 @@ from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
-from covey.parallel import channel, checks, distributed, mesh_from_config
+from covey.parallel import channel, distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.load_model import check_same_weights
 from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
-from covey.run.settings import check_same_modules, check_same_settings, settings_of
+from covey.run.settings import check_same_recipe, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
 
@@ -107,6 +107,7 @@ class Run(ABC, Generic[RecipeT]):
         origin: origin of the initial weights.
         counts: numbers of the training rows that are used and of those that are not, for the summary.
         total: number of steps of the whole run.
+        trained: the cluster or the trainer, whose arrays are those of a checkpoint.
     """
 
     recipe: RecipeT
@@ -116,6 +117,7 @@ class Run(ABC, Generic[RecipeT]):
     held_out: Sequence[Any]
     origin: str
     counts: Mapping[str, int]
+    trained: Any = field(init=False)
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
@@ -131,20 +133,27 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
-        check_shared_folder(out)
-        recipe = _with_compute_dtype(recipe, resolve_compute_dtype(recipe.model.compute_dtype))
-        data, mesh = cls._load_inputs(recipe)
-        with create_folder(out, recipe) as folder:
-            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
+        return cls._run_in(recipe, out, recipe, create_folder)
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Resume the run in the folder `out`; return the content of `summary.json`."""
+        # The run keeps the type of products that it began with, on any machine.
+        return cls._run_in(recipe, out, load_any(out), partial(reopen_folder, step_files=cls.step_files))
+
+    @classmethod
+    def _run_in(
+        cls,
+        recipe: RecipeT,
+        out: Path,
+        began: Recipe | SFTRecipe,
+        open_folder: Callable[[Path, RecipeT], AbstractContextManager[RunFolder]],
+    ) -> dict[str, Any]:
+        """Run `recipe` in `out`, in the type of products that the recipe `began` leads to."""
         check_shared_folder(out)
-        if recipe.model.compute_dtype == AUTO:  # the run keeps the type that it began with, on any machine
-            recipe = _with_compute_dtype(recipe, resolve_compute_dtype(load_any(out).model.compute_dtype))
+        recipe = _with_compute_dtype(recipe, resolve_compute_dtype(began.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
-        with reopen_folder(out, recipe, cls.step_files) as folder:
+        with open_folder(out, recipe) as folder:
             return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
 
     @classmethod
@@ -169,34 +178,25 @@ class Run(ABC, Generic[RecipeT]):
         """Check the data, build the trainers, and return the number of steps of the whole run."""
 
     @abstractmethod
-    def evaluate(self, name: str) -> dict[str, Any]:
-        """Run the evaluation `name`, show it and write it to the folder; return its metrics."""
+    def measure(self, name: str) -> dict[str, Any]:
+        """Evaluate the held-out rows, show the result and write it to the folder as `name`; return the metrics."""
 
     @abstractmethod
     def show(self, record: StepRecord) -> None:
         """Show a step."""
 
     @abstractmethod
-    def state(self) -> Any:
-        """Return the arrays of a checkpoint."""
-
-    @abstractmethod
-    def state_shapes(self) -> Any:
-        """Return the shapes of `state()`, with their shardings."""
-
-    @abstractmethod
     def checkpoint_metadata(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint other than those on model and data."""
 
     @abstractmethod
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        """Restore a checkpoint."""
+    def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
+        """Restore these values."""
 
     @classmethod
     def _load_inputs(cls, recipe: RecipeT) -> tuple[Dataset, Mesh | None]:
         """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
-        checks.check_same("recipe", lambda: to_yaml(recipe), "the same command for all")
-        check_same_modules(recipe)
+        check_same_recipe(recipe, "the same command for all")
         mesh = mesh_from_config(recipe.model.mesh)
         show = echo if distributed.is_first() else _show_nothing
         with show_log(info=show, warning=show):
@@ -266,6 +266,15 @@ class Run(ABC, Generic[RecipeT]):
         self.progress.done(summary, self.folder.path_as_given, report, chat=not is_from_python(self.recipe))
         return summary
 
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """Run the evaluation `name`, if there are held-out rows, and return its metrics."""
+        if not self.held_out:
+            return {}
+        self.phase(f"evaluating {name} training")
+        metrics = self.measure(name)
+        self.resources.trackers.log(self.learner.step, {f"eval/{what}": value for what, value in metrics.items()})
+        return metrics
+
     def _begin_summary(self) -> dict[str, Any]:
         """Evaluate, and return the summary of a run that has not trained yet."""
         return {
@@ -301,7 +310,7 @@ class Run(ABC, Generic[RecipeT]):
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
         extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}
-        self.folder.save(self.learner.step, self.state(), extra, self._score())
+        self.folder.save(self.learner.step, self.trained.state(), extra, self._score())
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
@@ -315,11 +324,13 @@ class Run(ABC, Generic[RecipeT]):
         if folder.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        state, extra = folder.saves.restore(folder.last, target=self.state_shapes(), check=self.check_same_run)
+        shapes = self.trained.state_shapes()
+        state, extra = folder.saves.restore(folder.last, target=shapes, check=self.check_same_run)
         seconds = require_entry(extra, "seconds", float)
         self.started -= seconds
         self.progress.seconds_before, self.progress.steps_before = seconds, folder.last
-        self.load_state(state, extra, folder.last)
+        self.trained.load_state(state, folder.last)
+        self.load_metadata(extra, folder.last)
         self.learner.history.rows[:] = _read_history(folder.path)
         self.loader.restore(require_entry(extra, "data", dict))
 

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
-from covey.config.recipe import Recipe, SFTRecipe, is_run, to_yaml
+from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
 from covey.data import PromptLoader
@@ -30,7 +30,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluatio
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
-from covey.run.settings import check_same_modules
+from covey.run.settings import check_same_recipe
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
@@ -76,8 +76,7 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
         RecipeError: they do.
     """
     same = "the same command and data for all"
-    checks.check_same("recipe", lambda: to_yaml(recipe), same)
-    check_same_modules(recipe)
+    check_same_recipe(recipe, same)
     checks.check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
 
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe
-from covey.config.recipe import load as load_recipe
 from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
@@ -49,23 +48,6 @@ from covey.types import Group
 log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, out: Path) -> dict[str, Any]:
-    """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
-    return RLRun.start(recipe, out)
-
-
-def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
-    uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
-    """
-    recipe = load_recipe(folder, overrides)
-    with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
-        if may_need_earlier_values(recipe) and saves.latest() is not None:
-            extra = saves.restore(target={}, subset=True)[1]
-            recipe = with_earlier_values(recipe, require_entry(extra, "settings", dict))
-    return RLRun.resume(recipe, folder)
-
-
 @dataclass(eq=False)
 class RLRun(Run[Recipe]):
     """A run of reinforcement learning.
@@ -76,6 +58,14 @@ class RLRun(Run[Recipe]):
 
     learner: Learner
     other_models: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def resume(cls, recipe: Recipe, out: Path) -> dict[str, Any]:
+        with Checkpointer(folder_below(out, CHECKPOINTS), read_only=True) as saves:
+            if may_need_earlier_values(recipe) and saves.latest() is not None:
+                extra = saves.restore(target={}, subset=True)[1]
+                recipe = with_earlier_values(recipe, require_entry(extra, "settings", dict))
+        return super().resume(recipe, out)
 
     @classmethod
     def load_data(cls, recipe: Recipe) -> Dataset:
@@ -116,20 +106,15 @@ class RLRun(Run[Recipe]):
         learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
+        self.trained = learner.cluster
         return total
 
-    def evaluate(self, name: str) -> dict[str, Any]:
-        if not self.held_out:
-            return {}
-        self.phase(f"evaluating {name} training")
+    def measure(self, name: str) -> dict[str, Any]:
         evaluation = self.learner.evaluate(self.held_out, self.progress.advance, self.recipe.evaluation)
-        summary = evaluation.summary()
-        self.progress.evaluation(name, summary, _lines(evaluation.groups))
-        self.resources.trackers.log(self.learner.step, {f"eval/{what}": value for what, value in summary.items()})
-        self.folder.write_answers(name, evaluation.groups, evaluation.correct)
-        for preset, other in evaluation.others.items():
-            self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
-        return summary
+        self.progress.evaluation(name, evaluation.summary(), _lines(evaluation.groups))
+        for suffix, each in ("", evaluation), *((f"-{preset}", each) for preset, each in evaluation.others.items()):
+            self.folder.write_answers(f"{name}{suffix}", each.groups, each.correct)
+        return evaluation.summary()
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         self.learner.rehearse(self.loader.rows)
@@ -138,17 +123,10 @@ class RLRun(Run[Recipe]):
     def show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics, _lines(record.groups))
 
-    def state(self) -> Any:
-        return self.learner.cluster.state()
-
-    def state_shapes(self) -> Any:
-        return self.learner.cluster.state_shapes()
-
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state(), "other_models": self.other_models}
 
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.cluster.load_state(state, step)
+    def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         self.learner.load_state(require_entry(extra, "learner", dict), step)
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:

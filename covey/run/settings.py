@@ -22,7 +22,7 @@ from typing import Any
 
 from covey.config.algorithms import algorithm_of
 from covey.config.base import OnResume, on_resume
-from covey.config.recipe import METHODS, AnyRecipe, Recipe, SFTRecipe, flatten
+from covey.config.recipe import METHODS, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
 from covey.monitor.run_files import RECIPE
 from covey.parallel import checks
@@ -112,12 +112,14 @@ BEFORE_IT_EXISTED = {
 """Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
 
 
-def check_same_modules(recipe: Recipe | SFTRecipe) -> None:
-    """Refuse processes in which a file of a module that `recipe` names as module:member differs from that of process 0.
+def check_same_recipe(recipe: Recipe | SFTRecipe, want: str) -> None:
+    """Refuse processes in which the recipe, or a file of a module that it names as module:member, differs from that of
+    process 0.
 
     Raises:
-        CoveyError: one does.
+        CoveyError: one does; `want` says of a recipe what is expected.
     """
+    checks.check_same("recipe", lambda: to_yaml(recipe), want)
     checks.check_same(
         "code of the recipe",
         lambda: {name: digest for module in module_names(recipe) for name, digest in digests(module).items()},

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from jax.sharding import Mesh
 
 from covey.config.recipe import SFTRecipe
-from covey.config.recipe import load as load_recipe
 from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.rows import Row
@@ -30,18 +28,6 @@ from covey.run.inference import (
 )
 from covey.run.load_model import available_mesh, load_for
 from covey.sft.learner import SFTLearner
-
-
-def train(recipe: SFTRecipe, out: Path) -> dict[str, Any]:
-    """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
-    return SFTRun.start(recipe, out)
-
-
-def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Resume from the last checkpoint in `folder` (from the start when there is none); the result equals that of an
-    uninterrupted run. `overrides` change its recipe, where changes are allowed (`settings`).
-    """
-    return SFTRun.resume(load_recipe(folder, overrides, SFTRecipe), folder)
 
 
 def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
@@ -108,24 +94,20 @@ class SFTRun(Run[SFTRecipe]):
 
     def prepare(self) -> int:
         total = total_steps(self.recipe.training, len(self.loader))
-        self.trainer = self.learner.prepare(total)
+        self.trained = self.learner.prepare(total)
         return total
 
-    def evaluate(self, name: str) -> dict[str, Any]:
-        if not self.held_out:
-            return {}
-        self.phase(f"evaluating {name} training")
+    def measure(self, name: str) -> dict[str, Any]:
         answered = {} if self.worker is None else self._answer(name, self.worker)
         metrics = self.learner.held_out_loss(self.held_out) | {"examples": len(self.held_out)} | answered
         self.progress.evaluation(name, metrics)
-        self.resources.trackers.log(self.learner.step, {f"eval/{what}": value for what, value in metrics.items()})
         return metrics
 
     def _answer(self, name: str, worker: RolloutWorker) -> dict[str, Any]:
         """Answer held-out examples with the current weights, of which several processes have copies meanwhile; write
         the answers, and return their metrics.
         """
-        params = self.trainer.params
+        params = self.trained.params
         worker.update_params(on_local_devices(params) if self.answerable else params)
         metrics, groups, correct = answer_examples(worker, self.answerable, self.recipe, self.progress)
         worker.update_params(params)
@@ -135,18 +117,11 @@ class SFTRun(Run[SFTRecipe]):
     def show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics)
 
-    def state(self) -> Any:
-        return self.trainer.state()
-
-    def state_shapes(self) -> Any:
-        return self.trainer.state_shapes()
-
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"skipped": self.learner.nonfinite_guard.skipped}
 
-    def load_state(self, state: Any, extra: Mapping[str, Any], step: int) -> None:
+    def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         self.learner.step, self.learner.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
-        self.trainer.load_state(state, step)
 
 
 HELD_OUT = "held-out data"

@@ -39,7 +39,7 @@ def calls(monkeypatch, tmp_path):
         return call
 
     fake = types.ModuleType("covey.run")
-    for name in ("train", "train_sft", "resume", "resume_sft", "evaluate", "evaluate_sft", "chat"):
+    for name in ("train", "resume", "evaluate", "chat"):
         setattr(fake, name, record(name))
     fake.generate = record("generate", ["first\x1b[2J", "second\nline"])
     fake.record = record
@@ -136,7 +136,8 @@ def test_a_recipe_and_a_free_folder_are_handed_on(calls, capsys, command, name):
     run_folder(f"runs/{name}-1", of=name)
     assert cli.main([command, name, "--max-steps", "3", "--seed=7"]) == 0
     function, ready, out = calls[0]
-    assert (function, ready.training.max_steps, ready.seed) == (command.replace("sft", "train_sft"), 3, 7)
+    assert (function, recipe.COMMANDS[ready.method]) == ("train", f"covey {command}")
+    assert (ready.training.max_steps, ready.seed) == (3, 7)
     assert out == Path(f"runs/{name}-2")
     cli.main([command, "--help", name])
     assert f"--training.num-epochs {ready.training.num_epochs}" in capsys.readouterr().out
@@ -157,7 +158,7 @@ def test_a_run_is_resumed_with_changes_by_the_command_that_began_it(calls, capsy
     rl, supervised = run_folder("rl"), run_folder("supervised", of="sft-arithmetic")
     assert cli.main(["train", "--seed", "3", "--resume", "rl", "--max-steps=20"]) == 0
     assert cli.main(["sft", "--resume", "supervised"]) == 0
-    assert calls == [("resume", rl, ["--seed=3", "--max-steps=20"]), ("resume_sft", supervised, [])]
+    assert calls == [("resume", rl, ["--seed=3", "--max-steps=20"]), ("resume", supervised, [])]
     assert "fix: covey train --resume rl\n" in refused(capsys, "sft", "--resume", "rl")
     assert "fix: covey sft --resume supervised\n" in refused(capsys, "train", "--resume", "supervised")
     assert "covey sft --resume supervised" in refused(capsys, "sft", "sft-arithmetic", "--out", "supervised")
@@ -171,7 +172,8 @@ def test_a_run_can_be_a_model_once_it_has_a_checkpoint(calls, capsys):
     assert cli.main(["train", "quickstart", "--model.source", "done"]) == 0
     assert cli.main(["eval", "done"]) == 0
     assert cli.main(["eval", "done", "--recipe", "quickstart"]) == 0
-    assert [name for name, *_ in calls] == ["train", "evaluate_sft", "evaluate"]
+    assert [name for name, *_ in calls] == ["train", "evaluate", "evaluate"]
+    assert [ready.method for *_, ready in calls[1:]] == ["sft", "rl"]
     for words in (["train", "quickstart", "--model.source", "begun"], ["chat", "begun"]):
         assert "fix: go on with it: covey sft --resume begun" in refused(capsys, *words)
 
