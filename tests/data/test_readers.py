@@ -134,7 +134,7 @@ def test_json_lines_under_the_name_of_a_list_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 def test_the_delimiter_of_a_csv_file_is_that_of_its_column_names(tmp_path: Path, delimiter: str) -> None:
-    """The texts hold all of the others, and a quoted name the delimiter itself."""
+    """The texts hold all of the others, a quoted name the delimiter itself; a byte order mark is no part of a name."""
     text, more = "2 + 3, 4; or | and \t?", f"more{delimiter}names"
     rows = [["prompt", "answer", more], *([text, str(n), ""] for n in range(2))]
     (tmp_path / "a.csv").write_text("\n".join(delimiter.join(map(quoted, row)) for row in rows), encoding="utf-8-sig")
@@ -166,6 +166,18 @@ FILE_MISTAKES = {
     "too deep": ("a.json", b"[" * 100_000, "is not JSON"),
     "no Parquet": ("a.parquet", b"PAR1 and nothing else PAR1", "is no Parquet file"),
     "no bytes": ("a.parquet", b"", "is no Parquet file"),
+    "an empty table": ("a.csv", b"", "the file is empty"),
+    "only names": ("a.csv", b"prompt,answer\n", "the file is empty"),
+    "other names": ("a.csv", b"promt,answer\na,b\n", r"csv:2: has no column 'prompt'[\s\S]*promt"),
+    "a field too few": (
+        "a.csv",
+        b"prompt,answer\na,b\nc\n",
+        r"csv:3: has not as many fields[\s\S]*prompt, answer",
+    ),
+    "a field too many": ("a.csv", b"prompt,answer\na,b,c\n", "csv:2: has not as many fields"),
+    "an open quote": ("a.csv", b'prompt,answer\na,"b\n', "is not CSV"),
+    "a table of bytes": ("a.csv", b"prompt,answer\na,\xff\n", "is not CSV in UTF-8"),
+    "a huge field": ("a.csv", b"prompt,answer\na," + b"9" * 200_000 + b"\n", "is not CSV"),
 }
 
 
@@ -301,34 +313,6 @@ def test_a_malformed_name_is_refused_before_anything_is_imported(install: Instal
 def test_a_test_file_beside_a_hub_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.test_path is set"):
         gsm8k("hf:openai/gsm8k", test_path="x.jsonl")
-
-
-CSV_MISTAKES = {
-    "empty": ("", "the file is empty"),
-    "only names": (HEADER, "the file is empty"),
-    "other names": ("question,anser\na,b\n", r"csv:2: has no column 'answer'[\s\S]*anser"),
-    "a field too few": (HEADER + "a,b\nc\n", r"csv:3: has not as many fields[\s\S]*question, answer"),
-    "a field too many": (HEADER + "a,b,c\n", "csv:2: has not as many fields"),
-    "an open quote": (HEADER + 'a,"b\n', "is not CSV"),
-    "no text": (HEADER + "a,\xff\n", "is not CSV in UTF-8"),
-    "one row": (HEADER + "a,#### 1\n", "one row cannot be both"),
-    "a huge field": (HEADER + "a," + "9" * 200_000 + "\n", "is not CSV"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), CSV_MISTAKES.values(), ids=CSV_MISTAKES)
-def test_a_broken_csv_is_told(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(text, encoding="latin-1")
-    with pytest.raises(DataError, match=message):
-        gsm8k(path)
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
-    """As spreadsheets write it."""
-    path = tmp_path / "a.csv"
-    path.write_text(as_csv(PROBLEMS), encoding="utf-8-sig")
-    assert len(gsm8k(path).train) == 27
 
 
 def test_a_folder_with_one_of_two_files_names_the_other(kaggle: Path) -> None:

@@ -1,6 +1,5 @@
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -127,12 +126,6 @@ def test_jsonl_rows_keep_their_columns_and_the_prompt_is_taken_from_its_column(t
     assert sorted(row["answer"] for row in data.train) == list(range(18))
 
 
-def test_jsonl_with_a_file_for_the_test(tmp_path):
-    train, test = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), write(tmp_path / "b.jsonl", [{"prompt": "b"}])
-    data = jsonl(train, test_path=test)
-    assert (data.train, data.test) == ([{"prompt": "a"}], [{"prompt": "b"}])
-
-
 def test_text_stays_text_until_a_system_message_makes_it_a_chat(tmp_path):
     chat = [{"role": "system", "content": "old"}, {"role": "user", "content": "q"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": "q"}, {"prompt": "q"}, {"prompt": chat}])
@@ -166,21 +159,15 @@ BROKEN = {
     "one row": ('{"prompt": "a"}\n', r"one row[\s\S]*--data.test-path"),
     "too deep": ("[" * 100_000, r"a\.jsonl:1: is not JSON"),
     "a huge number": ('{"prompt": ' + "9" * 10_000 + "}", r"a\.jsonl:1: is not JSON"),
+    "no text": ('{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', r"a\.jsonl:2: is not JSON"),
 }
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_told_with_file_and_line(tmp_path, text, message):
     path = tmp_path / "a.jsonl"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=message):
-        jsonl(path)
-
-
-def test_bytes_that_are_no_text_are_told_with_their_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: is not JSON"):
         jsonl(path)
 
 
@@ -200,12 +187,6 @@ def test_wrong_paths_are_answered_with_what_is_there(folder):
             load(DataConfig(task=task, path=path))
     with pytest.raises(DataError, match=r"data\.test_path[\s\S]*--data\.test-path"):
         jsonl(folder / "train.jsonl", prompt_column="question", test_path=str(folder / "x" / "y.jsonl"))
-
-
-def test_a_folder_without_a_test_file_is_refused(folder):
-    (folder / "test.jsonl").unlink()
-    with pytest.raises(DataError, match=r"no test\.jsonl, only: train\.jsonl"):
-        load(DataConfig(task="gsm8k", path=str(folder)))
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():
@@ -229,15 +210,6 @@ def test_a_file_that_cannot_be_opened_is_told(folder, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match="Permission denied"):
         jsonl(folder / "train.jsonl")
-
-
-def test_a_mistake_in_a_large_file_is_told_at_once(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a"}\n' * 20_000 + "oops\n")
-    start = time.process_time()
-    with pytest.raises(DataError, match=r"a\.jsonl:20001"):
-        jsonl(path)
-    assert time.process_time() - start < 1.0
 
 
 @given(st.lists(st.one_of(st.text(max_size=30), st.just('{"prompt": "a"}')), max_size=6))
