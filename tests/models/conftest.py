@@ -8,8 +8,10 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache as cached
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,15 +31,14 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return ((1 + 0.3 * draw) if "norm" in name else 0.3 * draw).astype(np.float32)
 
 
-@pytest.fixture
-def golden_folder(tmp_path: Path) -> Callable[[str], Path]:
-    """`golden_folder(name)` → the checkpoint of a model of golden/families.json, with the smallest tokenizer there can
-    be.
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`golden_folder(name)` → a new checkpoint of a model of golden/families.json, with the smallest tokenizer there
+    can be.
     """
 
     def write(name: str) -> Path:
-        described, folder = json.loads((GOLDEN / "families.json").read_text())[name], tmp_path / name
-        folder.mkdir()
+        described, folder = json.loads((GOLDEN / "families.json").read_text())[name], tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(described["config"]))
         words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
         tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
@@ -48,7 +49,15 @@ def golden_folder(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def golden_model(golden_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """`golden_model(name)` → that checkpoint as `weights.load` returns it, loaded once: tests do not change it."""
+    from covey.models.loading import weights
+
+    return cached(lambda name: weights.load(golden_folder(name)))
+
+
+@pytest.fixture(scope="session")
 def logits() -> Callable[..., np.ndarray]:
     """`logits(model, tokens [B, T], valid [B, T])` → float32 [B, T, V] under causal attention; all is valid when not
     given. With `looped=False` layers are spelt out, as in decoding.

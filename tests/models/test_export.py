@@ -32,7 +32,7 @@ from covey.models.lora import merge_lora, projections, with_lora
 from covey.parallel import flatten
 from covey.text.tokenizer import Tokenizer
 
-Folder = Callable[[str], Path]
+Golden = Callable[[str], weights.LoadedModel[Decoder]]
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 MODELS = json.loads((GOLDEN / "families.json").read_text())
@@ -73,22 +73,22 @@ def written(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
-def test_what_is_read_back_is_the_model_bit_for_bit(name: str, golden_folder: Folder, tmp_path: Path) -> None:
-    """With the source's config and with one of our own; adapters merged."""
+def test_what_is_read_back_is_the_model_bit_for_bit(
+    name: str, golden_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With the source's config, and with one of our own and adapters that are merged."""
     folder = golden_folder(name)
     loaded = weights.load(folder)
-    model, golden = adapted(loaded.model), np.load(GOLDEN / "families.npz")
-    for out, source in ((tmp_path / "kept", folder), (tmp_path / "anew", None)):
+    for out, source, model in (
+        (tmp_path / "kept", folder, loaded.model),
+        (tmp_path / "anew", None, adapted(loaded.model)),
+    ):
         apart = write_hf(model, loaded.tokenizer, out, source=source, shard_size=9_000)
         assert apart.max_difference < 1e-4 < apart.max_logit
         again = weights.load(out)
         equal(again.model, merge_lora(model))
         assert again.config == loaded.config
-    write_hf(loaded.model, loaded.tokenizer, tmp_path / "plain", source=folder)
-    theirs = {text_name(tensor) for tensor in MODELS[name]["shapes"]} - {None}
-    assert written(tmp_path / "plain").keys() == theirs
-    ours = files.causal_logits(weights.load(tmp_path / "plain").model, golden["tokens"])
-    np.testing.assert_allclose(ours, golden[name], atol=1e-4)
+    assert written(tmp_path / "kept").keys() == {text_name(tensor) for tensor in MODELS[name]["shapes"]} - {None}
 
 
 @pytest.mark.parametrize("size", [20_000, 60_000, 10**9])
@@ -159,13 +159,6 @@ def test_weights_in_bfloat16_are_rounded_once(held: str, tmp_path: Path) -> None
     assert stored.dtype == jnp.bfloat16
     np.testing.assert_allclose(stored.astype(np.float64).T, w + linear.lora.scale * a @ b, rtol=2**-8, atol=1e-6)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_a_tied_head_is_written_once(golden_folder: Folder, tmp_path: Path) -> None:
-    folder = golden_folder("llama")
-    loaded = weights.load(folder)
-    write_hf(loaded.model, loaded.tokenizer, tmp_path / "out", source=folder)
-    assert "lm_head.weight" not in written(tmp_path / "out")
 
 
 # --- what would be wrong is found, and leaves nothing
@@ -269,9 +262,9 @@ def test_adapters_on_some_layers_are_named_one_by_one(tiny: weights.LoadedModel,
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", [("qkv_proj", "gate_up_proj"), ("k_proj", "up_proj")])
 def test_adapters_of_projections_in_one_module_are_one_adapter(
-    golden_folder: Folder, out: Path, targets: tuple[str, ...]
+    golden_model: Golden, out: Path, targets: tuple[str, ...]
 ) -> None:
-    base = weights.load(golden_folder("phi3")).model
+    base = golden_model("phi3").model
     model = adapted(base, targets=targets)
     assert write_peft(model, 64, out, base="x").max_difference < 1e-5
     config, held = json.loads((out / "adapter_config.json").read_text()), written(out)
@@ -289,8 +282,8 @@ def test_adapters_of_projections_in_one_module_are_one_adapter(
 
 
 @pytest.mark.slow
-def test_adapters_of_the_text_part_have_the_names_of_the_whole(golden_folder: Folder, out: Path) -> None:
-    base = weights.load(golden_folder("gemma3")).model
+def test_adapters_of_the_text_part_have_the_names_of_the_whole(golden_model: Golden, out: Path) -> None:
+    base = golden_model("gemma3").model
     model = adapted(base)
     write_peft(model, 64, out, base="x", inside=MODULE)
     assert all(name.startswith(f"base_model.model.{MODULE}.layers.") for name in written(out))
@@ -308,7 +301,7 @@ def test_a_model_without_adapters_has_none_to_export(tiny: weights.LoadedModel, 
 # --- GGUF
 
 
-def with_tokenizer(name: str, folder: Path) -> tuple[Decoder, Tokenizer]:
+def with_tokenizer(name: str) -> tuple[Decoder, Tokenizer]:
     """A golden model with room for the tiny Llama's tokens, and those, cut as the family cuts them."""
     config, tokenizer = families.read_config(MODELS[name]["config"]), Tokenizer.from_folder(TINY)
     tokenizer.inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(PRE_TOKENIZERS[SPLIT[name]].steps())
@@ -323,8 +316,8 @@ SPLIT = {"llama": "gpt-2", "linear-rope": "smollm", "qwen2": "qwen2", "qwen3": "
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.slow
 def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> None:
-    base, tokenizer = with_tokenizer(name, out)
-    model = adapted(base)
+    base, tokenizer = with_tokenizer(name)
+    model = adapted(base) if name == "llama" else base
     assert write_gguf(model, tokenizer, out).max_difference < 1e-4
     again = weights.load(out / "model.gguf")
     equal(again.model, merge_lora(model))

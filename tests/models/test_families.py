@@ -31,26 +31,32 @@ from covey.sampling.sequence import sample_keys, uniform_noise
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
+Golden = Callable[[str], weights.LoadedModel]
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "parity" / "golden"
 MODELS = json.loads((GOLDEN / "families.json").read_text())
 INPUTS = json.loads((GOLDEN / "inputs.json").read_text())
 LLAMA = MODELS["llama"]["config"]
+SAMPLED = [name for name in MODELS if "-" not in name or "yarn" in name]
+"""Models that sample too, for which layers are spelt out."""
 TIME = 40
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("looped", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_logits_are_those_of_transformers(
-    name: str, looped: bool, golden_folder: Callable[[str], Path], logits: Logits
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "looped"),
+    [
+        *((name, True) for name in MODELS),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in MODELS if n not in SAMPLED),
+    ],
+)
+def test_logits_are_those_of_transformers(name: str, looped: bool, golden_model: Golden, logits: Logits) -> None:
     """Of whole texts, and of texts padded on the left, in one batch. Windows are shorter than any of them."""
     golden = np.load(GOLDEN / "families.npz")
     tokens, valid = np.zeros((5, TIME), np.int32), np.ones((5, TIME), bool)
     tokens[:2], tokens[2:, -24:] = golden["tokens"], INPUTS["padded"]
     for row, length in enumerate(INPUTS["lengths"], start=2):
         valid[row, : TIME - length] = False
-    model = weights.load(golden_folder(name)).model
+    model = golden_model(name).model
     assert all(window is None or window < min(INPUTS["lengths"]) for window in model.config.windows or ())
     ours = logits(model, tokens, valid, looped=looped)
     assert golden[name].std() > 0.5  # the model is not one that says nothing
@@ -60,9 +66,7 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
-def test_samples_packed_in_rows_are_those_of_transformers_alone(
-    name: str, golden_folder: Callable[[str], Path]
-) -> None:
+def test_samples_packed_in_rows_are_those_of_transformers_alone(name: str, golden_model: Golden) -> None:
     """Three prompts with their six completions share a row; transformers saw each sample by itself."""
     groups = [
         Group("", np.array(group["prompt"], np.int32), tuple(map(completion, group["completions"])))
@@ -70,7 +74,7 @@ def test_samples_packed_in_rows_are_those_of_transformers_alone(
     ]
     rows, sizes = pack(groups, row_length=64), [len(c.tokens) for group in groups for c in group.completions]
     assert rows.tokens.shape[0] == 1
-    graph, params = nnx.split(weights.load(golden_folder(name)).model)
+    graph, params = nnx.split(golden_model(name).model)
     scores = jax.jit(lambda params, rows: token_logps(graph, params, rows, 1.0).logps)(params, rows)
     ours = np.concatenate(unpack(rows, np.asarray(scores), sizes))
     np.testing.assert_allclose(ours, np.load(GOLDEN / "families.npz")[f"{name}/samples"], atol=1e-4)
@@ -81,29 +85,27 @@ def completion(tokens: list[int]) -> Completion:
     return Completion(np.array(tokens, np.int32), none, none, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name or "yarn" in name])
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.slow
 def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
-    name: str, golden_folder: Callable[[str], Path], logits: Logits
+    name: str, golden_model: Golden, logits: Logits
 ) -> None:
     """At temperature 1 and at 0, where they are also transformers' own."""
-    model = weights.load(golden_folder(name)).model
+    model = golden_model(name).model
     prompt, likeliest = np.array(INPUTS["groups"][0]["prompt"], np.int32), np.load(GOLDEN / "families.npz")
     config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=2, seed=5)
     graph, params = nnx.split(model)
     sampler, request = Sampler(graph, (), config), [Request(prompt, 2, 3, step=4)]
     greedy = sampler.generate(params, request, config=dataclasses.replace(config, temperature=0.0))
     assert greedy[0][0].tokens.tolist() == likeliest[f"{name}/greedy"].tolist()
-    keys = sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
-    whole = np.zeros((2, len(prompt) + 12), np.int32)
-    whole[:, : len(prompt)] = prompt
+    drawn = np.stack([completion.tokens for completion in sampler.generate(params, request)[0]])
+    assert drawn[0].tolist() != drawn[1].tolist()
+    whole = np.zeros((5, TIME), np.int32)  # the program of the test of logits
+    whole[:2, : len(prompt) + 12] = [[*prompt, *tokens] for tokens in drawn]
+    whole_logits, keys = logits(model, whole), sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
     for at in range(12):
-        noise = uniform_noise(keys, np.full(2, at))
-        last = logits(model, whole)[:, len(prompt) + at - 1]
-        whole[:, len(prompt) + at] = draw(last, noise, SamplingParams.from_config(config))[0]
-    drawn = sampler.generate(params, request)[0]
-    assert [c.tokens.tolist() for c in drawn] == whole[:, len(prompt) :].tolist()
-    assert drawn[0].tokens.tolist() != drawn[1].tokens.tolist()
+        noise, last = uniform_noise(keys, np.full(2, at)), whole_logits[:2, len(prompt) + at - 1]
+        assert draw(last, noise, SamplingParams.from_config(config))[0].tolist() == drawn[:, at].tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -248,6 +250,10 @@ def test_rotary_scaling_in_every_spelling(fields: dict, scaling: RopeScaling | N
         ),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, "mixtures of experts are not"),
         ({"model_type": "nanochat", "attention_bias": True}, "attention_bias: True is not supported for nanochat"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention: True is not supported for gemma3_text",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "on part of each head"),
@@ -287,12 +293,6 @@ def test_gemma3_rotations_in_every_spelling() -> None:
         read(rope_parameters=spelt)
 
 
-def test_gemma_that_looks_both_ways_is_refused() -> None:
-    config = MODELS["gemma3_text"]["config"] | {"use_bidirectional_attention": True}
-    with pytest.raises(WeightsError, match="use_bidirectional_attention: True is not supported for gemma3_text"):
-        families.read_config(config)
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3n", "qwen2_moe", "qwen3_next", "llama4", "gemma4_text", None])
 def test_another_family_is_not_taken_for_a_mistyped_one(kind: str | None) -> None:
     """A tool wrote the name: a neighbour with a similar one is another architecture."""
@@ -300,11 +300,6 @@ def test_another_family_is_not_taken_for_a_mistyped_one(kind: str | None) -> Non
         families.read_config({"model_type": kind, "text_config": {"model_type": [kind]}, "num_experts": 0})
     assert "did you mean" not in str(refused.value)
     assert ("experts" in str(refused.value)) == ("moe" in str(kind))
-
-
-def test_defaults_of_older_configs():
-    config = families.read_config(llama(num_key_value_heads=None, tie_word_embeddings=None))
-    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 8, False)
 
 
 def family(model_type: str, **fields: object) -> ModelConfig:
@@ -315,6 +310,8 @@ def family(model_type: str, **fields: object) -> ModelConfig:
 
 
 def test_fields_that_are_left_out_have_the_defaults_of_transformers() -> None:
+    old = family("llama")
+    assert (old.num_kv_heads, old.head_dim, old.tie_embeddings) == (4, 8, False)
     mistral = family("mistral", num_attention_heads=8)
     assert (mistral.num_kv_heads, mistral.windows, mistral.tie_embeddings) == (8, (4096, 4096), False)
     assert family("mistral", num_attention_heads=8, sliding_window=None).windows is None
@@ -345,17 +342,18 @@ def test_the_text_part_of_a_checkpoint_on_the_hub_leaves_out_most_fields() -> No
     assert config.family == "gemma3_text"
 
 
-def test_qwen2_windows_start_at_max_window_layers():
-    qwen = {k: v for k, v in MODELS["qwen2"]["config"].items() if k != "layer_types"} | {"sliding_window": 9}
-    assert families.read_config(qwen | {"use_sliding_window": False}).windows is None
-    windowed = qwen | {"use_sliding_window": True, "max_window_layers": 1}
-    assert families.read_config(windowed).windows == (None, 9)
-
-
-def test_gemma_windows_of_configs_without_layer_types():
-    for name, windows in (("gemma2", (5, None, 5, None)), ("gemma3_text", (5, 5, 5, 5))):
-        config = {key: value for key, value in MODELS[name]["config"].items() if key != "layer_types"}
-        assert families.read_config(config).windows == windows
+@pytest.mark.parametrize(
+    ("name", "fields", "windows"),
+    [
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        ("gemma2", {}, (5, None, 5, None)),
+        ("gemma3_text", {}, (5, 5, 5, 5)),
+    ],
+)
+def test_windows_of_configs_without_layer_types(name: str, fields: dict, windows: tuple | None) -> None:
+    config = {key: value for key, value in MODELS[name]["config"].items() if key != "layer_types"}
+    assert families.read_config(config | fields).windows == windows
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -445,12 +443,6 @@ def test_an_installed_package_adds_a_family(tmp_path: Path, monkeypatch: pytest.
     assert theirs.config == dataclasses.replace(ours.config, family="toy", norm_offset=1.0)
     assert families.write_config(theirs.config)["architectures"] == ["ToyForCausalLM"]
     np.testing.assert_array_equal(theirs.model.embed.embedding[...], ours.model.embed.embedding[...])
-
-
-def test_orient_is_its_own_inverse():
-    kernel = np.arange(6).reshape(2, 3)
-    for path in ("layers.0.mlp.up_proj.kernel", "embed.embedding"):
-        np.testing.assert_array_equal(families.convert_layout(path, families.convert_layout(path, kernel)), kernel)
 
 
 @pytest.mark.parametrize(

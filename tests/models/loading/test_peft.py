@@ -22,8 +22,8 @@ GOLDEN = Path(__file__).parents[2] / "parity" / "golden" / "peft-llama"
 
 
 @pytest.fixture
-def base(golden_folder: Callable[[str], Path]) -> Decoder:
-    return weights.load(golden_folder("llama")).model
+def base(golden_model: Callable[[str], weights.LoadedModel[Decoder]]) -> Decoder:
+    return golden_model("llama").model
 
 
 @pytest.fixture
