@@ -82,7 +82,7 @@ def values_and_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "window", "softcap"),
-    [(1, None, None), (40, 7, None), (64, None, 3.0), (130, 20, 2.0), (320, None, None), (200, 70, None)],
+    [(1, None, None), (64, 7, 3.0), (130, 20, 2.0), (200, None, None)],
 )
 def test_values_and_gradients_are_those_of_plain_attention(
     time: int, window: int | None, softcap: float | None
@@ -93,9 +93,9 @@ def test_values_and_gradients_are_those_of_plain_attention(
 
 @pytest.mark.slow
 def test_rows_longer_than_all_runs_go_in_loops() -> None:
-    """Beyond 1,024 the program does not grow: here 1,500, which no block divides."""
+    """Beyond 1,024 the program does not grow: here 1,100, which no block divides."""
     assert len(module._query_runs(1536)) <= module.MAX_RUNS
-    assert_rounded(values_and_gradients(blockwise_attention, 1500, 300, 5.0), in_float64(1500, 300, 5.0), 300)
+    assert_rounded(values_and_gradients(blockwise_attention, 1100, 300, 5.0), in_float64(1100, 300, 5.0), 300)
 
 
 @pytest.mark.slow
@@ -112,11 +112,16 @@ def test_16_bits_keep_their_softmax_in_float32() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 300, 1, WIDTH)), jnp.bfloat16) for _ in range(3))
     spans = causal_spans(jnp.array([300]), 300)
-    got = blockwise_attention(q, k, v, spans).astype(jnp.float32)
-    want = plain(*(x.astype(jnp.float32) for x in (q, k, v)), spans, None)
-    scores = jnp.where(jnp.tri(300, dtype=bool), jnp.einsum("btnw,bunw->btu", q, k), -jnp.inf)
-    narrow = jnp.einsum("btu,bunw->btnw", jax.nn.softmax(scores.astype(jnp.bfloat16)), v).astype(jnp.float32)
-    error, narrow_error = (float(jnp.sqrt(jnp.mean(jnp.square(x - want)))) for x in (got, narrow))
+
+    @jax.jit
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        scores = jnp.where(jnp.tri(300, dtype=bool), jnp.einsum("btnw,bunw->btu", q, k), -jnp.inf)
+        narrow = jnp.einsum("btu,bunw->btnw", jax.nn.softmax(scores.astype(jnp.bfloat16)), v)
+        want = plain(*(x.astype(jnp.float32) for x in (q, k, v)), spans, None)
+        return blockwise_attention(q, k, v, spans), narrow, want
+
+    got, narrow, want = (np.asarray(x, np.float32) for x in compute(q, k, v))
+    error, narrow_error = (np.sqrt(np.mean(np.square(x - want))) for x in (got, narrow))
     assert error < narrow_error / 2
 
 
@@ -186,9 +191,10 @@ def test_memory_does_not_grow_with_the_square_of_the_row() -> None:
         run = lambda *a: jax.vjp(lambda *b: compute(*b, spans, None), *a)[1](grad)  # type: ignore[operator]  # noqa: E731
         return int(jax.jit(run).lower(*qkv).compile().memory_analysis().temp_size_in_bytes)
 
-    assert temporary(plain, 1, 4096) > 3.5 * temporary(plain, 4, 1024)
-    assert temporary(blockwise_attention, 1, 4096) < 1.5 * temporary(blockwise_attention, 4, 1024)
-    assert temporary(blockwise_attention, 1, 4096) < temporary(plain, 1, 4096) / 6
+    whole, by_block = temporary(plain, 1, 4096), temporary(blockwise_attention, 1, 4096)
+    assert whole > 3.5 * temporary(plain, 4, 1024)
+    assert by_block < 1.5 * temporary(blockwise_attention, 4, 1024)
+    assert by_block < whole / 6
 
 
 @pytest.mark.slow

@@ -27,14 +27,12 @@ EVERYTHING = dataclasses.replace(
     norm_offset=1.0, embed_scale=32**0.5, query_scale=0.3, attn_softcap=5.0, final_softcap=4.0, windows=(3, None),
     local_rope_theta=1000.0, rope_theta=50_000.0, rope_scaling=RopeScaling("linear", 4.0),
 )  # fmt: skip
-NANOCHAT = dataclasses.replace(
-    PLAIN, activation="relu2", gated_mlp=False, qk_norm=True, norm_scales=False, embed_norm=True, rope_backwards=True,
-    final_softcap=4.0,
-)  # fmt: skip
-OLMO2 = dataclasses.replace(
-    PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True, rope_layers=(True, False),
+OTHERWISE = dataclasses.replace(
+    PLAIN, activation="relu2", gated_mlp=False, qk_norm=True, qk_norm_whole=True, norm_scales=False, embed_norm=True,
+    pre_norms=False, post_norms=True, rope_backwards=True, rope_layers=(True, False), final_softcap=4.0,
     rope_scaling=RopeScaling("yarn", 4.0, original_max_positions=64, attention_factor=1.1),
 )  # fmt: skip
+"""The switches that are not on in `EVERYTHING`: those of nanochat, OLMo 2 and SmolLM3."""
 TIME = 16
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, TIME))
 POSITIONS = np.broadcast_to(np.arange(TIME), (2, TIME))
@@ -107,7 +105,7 @@ def same(one: tuple[jax.Array, Any], other: tuple[jax.Array, Any]) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, NANOCHAT, OLMO2], ids=["every switch", "nanochat", "olmo2"])
+@pytest.mark.parametrize("config", [EVERYTHING, OTHERWISE], ids=["every switch", "otherwise"])
 @pytest.mark.slow
 def test_neither_the_loop_nor_recomputation_changes_values_or_gradients(config: ModelConfig) -> None:
     """With every switch of the families on, and adapters."""
@@ -132,12 +130,12 @@ def test_with_a_cache_layers_that_are_alike_are_traced_once() -> None:
 
 @pytest.mark.slow
 def test_layers_of_different_parts_are_different_loops() -> None:
-    """Adapters on the two layers in the middle of five: 1, 2 and 2 layers in a loop."""
-    base = build(dataclasses.replace(EVERYTHING, num_layers=5, windows=(3, None, 3, 3, None)))
+    """Adapters on the two layers in the middle of four: 1, 2 and 1 layers in a loop."""
+    base = build(dataclasses.replace(PLAIN, num_layers=4, windows=(3, None, 3, None)))
     model = with_lora(base, LoRAConfig(rank=3, targets=(r"layers\.[12]\..*",)))
     same(values_and_gradients(model), values_and_gradients(model, looped=False))
     loops = scans(jax.make_jaxpr(forward(model))(nnx.split(model)[1], TOKENS, POSITIONS, np.ones((2, TIME), bool)))
-    assert [loop.params["length"] for loop in loops] == [1, 2, 2]
+    assert [loop.params["length"] for loop in loops] == [1, 2, 1]
 
 
 def scans(program: Any) -> list[Any]:
@@ -152,16 +150,17 @@ def scans(program: Any) -> list[Any]:
 @pytest.mark.slow
 def test_layers_whose_adapters_weigh_differently_are_different_loops() -> None:
     """The scale of an adapter is no array, and a loop has one for all of its turns."""
-    model = build(dataclasses.replace(PLAIN, num_layers=3), True)
+    model = build(PLAIN, True)
     model.layers[1].mlp.up_proj.lora.scale = 5.0
-    assert [list(loop) for loop in model.layer_runs()] == [[0], [1], [2]]
-    np.testing.assert_allclose(*(values_and_gradients(model, looped)[0] for looped in (True, False)), atol=1e-5)
+    assert [list(loop) for loop in model.layer_runs()] == [[0], [1]]
+    inputs = nnx.split(model)[1], TOKENS, POSITIONS, np.ones((2, TIME), bool)
+    np.testing.assert_allclose(*(forward(model, looped)(*inputs) for looped in (True, False)), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_layers_alone_are_recomputed_too() -> None:
     """Trap: XLA spells out a loop of one turn, and undoes the recomputation then."""
-    wide = dataclasses.replace(PLAIN, hidden_size=64, intermediate_size=256, num_layers=6)
+    wide = dataclasses.replace(PLAIN, hidden_size=64, intermediate_size=256, num_layers=4)
     base, tokens = build(wide, remat_keeps="nothing"), np.zeros((4, 128), np.int32)
 
     def memory(target: str) -> int:
@@ -170,7 +169,7 @@ def test_layers_alone_are_recomputed_too() -> None:
         program = jax.jit(jax.grad(total), compiler_options=compiler_options(model)).lower(trained, rest).compile()
         return int(program.memory_analysis().temp_size_in_bytes)
 
-    assert memory(r"layers\.[024]\..*") < 1.5 * memory("all-linear")
+    assert memory(r"layers\.[02]\..*") < 1.5 * memory("all-linear")
 
 
 @pytest.mark.slow
@@ -241,9 +240,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "config", [PLAIN, EVERYTHING, NANOCHAT, OLMO2], ids=["plain", "every switch", "nanochat", "olmo2"]
-)
+@pytest.mark.parametrize("config", [PLAIN, EVERYTHING, OTHERWISE], ids=["plain", "every switch", "otherwise"])
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.slow
 def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, looped: bool) -> None:
@@ -340,7 +337,7 @@ def test_the_residual_stream_is_divided_by_rows_on_a_mesh(rows: int, divided: bo
     run = jax.jit(lambda s: nnx.merge(graph, s)(tokens, positions, causal_attention(valid, positions), cache)[0])
     asked = str(run.trace(state).jaxpr).count("sharding_constraint")
     assert asked == (2 if divided else 0)
-    assert run(state).sharding.is_equivalent_to(row_sharding(mesh), 3) or not divided
+    assert not divided or run(state).sharding.is_equivalent_to(row_sharding(mesh), 3)
 
 
 @pytest.mark.slow
@@ -360,4 +357,6 @@ def test_accelerators_divide_the_tokens_of_a_row_too(time: int, divided: bool) -
     placed = jax.device_put(state, shardings(state, mesh))
     traced = jax.jit(run, static_argnums=1).trace(placed, "tpu")
     assert ("spec=P('fsdp', 'tp', None)" in str(traced.jaxpr)) == divided
-    np.testing.assert_allclose(traced.lower().compile()(placed), run(state, "cpu"), atol=2e-5)
+    np.testing.assert_allclose(
+        traced.lower().compile()(placed), jax.jit(run, static_argnums=1)(state, "cpu"), atol=2e-5
+    )

@@ -127,26 +127,13 @@ def test_a_trunk_with_adapters_keeps_them() -> None:
 # --- what is trained
 
 
-def test_everything_is_trained_without_adapters() -> None:
+def test_everything_is_trained_or_the_head_together_with_adapters() -> None:
     _, trained, rest = split_trainable(critic())
-    assert arrays(trained).keys() == arrays(critic()).keys()
-    assert not arrays(rest)
-
-
-def test_the_head_is_trained_together_with_adapters() -> None:
+    assert (arrays(trained).keys(), arrays(rest).keys()) == (arrays(critic()).keys(), set())
     _, trained, rest = split_trainable(with_lora(critic(), LoRAConfig(rank=2)))
     assert {name for name in arrays(trained) if ".lora." not in name} == {"score"}
     assert sum(".lora." in name for name in arrays(trained)) == 2 * 2 * 7
     assert arrays(rest).keys() == arrays(critic()).keys() - {"score"}
-
-
-def test_a_decoder_is_split_as_ever() -> None:
-    _, trained, rest = split_trainable(base())
-    assert arrays(trained).keys() == arrays(base()).keys()
-    assert not arrays(rest)
-    _, trained, rest = split_trainable(with_lora(base(), LoRAConfig(rank=2)))
-    assert all(".lora." in name for name in arrays(trained))
-    assert arrays(rest).keys() == arrays(base()).keys()
 
 
 @pytest.mark.slow
@@ -258,7 +245,7 @@ def test_for_a_mesh_over_processes_slices_are_read(tmp_path: Path, monkeypatch: 
     assert not all(x.is_fully_replicated for x in found.values())
 
 
-@pytest.mark.parametrize("labels", [0, 2, 5])
+@pytest.mark.parametrize("labels", [0, 2])
 def test_more_labels_than_one_are_refused_with_their_number(tmp_path: Path, labels: int) -> None:
     source = spoiled(tmp_path / "m", **{"score.weight": np.zeros((labels, 64), np.float32)})
     for new_head in (False, True):
