@@ -1,5 +1,6 @@
 """SIGKILL at any moment: what was saved is whole, and the run gone on with is the run that was never killed, bit for
-bit. All runs here are processes, really killed.
+bit. All runs here are processes, really killed, or halted while their files are copied: a kill at that moment leaves
+the same files.
 
 COVEY_KILLS=5 tries all four ways to train, each killed at five random steps, which `benchmarks.soak` does; without it
 they are skipped, and `test_soak.py` kills one of them once.
@@ -125,7 +126,7 @@ def test_a_killed_run_is_the_run_that_was_never_killed(
 
 
 CHILDREN = """
-    import json, os, signal, sys
+    import json, os, shutil, signal, sys
     import covey.run
     from covey.cli.main import main
     from covey.train.bucket import BucketStore
@@ -139,64 +140,72 @@ CHILDREN = """
         "samples": (MetricsWriter, "samples", int),
     }
 
-    def train(before, at, *words):
+    def send(number, before, at):
         kind, name, step_of = MOMENTS[before]
         call = getattr(kind, name)
-        def dying(self, *args, **kwargs):
+        def struck(self, *args, **kwargs):
             if step_of(args[0]) == at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             return call(self, *args, **kwargs)
-        setattr(kind, name, dying)
-        os.dup2(2, 1)  # what the command prints is no answer
-        main(words)
+        setattr(kind, name, struck)
 
     for line in sys.stdin:
+        out, (*halts, kill), words = json.loads(line)
         child = os.fork()  # before JAX has a thread
         if not child:
-            train(*json.loads(line))
+            for moment in halts:
+                send(signal.SIGSTOP, *moment)
+            send(signal.SIGKILL, *kill)
+            os.dup2(2, 1)  # what the command prints is no answer
+            main(words)
             os._exit(0)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        for before, _ in halts:
+            os.waitpid(child, os.WUNTRACED)
+            shutil.copytree(out, f"{out}-{before}")
+            os.kill(child, signal.SIGCONT)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def dying(place: Path, environment: dict[str, str]) -> Iterator[Callable[..., int]]:
-    """`dying(before, step, *words)`: the exit code of a process that runs the command and kills itself. One process has
-    imported everything, and all others are its children.
+def killed(place: Path, environment: dict[str, str], straight: Any, bucket: Any) -> dict[str, Path]:
+    """Moment → the run folder as it was then; the last of each folder's moments is that of the kill. One process has
+    imported everything, and those that train are its children.
     """
-    words = [sys.executable, "-c", textwrap.dedent(CHILDREN)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(words, **pipes, text=True, env=environment) as process:  # type: ignore[call-overload]
-
-        def ask(*words: str | int) -> int:
-            process.stdin.write(json.dumps(words) + "\n")
-            process.stdin.flush()
-            return int(process.stdout.readline())
-
-        yield ask
-        process.stdin.close()
+    straight("full, sync")  # compiles what the children find
+    near, far = place / "near", place / "far"
+    moments = {near: [("samples", 3), ("save", 4), ("metrics", 5)], far: [("commit", 4)]}
+    more = {near: (), far: (f"training.checkpoint_path={bucket.address}/runs",)}
+    jobs = [(str(out), moments[out], command(out, *WAYS["full, sync"], *more[out])) for out in moments]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILDREN)],
+        input="".join(json.dumps(job) + "\n" for job in jobs),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        text=True,
+    )
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * 2
+    return {"samples": place / "near-samples", "save": place / "near-save", "metrics": near, "commit": far}
 
 
 @pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3), ("commit", 4)])
 def test_killed_between_metrics_and_save(
-    before: str, step: int, tmp_path: Path, bucket: Any, dying: Any, straight: Any
+    before: str, step: int, bucket: Any, killed: dict[str, Path], straight: Any
 ) -> None:
     """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step; the
     arrays of step 4 in a bucket, without its digests.
     """
     from benchmarks.soak import differences, steps_of
 
-    out, whole = tmp_path / "killed", straight("full, sync")  # compiles what the child finds
-    place = (f"training.checkpoint_path={bucket.address}/runs",) if before == "commit" else ()
-    assert dying(before, step, *command(out, *WAYS["full, sync"], *place)) == -signal.SIGKILL
-    assert steps_of(out) >= (4 if before != "samples" else 3)
-    if place:
-        assert f"{bucket.address[5:]}/runs/killed/00000004/arrays/commit_success.txt" in bucket.objects
+    out = killed[before]
+    assert steps_of(out) >= min(step, 4)
+    if before == "commit":
+        assert f"{bucket.address[5:]}/runs/far/00000004/arrays/commit_success.txt" in bucket.objects
         with Checkpointer(out / "checkpoints", read_only=True) as saves:
             assert saves.steps() == [2]
     run.resume(out)
-    assert differences(whole, out) == []
+    assert differences(straight("full, sync"), out) == []
 
 
 def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
