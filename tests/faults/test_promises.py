@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from covey.errors import STOPPED
@@ -11,6 +12,7 @@ PAGE = (ROOT / "docs" / "reliability.md").read_text()
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
 
 
+@cache
 def names_in(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
