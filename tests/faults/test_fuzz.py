@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -35,7 +35,7 @@ from covey.models.loading import config_fields, weights
 from covey.monitor.displays import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.writer import encode_row, sample_rows
-from covey.rewards import REWARDS, score
+from covey.rewards import REWARDS, resolve, score
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
@@ -348,38 +348,37 @@ def columns_of(name: str, drawn: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def resolved() -> Iterator[tuple[str, Any]]:
-    from covey.rewards import resolve
-
-    yield from ((name, resolve(name)) for name in sorted(REWARDS))
+REWARDS_BY_NAME = {name: resolve(name) for name in sorted(REWARDS)}
+GROUPS = st.lists(TEXTS, min_size=1, max_size=3)
 
 
-REWARDS_BY_NAME = dict(resolved())
-
-
-@pytest.mark.parametrize("name", sorted(REWARDS_BY_NAME))
-@fuzzed(max_examples=max(20, COUNT // len(REWARDS_BY_NAME)))
-@given(st.lists(TEXTS, min_size=1, max_size=3), COLUMNS, TEXTS)
-def test_completions_through_a_reward_and_into_reports(name: str, texts: list[str], drawn: Any, asked: str) -> None:
+def group_of(asked: str, texts: list[str], columns: dict[str, Any]) -> Group:
     none = np.zeros(1)
     completions = tuple(Completion(none, none, none, FinishReason.STOP, text) for text in texts)
-    group = Group(asked or "?", np.array([1]), completions, columns_of(name, drawn))
-    refused = taken_or_refused(lambda: reported(score([group], name)[0]))
+    return Group(asked or "?", np.array([1]), completions, columns)
+
+
+@pytest.mark.parametrize("name", REWARDS_BY_NAME)
+@fuzzed(max_examples=max(20, COUNT // len(REWARDS_BY_NAME)))
+@given(GROUPS, COLUMNS)
+def test_completions_through_a_reward(name: str, texts: list[str], drawn: Any) -> None:
+    def scored() -> None:
+        (group,) = score([group_of("?", texts, columns_of(name, drawn))], name)
+        assert group.rewards is not None
+        assert not np.isinf(group.rewards).any()
+
+    refused = taken_or_refused(scored)
     assert refused is None or " raised " not in refused.what, "an exception inside one of our own reward functions"
 
 
-def reported(group: Group) -> None:
-    assert group.rewards is not None
-    assert not np.isinf(group.rewards).any()
+@fuzzed(max_examples=max(20, COUNT // len(REWARDS_BY_NAME)))
+@given(TEXTS, GROUPS, COLUMNS)
+def test_completions_into_reports(asked: str, texts: list[str], drawn: Any) -> None:
+    group, out = group_of(asked, texts, drawn), io.StringIO()
     rows = [json.loads(encode_row(row)) for row in sample_rows(1, [group])]
     assert [row["text"] for row in rows] == [completion.text for completion in group.completions]
-    out = io.StringIO()
     with Progress(1, Console(file=out, width=300)) as progress:
-        shown = [
-            SampleLine(str(group.prompt), c.text, float(r))
-            for c, r in zip(group.completions, group.rewards, strict=True)
-        ]
-        progress.step({"step": 1, "reward": 0.0}, shown)
+        progress.step({"step": 1, "reward": 0.0}, [SampleLine(str(group.prompt), text, 0.0) for text in texts])
         progress.message(escape_markdown(group.completions[0].text))
     assert "\x1b" not in out.getvalue()
     assert "\ud800" not in out.getvalue()
