@@ -248,8 +248,59 @@ def keep_sharding(cache: list[LayerCache], like: Array) -> list[LayerCache]:
     return constrained
 
 
+def insert_prompts(
+    cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
+) -> list[LayerCache]:
+    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in all layers."""
+    if not cache[0][0].layout.divided:
+        return _insert_in_place(cache, prefix, prompt, inserted)
+    return [
+        [*(insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)), *blocks[len(new) :]]
+        for blocks, new in zip(cache, prefix, strict=True)
+    ]
+
+
+def _insert_in_place(
+    cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
+) -> list[LayerCache]:
+    """Return `insert_prompts` of layers with one block, where each device inserts into its own slots."""
+    keys, insert = cache[0][0].keys, _insert_slots
+    mesh = jax.typeof(keys).sharding.mesh
+    if not mesh.empty:
+        rows, heads = sharding_of(CACHE_AXES, keys.shape, mesh).spec[:2]
+        slots, prompts, numbers = PartitionSpec(rows, heads), PartitionSpec(None, heads), PartitionSpec(rows)
+        specs = (slots, prompts, numbers, numbers)
+        insert = jax.shard_map(insert, mesh=mesh, in_specs=specs, out_specs=slots, check_vma=False)
+    return insert(cache, prefix, prompt, inserted)
+
+
+def _insert_slots(
+    cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
+) -> list[LayerCache]:
+    """Insert slot after slot, which touches no other one. Selected for all slots at once, XLA for TPUs would copy the
+    whole cache.
+    """
+    order = jnp.argsort(~inserted, stable=True)
+
+    def insert(turn: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
+        slot = order[turn]
+        inserted: list[LayerCache] = jax.tree.map(partial(_insert_row, slot, prompt[slot]), cache, prefix)
+        return inserted
+
+    filled: list[LayerCache] = jax.lax.fori_loop(0, inserted.sum(), insert, cache)
+    return filled
+
+
+def _insert_row(slot: Int[Array, ""], row: Int[Array, ""], x: Array, prefix: Array) -> Array:
+    """Copy `prefix[row]` to the front of `x[slot]`."""
+    front = jax.lax.dynamic_slice_in_dim(prefix, row, 1)[:, :, : x.shape[2], : x.shape[3]]
+    return jax.lax.dynamic_update_slice_in_dim(x, front.astype(x.dtype), slot, 0)
+
+
 def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
-    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`."""
+    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in one block."""
+    if not block.layout.divided:
+        return _insert_in_place([[block]], [[prefix]], prompt, inserted)[0][0]
     rows, time = inserted[:, None, None, None], min(prefix.length, block.length)
 
     def insert(x: Array, axis: int, new: Array) -> Array:

@@ -27,6 +27,7 @@ from covey.sampling.cache import (
     decode_attention,
     empty_block,
     insert_block,
+    insert_prompts,
     keep_rows,
     keep_sharding,
     prefill_attention,
@@ -215,10 +216,7 @@ def admit(
     sampling_params: TracedSamplingParams,
 ) -> tuple[list[LayerCache], tuple[Array, ...]]:
     """Insert prompt `prompt[s]` into each slot that is `inserted`, in all layers, and draw the first tokens."""
-    admitted = [
-        [*(insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)), *blocks[len(new) :]]
-        for blocks, new in zip(cache, prefix.cache, strict=True)
-    ]
+    admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
     draws = draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), draws
 

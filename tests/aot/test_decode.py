@@ -1,5 +1,6 @@
-"""A chunk of decode steps, as the compiler for v5e leaves it."""
+"""A chunk of decode steps and the admission of prompts, as the compilers for v5e and for an H100 leave them."""
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from covey.config.schema import RolloutConfig
@@ -17,9 +19,32 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.sharding import place_model
 from covey.plan.hlo import Program
+from covey.plan.topologies import H100
+from covey.sampling.logits import SamplingParams
 from covey.sampling.programs import Programs
 
-SLOTS, LAYERS = 64, 2
+SLOTS, LAYERS, VOCABULARY = 64, 2, 1024
+ROLLOUT = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)
+
+
+def decoder(heads: int, kv_heads: int, width: int, devices: Any, rows: int, columns: int) -> Any:
+    """Graph and shapes of a decoder on the first device, or on a mesh of several."""
+    config = ModelConfig(
+        vocab_size=VOCABULARY, hidden_size=heads * width, intermediate_size=1024, num_layers=LAYERS, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=width, windows=(None, 512), max_positions=4096,
+    )  # fmt: skip
+    model = abstract_decoder(config, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    if rows * columns == 1:
+        return nnx.split(place_model(model, devices[0]))
+    shape = np.array(devices).reshape(rows, columns)
+    return nnx.split(place_model(model, Mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)))
+
+
+def copies(text: str, size: int) -> list[str]:
+    """Lines of a program that copy or transpose an array of at least `size` elements."""
+    lines = [(line.strip(), sizes) for line in text.splitlines() if " copy(" in line or " transpose(" in line
+             for sizes in re.findall(r"= \w+\[([\d,]+)\]", line)]  # fmt: skip
+    return [line for line, shape in lines if math.prod(map(int, shape.split(","))) >= size]
 
 
 @pytest.mark.parametrize(
@@ -32,28 +57,50 @@ def test_decoding_writes_to_the_cache_in_place(
     """No copy of it or of a kernel of queries, in the loop or around it, and little memory beside it. On a mesh each
     device has some heads, and none gathers the logits.
     """
-    config = ModelConfig(
-        vocab_size=1024, hidden_size=heads * width, intermediate_size=1024, num_layers=LAYERS, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=width, windows=(None, 512), max_positions=4096,
-    )  # fmt: skip
-    kinds = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
-    there = topology("v5e:2x2").devices
-    mesh = Mesh(np.array(there).reshape(1, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    model = place_model(abstract_decoder(config, **kinds), there[0] if devices == 1 else mesh)
-    graph, params = nnx.split(model)
-    rollout = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)
-    program = Programs(graph, (2,)).decode_program(params, SLOTS, time, rollout)
+    graph, params = decoder(heads, kv_heads, width, topology("v5e:2x2").devices, 1, devices)
+    program = Programs(graph, (2,)).decode_program(params, SLOTS, time, ROLLOUT)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(program.args[1])) // devices
     assert cache == SLOTS * time * kv_heads * width * 2 * 2 * LAYERS // devices
     assert memory.alias_size_in_bytes >= cache
-    sizes = [(line.strip(), sizes) for line in text.splitlines() if " copy(" in line or " transpose(" in line
-             for sizes in re.findall(r"= \w+\[([\d,]+)\]", line)]  # fmt: skip
-    block = cache // (2 * LAYERS * 2)
-    queries = config.hidden_size * heads * width // devices
-    assert [line for line, shape in sizes if math.prod(map(int, shape.split(","))) >= min(block, queries)] == []
+    assert copies(text, min(cache // (2 * LAYERS * 2), (heads * width) ** 2 // devices)) == []
     assert memory.temp_size_in_bytes < max(0.05 * cache, 3e6)  # a small cache is less than the activations
     gathered = [x.bytes for x in Program(text).of("all-gather")]
-    assert max(gathered, default=0) < SLOTS * config.vocab_size * 4
+    assert max(gathered, default=0) < SLOTS * VOCABULARY * 4
     assert len(re.findall(r"%\w*decode_attention[\w.]* = ", text)) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "kv_heads", "width", "prompt"),
+    [
+        ("v5e:2x2", 1, 1, 2, 64, 200),
+        ("v5e:2x2", 1, 1, 8, 128, 256),
+        ("v5e:2x2", 1, 4, 4, 256, 256),
+        ("v5e:2x2", 2, 2, 8, 128, 256),
+        ("h100", 1, 1, 8, 128, 256),
+    ],
+)
+def test_admitting_prompts_copies_no_cache(
+    topology: Callable[[str], Any], name: str, rows: int, columns: int, kv_heads: int, width: int, prompt: int
+) -> None:
+    """The cache is written in place, a slot at a time: nothing else is as large as the prompts in all slots."""
+    if name == "h100":
+        if importlib.util.find_spec("jax_cuda12_plugin") is None:
+            pytest.skip("JAX's plugin for CUDA is not installed")
+        there = topologies.get_topology_desc(name, platform="cuda", target_config=H100, topology="1x1x1").devices
+    else:
+        there = topology(name).devices
+    graph, params = decoder(8, kv_heads, width, there, rows, columns)
+    programs = Programs(graph, (2,), SamplingParams.from_config(ROLLOUT))
+    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt)
+    compiled = program.lower().compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    row = kv_heads * width * 2 // columns
+    cache = SLOTS // rows * 2048 * row * 2 * LAYERS
+    assert memory.alias_size_in_bytes >= cache
+    assert copies(text, SLOTS // rows * prompt * row // 2) == []
+    assert memory.temp_size_in_bytes < 0.01 * cache + 8 * prompt * row * 2 * LAYERS
+    writes = Program(text).of("fusion", "dynamic-update-slice")
+    written = [x for x in writes if x.bytes >= cache // (2 * LAYERS)]
+    assert [x.loops for x in written] == [(None,)] * 2 * LAYERS  # as often as prompts are inserted

@@ -17,6 +17,7 @@ from covey.sampling.cache import (
     decode_attention,
     empty_block,
     insert_block,
+    insert_prompts,
     keep_rows,
 )
 
@@ -77,6 +78,22 @@ def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int
         for model in (model_of(platform, width), model_of("cpu", width))
     )
     np.testing.assert_allclose(got, want, atol=5e-6)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)])
+def test_prompts_are_inserted_into_their_slots_alone(mesh: tuple[int, int] | None) -> None:
+    """On a mesh each device fills its own; a prompt may be padded beyond the end of the cache."""
+    layout, rng = CacheLayout.of(model_of("tpu", 8)), np.random.default_rng(0)
+    old, new = (rng.normal(size=(2, 2, n, 2, 8, time)).astype(np.float32) for n, time in ((SLOTS, 128), (3, 200)))
+    cache, prefix = ([[Block(*map(jnp.asarray, pair), layout)] for pair in layers] for layers in (old, new))
+    if mesh:
+        devices = jax.make_mesh(mesh, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+        cache = jax.device_put(cache, jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("fsdp", "tp")))
+        prefix = jax.device_put(prefix, jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "tp")))
+    inserted = jax.jit(insert_prompts)(cache, prefix, jnp.array([2, 1, 0, 1]), jnp.array([True, False, True, True]))
+    want = old.copy()
+    want[:, :, [0, 2, 3]] = new[:, :, [2, 0, 1], ..., :128]
+    np.testing.assert_array_equal([[block.keys, block.values] for (block,) in inserted], want)
 
 
 @pytest.mark.slow
