@@ -10,6 +10,7 @@ of 8 completions per step and for one of 800.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,7 +113,7 @@ class RunHistory:
 
     def column(self, name: str) -> Float[np.ndarray, "n"]:
         """Return the values of the metric `name` by row; NaN in all rows if it was never measured."""
-        return self.columns.get(name, np.full(len(self), np.nan))
+        return self.columns[name] if name in self.columns else np.full(len(self), np.nan)
 
     @property
     def window(self) -> int:
@@ -237,17 +238,22 @@ class MetricHistory:
         error = max(noise(values), self.noise) / math.sqrt(values.size)
         if self.name == "reward":
             error = max(error, self._sampling_error(start, stop))
-        return Level(self.scale * float(values.mean()), self.scale * float(error), int(steps[0]), int(steps[-1]))
+        mean = float(values.sum()) / values.size  # the method `mean` takes three times as long
+        return Level(self.scale * mean, self.scale * float(error), int(steps[0]), int(steps[-1]))
 
     def _sampling_error(self, start: int, stop: int) -> float:
         """Return the standard error of the mean reward of some rows, from the spread of their completions. It is at
         least that of all completions as one group: two groups may have equal means by chance.
         """
-        samples = self.run.samples_per_step or 1
-        errors = np.nan_to_num(self.run.column("reward_error")[start:stop])
-        within = np.nan_to_num(self.run.column("reward_std")[start:stop]) / math.sqrt(samples)
-        each = np.maximum(errors, within)[self.known[start:stop]]
+        each = self._reward_errors[start:stop][self.known[start:stop]]
         return float(np.linalg.norm(each) / max(each.size, 1))
+
+    @cached_property
+    def _reward_errors(self) -> Float[np.ndarray, "n"]:
+        """Standard errors of the mean reward by row."""
+        within = np.nan_to_num(self.run.column("reward_std")) / math.sqrt(self.run.samples_per_step or 1)
+        errors = np.nan_to_num(self.run.column("reward_error"))
+        return np.asarray(np.maximum(errors, within))
 
     @cached_property
     def noise(self) -> float:
@@ -489,7 +495,8 @@ def noise(values: Float[np.ndarray, "n"]) -> float:
     """
     if values.size < 2:
         return 0.0
-    return float(np.median(np.abs(np.diff(values))) / (0.6745 * math.sqrt(2)))
+    differences: list[float] = np.abs(values[1:] - values[:-1]).tolist()  # NumPy's median is slow for a few values
+    return statistics.median(differences) / (0.6745 * math.sqrt(2))
 
 
 def _columns(steps: Int[np.ndarray, "n"], series: Mapping[str, Series]) -> dict[str, Float[np.ndarray, "n"]]:
