@@ -353,7 +353,8 @@ def test_the_filters_are_those_that_the_script_makes(machine: str) -> None:
         library = script["load"]()
     except OSError:
         pytest.skip("needs libseccomp")
-    made = script["make_filter"](library, machine)
+    if (made := script["make_filter"](library, machine)) == shipped:
+        return  # another version of the library may order the instructions otherwise
     rules = [rule for rules in script["CONDITIONS"].values() for rule in rules]
     values = {value for rule in rules for _, value in rule.values()}
     cases = [(0, 0, 0), *((v, v, v) for v in sorted(values)), (0, 4, 0o20000), (0, 0o1000, 0o1001), (0, 0o1003, 0o1000)]

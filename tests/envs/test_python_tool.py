@@ -104,7 +104,11 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
         ("print('before')\nwhile True: pass", Limits(seconds=60, cpu_seconds=1), "more than 1 s of computing time"),
         ("import os, time\nos.close(1); os.close(2); time.sleep(60)", Limits(seconds=0.5), "longer than 0.5 s"),
         ("while True: print('x' * 1000)", Limits(), "printed more than 65,536 bytes"),  # it would be 1 GB in a second
-        ("i = 0\nwhile True:\n    i += 1; open(str(i), 'w')", Limits(), "wrote more than 33,554,432 bytes"),
+        (
+            "i = 0\nwhile True:\n    i += 1; open(str(i), 'w')",
+            Limits(folder=1 << 22),
+            "wrote more than 4,194,304 bytes",
+        ),
         (f"{NESTED % 3000}\ntime.sleep(60)", Limits(), "made folders more than 100 deep"),
         (f"{NESTED % 3000}\nos._exit(3)", Limits(), "the program"),  # it may end before the depth is seen
         (LONG_NAMES, Limits(folder=1 << 20), "wrote more than 1,048,576 bytes"),
@@ -115,6 +119,7 @@ def test_a_program_stays_in_its_folder_and_alone(tmp_path: Path) -> None:
 def test_a_program_that_does_not_end_is_ended(
     program: str, limits: Limits, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert Limits().folder == 1 << 25
     looks, began = [], time.monotonic()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sandbox, "excess", lambda *given: looks.append(given) or excess(*given))
