@@ -387,7 +387,7 @@ def check_keywords(
     unknown = [name for name in arguments if name not in known]
     errors = [RecipeError(f"{callee} has no keyword {name!r}", fix=suggest(name)) for name in unknown]
     for name, value in arguments.items():
-        classes = tuple(classes_in(known.get(name)))
+        classes = classes_in(known.get(name))
         if classes and value is not None and not isinstance(value, classes):
             errors.append(RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee))
     raise_together(errors)
@@ -488,11 +488,12 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, Number, list, Mapping, types.NoneType, Config)) or type(value) is tuple
 
 
-def classes_in(kind: Any) -> list[type[Config]]:
+@cache
+def classes_in(kind: Any) -> tuple[type[Config], ...]:
     """Return the classes of settings that a field of type `kind` may hold."""
     if get_origin(kind) in (Annotated, Union, types.UnionType):
-        return [cls for part in get_args(kind) for cls in classes_in(part)]
-    return [kind] if isinstance(kind, type) and issubclass(kind, Config) else []
+        return tuple(cls for part in get_args(kind) for cls in classes_in(part))
+    return (kind,) if isinstance(kind, type) and issubclass(kind, Config) else ()
 
 
 def settings_in(
