@@ -90,22 +90,22 @@ def completion(tokens: list[int]) -> Completion:
 def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     name: str, golden_model: Golden, logits: Logits
 ) -> None:
-    """At temperature 1 and at 0, where they are also transformers' own."""
+    """At temperature 1; at 0 those without are also transformers' own."""
     model = golden_model(name).model
-    prompt, likeliest = np.array(INPUTS["groups"][0]["prompt"], np.int32), np.load(GOLDEN / "families.npz")
+    prompt, likeliest = INPUTS["groups"][0]["prompt"], np.load(GOLDEN / "families.npz")[f"{name}/greedy"]
     config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=2, seed=5)
     graph, params = nnx.split(model)
-    sampler, request = Sampler(graph, (), config), [Request(prompt, 2, 3, step=4)]
-    greedy = sampler.generate(params, request, config=dataclasses.replace(config, temperature=0.0))
-    assert greedy[0][0].tokens.tolist() == likeliest[f"{name}/greedy"].tolist()
-    drawn = np.stack([completion.tokens for completion in sampler.generate(params, request)[0]])
+    completions = Sampler(graph, (), config).generate(params, [Request(np.array(prompt, np.int32), 2, 3, step=4)])[0]
+    drawn = np.stack([completion.tokens for completion in completions])
     assert drawn[0].tolist() != drawn[1].tolist()
-    whole = np.zeros((5, TIME), np.int32)  # the program of the test of logits
-    whole[:2, : len(prompt) + 12] = [[*prompt, *tokens] for tokens in drawn]
-    whole_logits, keys = logits(model, whole), sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
+    tokens = np.zeros((5, TIME), np.int32)  # the program of the test of logits
+    tokens[:3, : len(prompt) + 12] = [[*prompt, *answer] for answer in (*drawn, likeliest)]
+    predicted = logits(model, tokens)[:3, len(prompt) - 1 : len(prompt) + 11]
+    assert predicted[2].argmax(-1).tolist() == likeliest.tolist()
+    keys = sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
     for at in range(12):
-        noise, last = uniform_noise(keys, np.full(2, at)), whole_logits[:2, len(prompt) + at - 1]
-        assert draw(last, noise, SamplingParams.from_config(config))[0].tolist() == drawn[:, at].tolist()
+        token, *_ = draw(predicted[:2, at], uniform_noise(keys, np.full(2, at)), SamplingParams.from_config(config))
+        assert token.tolist() == drawn[:, at].tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)

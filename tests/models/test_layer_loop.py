@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -30,6 +31,12 @@ def total(platform: str, policy: Any, weights: Any, x: jax.Array) -> jax.Array:
     return scan_layers(step, x, weights, shifts, platform=platform, policy=policy).sum()
 
 
+def unrolled(weights: Any, x: jax.Array) -> jax.Array:
+    for number, layer in enumerate(weights):
+        x = step(x, layer, jnp.float32(1 + number))
+    return x.sum()
+
+
 POLICIES = [None, save_all_but_selected, jax.checkpoint_policies.save_only_these_names("product")]
 
 
@@ -37,16 +44,23 @@ POLICIES = [None, save_all_but_selected, jax.checkpoint_policies.save_only_these
 @pytest.mark.parametrize("policy", POLICIES)
 def test_both_forms_are_the_layers_one_after_another(policy: Any) -> None:
     weights, x = layers(3), jnp.asarray(np.random.default_rng(1).normal(size=(5, WIDTH)), jnp.float32)
-
-    def unrolled(weights: Any, x: jax.Array) -> jax.Array:
-        for number, layer in enumerate(weights):
-            x = step(x, layer, jnp.float32(1 + number))
-        return x.sum()
-
-    want = jax.grad(unrolled, (0, 1))(weights, x)
+    want = jax.jit(jax.grad(unrolled, (0, 1)))(weights, x)
     for platform in ("cpu", "tpu", "cuda"):
         got = jax.jit(jax.grad(partial(total, platform, policy), (0, 1)))(weights, x)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_second_derivatives_go_through_a_loop(platform: str) -> None:
+    weights, x = layers(2), jnp.asarray(np.random.default_rng(1).normal(size=(5, WIDTH)), jnp.float32)
+
+    def slope(total: Any) -> jax.Array:
+        return jax.grad(lambda weights: optax.tree.norm(jax.grad(total)(weights, x)))(weights)
+
+    got, want = jax.jit(lambda: (slope(partial(total, platform, None)), slope(unrolled)))()
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5 * scale), got, want)
 
 
 def compiled(platform: str, count: int, policy: Any = None) -> Any:
