@@ -301,11 +301,10 @@ def test_every_setting(name: str, old: bool) -> None:
 def test_every_preset(name: str, old: bool, dtype: type) -> None:
     """With stored old log-probs, and without: then every ratio is 1 and has a gradient."""
     x = algorithm_of(GRPOConfig(name))
-    for seed in range(3):
-        samples = batch(x, seed)
-        oracle = Oracle(x, samples, beta=x.beta, old=old, ref=x.beta > 0)
-        assert_agree(oracle, some_rows(len(samples), seed), dtype)
-        assert any(g.any() for g in oracle.grad_logps)
+    samples = batch(x, seed=1)
+    oracle = Oracle(x, samples, beta=x.beta, old=old, ref=x.beta > 0)
+    assert_agree(oracle, some_rows(len(samples), seed=1), dtype)
+    assert any(g.any() for g in oracle.grad_logps)
 
 
 def test_the_batch_meets_every_corner() -> None:
