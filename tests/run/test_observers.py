@@ -162,8 +162,8 @@ def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Any:
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart")))
-    return SimpleNamespace(path=tmp_path, path_as_given=Path("runs/a"), writes=True)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(RECIPE))
+    return SimpleNamespace(path=tmp_path, path_as_given=Path("runs/a"), writes=True, resuming=False)
 
 
 @pytest.fixture
@@ -229,11 +229,6 @@ def rows(count: int = STEPS, **values: float) -> list[dict[str, Any]]:
     return [{"step": number, **same, **values} for number in range(1, count + 1)]
 
 
-def folder_of(path: Path, **how: bool) -> Any:
-    (path / "recipe.yaml").write_text(recipe.to_yaml(RECIPE))
-    return SimpleNamespace(path=path, **({"writes": True, "resuming": False} | how))
-
-
 def said(folder: Any, steps: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     """Messages and warnings of a run with these rows."""
     messages: list[str] = []
@@ -248,8 +243,8 @@ def said(folder: Any, steps: list[dict[str, Any]]) -> tuple[list[str], list[str]
     return messages, warnings
 
 
-def test_a_problem_is_said_once_and_again_at_the_end(tmp_path: Path) -> None:
-    messages, (during, at_the_end) = said(folder_of(tmp_path), rows())
+def test_a_problem_is_said_once_and_again_at_the_end(folder: Any) -> None:
+    messages, (during, at_the_end) = said(folder, rows())
     assert during.startswith(f"step {FIRST_STEPS + CERTAIN}: The reward is the same for every completion")
     assert f"every completion of {FIRST_STEPS + CERTAIN} steps scored 0.3 (640 completions)" in during
     assert "Change: rewards: see in samples.jsonl" in during
@@ -258,29 +253,31 @@ def test_a_problem_is_said_once_and_again_at_the_end(tmp_path: Path) -> None:
     assert messages == []
 
 
-def test_a_sound_run_says_so_without_a_warning(tmp_path: Path) -> None:
+def test_a_sound_run_says_so_without_a_warning(folder: Any) -> None:
     steps = [row | {"reward": 0.1 * row["step"], "reward_std": 0.3} for row in rows()]
-    (message,), warnings = said(folder_of(tmp_path), steps)
+    (message,), warnings = said(folder, steps)
     assert message.startswith("diagnosis: Nothing wrong was found. Seen: the mean reward went 0.2 (steps 1 to 3)")
     assert warnings == []
 
 
-def test_a_resumed_run_knows_its_steps_before(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
-    _, (during, _) = said(folder_of(tmp_path, resuming=True), rows(40)[20:])
+def test_a_resumed_run_knows_its_steps_before(folder: Any) -> None:
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
+    folder.resuming = True
+    _, (during, _) = said(folder, rows(40)[20:])
     assert during.startswith(f"step {20 + CERTAIN}: ")
     assert f"every completion of {20 + CERTAIN} steps" in during
 
 
-def test_only_the_process_that_writes_says_it(tmp_path: Path) -> None:
-    assert said(folder_of(tmp_path, writes=False), rows()) == ([], [])
+def test_only_the_process_that_writes_says_it(folder: Any) -> None:
+    folder.writes = False
+    assert said(folder, rows()) == ([], [])
 
 
-def test_a_diagnosis_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagnosis_that_fails_ends_no_run(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("broken")
 
     monkeypatch.setattr(observers.LiveDiagnosis, "step", fail)
-    messages, (warning,) = said(folder_of(tmp_path), rows())
+    messages, (warning,) = said(folder, rows())
     assert warning == "the diagnosis failed: ValueError: broken; the run goes on without it"
     assert messages == []
