@@ -258,6 +258,8 @@ def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
     resumed.train(rows, rows[:4], out=tmp_path / "run")
     assert measured(tmp_path / "run") == measured(tmp_path / "straight")
     assert resumed.history["loss"] == straight.history["loss"]
+    states = (jax.tree.leaves(one.trainer.state()) for one in (straight, resumed))
+    assert all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (tmp_path / "run" / REPORT).is_file()
