@@ -187,23 +187,25 @@ GSM = [
 ]
 
 
+def gsm8k(folder: Path, **settings: Any) -> tuple[Any, list[str], list[str]]:
+    """Held-out rows, their completions and their answers."""
+    write(folder / "train.jsonl", GSM[:30])
+    write(folder / "test.jsonl", GSM[30:])
+    rows = load_examples(SFTDataConfig(task="gsm8k", path=str(folder), **settings)).test
+    return rows, [row["completion"] for row in rows], [row["answer"] for row in rows]
+
+
 def test_the_answers_of_gsm8k_are_worth_the_full_reward(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", GSM[:30])
-    write(tmp_path / "test.jsonl", GSM[30:])
-    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
-    completions, answers = [row["completion"] for row in data.test], [row["answer"] for row in data.test]
+    rows, completions, answers = gsm8k(tmp_path)
     assert set(format_exact([], completions)) == set(answer_ratio([], completions, answers)) == {3.0}
     assert set(answer_number([], completions, answers)) == {1.5}
     assert completions[0] == "<reasoning>\nAdd: 1260.\n</reasoning>\n<answer>1,260</answer>"
-    assert "<reasoning>" in data.test[0]["prompt"][0]["content"]
+    assert "<reasoning>" in rows[0]["prompt"][0]["content"]
 
 
 def test_gsm8k_is_answered_in_the_layout_that_is_asked_for(tmp_path: Path) -> None:
     """The trap: a system message of one layout, and answers in another."""
-    write(tmp_path / "train.jsonl", GSM[:30])
-    write(tmp_path / "test.jsonl", GSM[30:])
-    data = load_examples(SFTDataConfig(task="gsm8k", path=str(tmp_path), system=MARKER_SYSTEM))
-    completions, answers = [row["completion"] for row in data.test], [row["answer"] for row in data.test]
+    _, completions, answers = gsm8k(tmp_path, system=MARKER_SYSTEM)
     assert set(exact_answer([], completions, answers)) == {1.0}
     assert completions[0] == "Add: 1260.\n#### 1,260"
 

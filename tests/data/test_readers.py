@@ -43,13 +43,7 @@ def gsm8k(path: Any, **options: Any) -> Any:
     return load(DataConfig(task="gsm8k", path=str(path), **options))
 
 
-@pytest.fixture
-def kaggle(tmp_path: Path) -> Path:
-    """The folder that Kaggle's archive unpacks to."""
-    (tmp_path / "main_train.csv").write_text(as_csv(PROBLEMS[:20]), encoding="utf-8")
-    (tmp_path / "main_test.csv").write_text(as_csv(PROBLEMS[20:]), encoding="utf-8")
-    (tmp_path / "socratic_train.csv").write_text("not looked at")
-    return tmp_path
+PARTS = {"train": PROBLEMS[:20], "test": PROBLEMS[20:]}
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def jsonl(tmp_path: Path) -> Path:
     """The same records as JSON Lines."""
     folder = tmp_path / "jsonl"
     folder.mkdir()
-    for name, part in (("train", PROBLEMS[:20]), ("test", PROBLEMS[20:])):
+    for name, part in PARTS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
     return folder
 
@@ -69,26 +63,24 @@ def described(data: Any) -> Any:
 # --- every source of GSM8K gives the same rows
 
 
-def test_kaggles_csv_is_the_same_data_set(kaggle: Path, jsonl: Path) -> None:
-    assert described(gsm8k(kaggle)) == described(gsm8k(jsonl))
-    assert (len(gsm8k(kaggle).train), len(gsm8k(kaggle).test)) == (20, 10)
-    assert gsm8k(kaggle).test[0]["answer"] == "1,240"
-    single = gsm8k(kaggle / "main_train.csv", test_path=str(kaggle / "main_test.csv"))
-    assert described(single) == described(gsm8k(kaggle))
+WRITERS: dict[str, Callable[[Path, Any], Any]] = {
+    "{}.json": lambda path, records: path.write_text(json.dumps(records, indent=1)),
+    "{}.parquet": lambda path, records: pandas.DataFrame(records).to_parquet(path),
+    "{}.csv": lambda path, records: pandas.DataFrame(records).to_csv(path, index=False),
+    "main_{}.csv": lambda path, records: path.write_text(as_csv(records)),  # of Kaggle's archive
+}
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet", "csv"])
-def test_files_of_every_kind_are_the_same_data_set(tmp_path: Path, jsonl: Path, kind: str) -> None:
-    for name, part in (("train", PROBLEMS[:20]), ("test", PROBLEMS[20:])):
-        path, frame = tmp_path / f"{name}.{kind}", pandas.DataFrame(part)
-        {
-            "json": lambda path=path, part=part: path.write_text(json.dumps(part, indent=1)),
-            "parquet": lambda path=path, frame=frame: frame.to_parquet(path),
-            "csv": lambda path=path, frame=frame: frame.to_csv(path, index=False),
-        }[kind]()
-    assert described(gsm8k(tmp_path)) == described(gsm8k(jsonl))
-    single = gsm8k(tmp_path / f"train.{kind}", test_path=str(tmp_path / f"test.{kind}"))
-    assert described(single) == described(gsm8k(jsonl))
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_of_every_kind_are_the_same_data_set(tmp_path: Path, jsonl: Path, name: str) -> None:
+    wanted = described(gsm8k(jsonl))
+    assert (len(wanted[0]), len(wanted[1]), wanted[1][0]["answer"]) == (20, 10, "1,240")
+    (tmp_path / "socratic_train.csv").write_text("not looked at")
+    for part, records in PARTS.items():
+        WRITERS[name](tmp_path / name.format(part), records)
+    assert described(gsm8k(tmp_path)) == wanted
+    single = gsm8k(tmp_path / name.format("train"), test_path=str(tmp_path / name.format("test")))
+    assert described(single) == wanted
 
 
 ASKED, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -200,7 +192,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.splits: dict[str, Any] = {"train": PROBLEMS[:20], "test": PROBLEMS[20:]}
+        self.splits: dict[str, Any] = {**PARTS}
 
     def load_dataset(self, name: str, config: str | None, revision: str | None = None) -> dict[str, Any]:
         self.asked.append((name, config, revision))
@@ -216,7 +208,7 @@ class FakeTFDS:
     def data_source(self, name: str, builder_kwargs: dict[str, Any]) -> dict[str, Any]:
         self.asked.append((name, builder_kwargs))
         as_bytes = lambda r: {k: np.bytes_(v.encode()) for k, v in r.items()} | {"short_answer": b"1"}  # noqa: E731
-        return {"train": list(map(as_bytes, PROBLEMS[:20])), "test": list(map(as_bytes, PROBLEMS[20:]))}
+        return {name: list(map(as_bytes, part)) for name, part in PARTS.items()}
 
 
 Install = Callable[[str, Any], Any]
@@ -315,10 +307,11 @@ def test_a_test_file_beside_a_hub_is_refused() -> None:
         gsm8k("hf:openai/gsm8k", test_path="x.jsonl")
 
 
-def test_a_folder_with_one_of_two_files_names_the_other(kaggle: Path) -> None:
-    (kaggle / "main_test.csv").unlink()
+def test_a_folder_with_one_of_two_files_names_the_other(tmp_path: Path) -> None:
+    for name in ("main_train.csv", "socratic_train.csv"):
+        (tmp_path / name).touch()
     with pytest.raises(DataError, match=r"no main_test\.csv, only: main_train\.csv, socratic_train\.csv"):
-        gsm8k(kaggle)
+        gsm8k(tmp_path)
 
 
 @given(st.lists(st.lists(st.text(max_size=8), max_size=3), max_size=4))
