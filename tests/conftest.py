@@ -189,15 +189,15 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """`checkpoint(family, layers=2, words=())`: a tiny random model of the family, with a tokenizer that can spell, and
-    has each of `words` as a token.
+@pytest.fixture(scope="session")
+def write_checkpoint() -> Callable[..., Path]:
+    """`write_checkpoint(place, family, layers=2, words=())`: a folder in `place` of a tiny random model of the family,
+    with a tokenizer that can spell and has each of `words` as a token.
     """
 
-    def write(family: str, layers: int = 2, words: tuple[str, ...] = ()) -> Path:
+    def write(place: Path, family: str, layers: int = 2, words: tuple[str, ...] = ()) -> Path:
         described = json.loads((GOLDEN / "families.json").read_text())[family]
-        folder = tmp_path / family
+        folder = place / family
         folder.mkdir()
         inner = tokenizers.Tokenizer.from_file(str(GOLDEN / "tiny-llama" / "tokenizer.json"))
         inner.add_special_tokens([*CALCULATOR_MARKERS])
@@ -219,6 +219,12 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, write_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+    """`checkpoint(family, layers=2, words=())` in the folder of the test."""
+    return functools.partial(write_checkpoint, tmp_path)
 
 
 # --- models and groups that tests of losses, packing and rl share

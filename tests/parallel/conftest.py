@@ -103,7 +103,7 @@ class Processes:
         self, started: Sequence[subprocess.Popen[str]], codes: Sequence[int], halted: int | None = None
     ) -> list[str]:
         """What each said on its way to these exit codes. One that is `halted`, or lives longer, is killed."""
-        until, texts = time.monotonic() + 200, {}
+        until, texts = time.monotonic() + 500, {}
         try:
             for number, process in enumerate(started):
                 if number != halted:

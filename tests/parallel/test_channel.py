@@ -1,7 +1,10 @@
-"""What processes tell each other over the channel, and whom they name when one fails, ends or falls silent."""
+"""What processes tell each other over the channel, and whom they name when one fails, ends or falls silent; threads
+stand for processes, and at the end real ones run this file.
+"""
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -14,9 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from covey.config.processes import PEER_LOST
 from covey.errors import CoveyError, RewardError, Stopped
-from covey.parallel import channel, order
+from covey.parallel import channel, distributed, make_mesh, order
 from covey.parallel.channel import Channel, PeerLostError
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
@@ -270,3 +275,57 @@ def test_several_processes_need_a_channel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(CoveyError, match="have no channel"):
         channel.all_gather(value, "x")
+
+
+HALTED = 2
+"""The process that halts itself."""
+
+
+@pytest.mark.slow
+def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(processes: Any) -> None:
+    started = processes.start([__file__], 3, devices=1)
+    texts = processes.end(started, [PEER_LOST, PEER_LOST, -signal.SIGKILL], halted=HALTED)
+    assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], texts
+    assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], texts
+    assert "process 2 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[2], texts
+    assert "with other shapes or another program than process 0" in texts[1]
+    for number, text in enumerate(texts):
+        assert f"process {number}: the thread 'producer' wants to launch 'sync' of step 8" in text
+    assert "lost PeerLostError: process 2 of 3 has given no sign for" in texts[0]
+    assert f"process {started[2].pid} on" in texts[0]
+    assert "covey: process 2 of 3 has given no sign for" in texts[1]
+
+
+def keep_order() -> None:
+    """Launch in another order; at the end one process halts, one waits for it in a phase and one in a program."""
+    distributed.initialize(os.environ)
+    with channel.opened("127.0.0.1", 0, silent=6.0):
+        me, count = distributed.index(), distributed.count()
+        say_refusal("order", "sample" if me == 1 else "update", 7)
+        say_refusal("shapes", "update", 7, (4 + me, 128))
+        thread = threading.Thread(target=say_refusal, args=("thread", "sync", 8), name="producer")
+        thread.start()
+        thread.join()
+        place = NamedSharding(make_mesh((count,), ("fsdp",)), PartitionSpec("fsdp"))
+        x = jax.make_array_from_callback((count,), place, lambda at: np.arange(count, dtype=np.float32)[at])
+        total = jax.jit(jax.numpy.sum)
+        assert float(total(x).addressable_shards[0].data) == 3
+        channel.all_gather(None, "compiled")
+        if me == HALTED:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if me == 1:
+            total(x).block_until_ready()
+        say_refusal("lost", "update", 100)
+        time.sleep(60)
+
+
+def say_refusal(about: str, name: str, step: int, program: Any = "") -> None:
+    try:
+        with order.phase(name, step, program):
+            print(about, "was not refused", flush=True)
+    except CoveyError as error:
+        print(about, f"{type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    keep_order()

@@ -1,8 +1,7 @@
 """Processes with other code, or without a shared folder, are refused before anything is loaded; threads stand for
-processes, and at the end real ones are started.
+processes.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from covey.config import recipe
 from covey.errors import RecipeError
 from covey.parallel import checks, make_mesh
 from covey.run import settings as run_settings
-
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
-
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -131,38 +127,3 @@ def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, mo
     assert run_settings.digests("no_such_module") == run_settings.digests("") == {}
     for name, module in {"verifiers:wordle": "wordle", "openenv:http://a:1": "", "guess": ""}.items():
         assert run_settings._module_of(name) == module
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("differs", ["package", "module", "folder"])
-def test_two_processes_that_are_not_alike_train_nothing(tmp_path: Path, processes: Any, differs: str) -> None:
-    """Process 1 has the advantage negated, or another reward, or the run folder on a disk of its own."""
-    places = [tmp_path / str(number) for number in range(2)]
-    for number, place in enumerate(places):
-        place.mkdir()
-        sign = "-" if number and differs == "module" else ""
-        (place / "mine.py").write_text(
-            f"def score(completions):\n    return [{sign}float(len(c)) for c in completions]\n"
-        )
-    source = Path(covey.__file__).parents[1]
-    roots = [source, places[1] if differs == "package" else source]
-    if differs == "package":
-        shutil.copytree(source / "covey", places[1] / "covey", ignore=shutil.ignore_patterns("__pycache__"))
-        file = places[1] / "covey" / "losses" / "advantages.py"
-        negated = "group_zscore = lambda rewards, z=group_zscore: -z(rewards)"
-        file.write_text(f"{file.read_text()}\n\n{negated}\n")
-    out = "run" if differs == "folder" else str(tmp_path / "run")
-    words = ["-m", "covey", "train", "quickstart", f"--model.source={GOLDEN}", "--rewards=mine:score", f"--out={out}"]
-    words += ["--max-steps=1", "--prompts-per-step=2", "--evaluation.prompts=2", "--rollout.max-new-tokens=4"]
-    words += ["--rollout.max-prompt-length=400", "--training.too-long=drop"]
-    started = processes.start(words, 2, places, [{"PYTHONPATH": str(root)} for root in roots])
-    texts = processes.end(started, [2, 2])
-    told = {
-        "package": "covey/losses/advantages.py is another file",
-        "module": "mine.py is another file",
-        "folder": f"{places[1]}/run is not the folder of that path in process 0",
-    }
-    for text in texts:
-        assert told[differs] in text
-        assert "Traceback" not in text
-    assert not list(tmp_path.glob("**/metrics.jsonl"))

@@ -1,15 +1,14 @@
-"""Processes share one order of programs, one checkpoint and one export; one that is stopped or killed is named. This
-file is also what the processes run: `test_hosts.py work SILENT`, `test_hosts.py save FOLDER ADDRESS`.
+"""Processes share one checkpoint and one export, and one that is killed is named. This file is also what the processes
+run: `test_hosts.py FOLDER ADDRESS`.
 """
 
 import filecmp
 import os
+import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import covey
+from covey.cli.main import main
 from covey.config.processes import PEER_LOST
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
 from covey.models.export import write_hf
 from covey.models.loading import weights
-from covey.parallel import channel, distributed, make_mesh, mesh_from_config, order, shardings
+from covey.parallel import channel, distributed, make_mesh, mesh_from_config, shardings
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import CheckpointStore, FolderStore
-
-STOPPED = 2
-"""The process that halts itself."""
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -43,52 +41,6 @@ def refused(call: Callable[[], Any]) -> str:
 
 def say(*what: object) -> None:
     print(*what, flush=True)
-
-
-def work(silent: float) -> None:
-    """All checks in turn; at the end one process halts, one waits for it in a phase and one in a device program."""
-    with joined(silent) as (me, count):
-        assert channel.all_gather(f"from {me}", "test") == [f"from {number}" for number in range(count)]
-        started = time.perf_counter()
-        for step in range(100):
-            with order.phase("update", step, (4, 128)):
-                pass
-        say("ms", 10 * (time.perf_counter() - started))
-        say("order", refused(lambda: enter("sample" if me == 1 else "update", 7)))
-        say("shapes", refused(lambda: enter("update", 7, (4 + me, 128))))
-        thread = threading.Thread(target=lambda: say("thread", refused(lambda: enter("sync", 8))), name="producer")
-        thread.start()
-        thread.join()
-        total, x = program(count)
-        channel.all_gather(None, "compiled")
-        if me == STOPPED:
-            say("stops")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if me == 1:
-            total(x).block_until_ready()
-        say("lost", refused(lambda: enter("update", 100)))
-        time.sleep(60)
-
-
-@contextmanager
-def joined(silent: float) -> Iterator[tuple[int, int]]:
-    distributed.initialize(os.environ)
-    with channel.opened("127.0.0.1", 0, silent):
-        yield jax.process_index(), jax.process_count()
-
-
-def enter(name: str, step: int, program: Any = "") -> None:
-    with order.phase(name, step, program):
-        pass
-
-
-def program(count: int) -> tuple[Any, jax.Array]:
-    mesh = make_mesh((count,), ("fsdp",), jax.devices())
-    host = np.arange(count, dtype=np.float32)
-    x = jax.make_array_from_callback(host.shape, NamedSharding(mesh, P("fsdp")), lambda at: host[at])
-    total = jax.jit(jnp.sum)
-    assert float(total(x).addressable_shards[0].data) == host.sum()
-    return total, x
 
 
 # Checkpoints and exports: 2 processes of 2 devices against 1 of 4.
@@ -160,15 +112,17 @@ def crossing() -> bool:
 
 
 def save(folder: Path, address: str) -> None:
-    """Resume what another number of processes saved; save, export, and be killed in the middle of two saves, one of
-    them in a bucket.
+    """Refuse to train; resume what another number of processes saved; save, export, and be killed in the middle of two
+    saves, one of them in a bucket.
     """
+    distributed.initialize(os.environ)
     with (
-        joined(6.0) as (me, _),
+        channel.opened("127.0.0.1", 0, silent=6.0),
         Checkpointer(folder / "saves") as saves,
         Checkpointer(folder / "far", address=address) as far,
     ):
-        mesh = grid(4, 1)
+        me, mesh = distributed.index(), grid(4, 1)
+        say("trained", main(["train", "quickstart", f"--model.source={MODEL}", f"--out={folder / 'run'}"]))
         say("crossing", crossing())
         found, extra = saves.restore(1, state(0, mesh))
         say("restored", is_right(found, 1, mesh), extra)
@@ -195,44 +149,42 @@ def save(folder: Path, address: str) -> None:
         saves.wait()
 
 
-@pytest.mark.slow
-def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(processes: Any) -> None:
-    started = processes.start([__file__, "work", "6"], 3, devices=1)
-    texts = processes.end(started, [PEER_LOST, PEER_LOST, -signal.SIGKILL], halted=STOPPED)
-    shown = "\n\n".join(texts)
-    assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], shown
-    assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], shown
-    assert "process 2 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[2], shown
-    assert "with other shapes or another program than process 0" in texts[1]
-    for number, text in enumerate(texts):
-        assert f"process {number}: the thread 'producer' wants to launch 'sync' of step 8" in text
-    assert "lost PeerLostError: process 2 of 3 has given no sign for" in texts[0]
-    assert f"process {started[2].pid} on" in texts[0]
-    assert "covey: process 2 of 3 has given no sign for" in texts[1]
-    assert float(texts[0].partition("ms ")[2].split()[0]) < 100
+def changed_package(place: Path) -> Path:
+    """Return a folder with a copy of the package in which the advantage is negated."""
+    shutil.copytree(Path(covey.__file__).parent, place / "covey")
+    with (place / "covey" / "losses" / "advantages.py").open("a") as file:
+        file.write("\n\ngroup_zscore = lambda rewards, z=group_zscore: -z(rewards)\n")
+    return place
 
 
 @pytest.mark.slow
 def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(
     tmp_path: Path, bucket: Any, processes: Any
 ) -> None:
-    """Process 1 is killed in the middle of the third save, on the disk and in a bucket."""
+    """Process 1 is killed in the middle of the third save, on the disk and in a bucket. It has other code: together
+    they train nothing.
+    """
     folder, mesh = tmp_path / "saves", grid(2, 2)
     with Checkpointer(folder) as saves:
         saves.save(1, state(1, mesh), {"from": "one"})
     (tmp_path / "one").mkdir()
     loaded = loaded_on(mesh)
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "one", source=MODEL, shard_size=20_000)
-    started = processes.start([__file__, "save", str(tmp_path), f"{bucket.address}/runs/two"], 2)
+    roots = [Path(covey.__file__).parents[1], changed_package(tmp_path / "package")]
+    words = [__file__, str(tmp_path), f"{bucket.address}/runs/two"]
+    started = processes.start(words, 2, environments=[{"PYTHONPATH": str(root)} for root in roots])
     texts = processes.end(started, [PEER_LOST, -signal.SIGKILL])
     shown = "\n\n".join(texts)
     assert "process 1 of 2 is gone" in texts[0], shown
     for text in texts:
+        assert "covey/losses/advantages.py is another file" in text, shown
+        assert "trained 2" in text
         assert "crossing True" in text, shown
         assert "restored True {'from': 'one'}" in text, shown
         assert "own files 1" in text
         assert "far True" in text
         assert "checkpoint 1 would come before 2" in text
+    assert not (tmp_path / "run").exists()
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
     assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "two", names, shallow=False) == (names, [], [])
@@ -258,4 +210,4 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
 
 
 if __name__ == "__main__":
-    work(float(sys.argv[2])) if sys.argv[1] == "work" else save(Path(sys.argv[2]), sys.argv[3])
+    save(Path(sys.argv[1]), sys.argv[2])

@@ -1,8 +1,10 @@
 """Several processes are one: real ones, on this machine, against a single one. This file is also what they run.
 
-As `test_processes.py MODEL FOLDER` it trains on meshes over all of them, and writes down what came of it.
+As `test_processes.py MODEL FOLDER WORDS` it trains on meshes over all of them, writes down what came of it, and then
+runs the command WORDS, which a mistake in process 1 ends; with WORDS that resume a run it does that alone.
 """
 
+import faulthandler
 import importlib
 import io
 import itertools
@@ -10,13 +12,12 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +44,8 @@ from covey import (
     SFTConfig,
     SFTLearner,
 )
-from covey.cli.main import main
+from covey.cli import main as command
+from covey.cli.main import main, parse
 from covey.config import recipe
 from covey.config.metrics import CLOCKS
 from covey.config.processes import ADDRESS
@@ -74,7 +76,7 @@ SETTINGS = [
     "rollout.slots=1",
     "training.too_long=drop",
     "training.max_tokens_per_micro_batch=1",
-    "training.max_steps=3",
+    "training.max_steps=4",
     "training.prompts_per_step=2",
     "training.checkpoint_every_n_steps=1",
     "grpo.num_generations=4",
@@ -103,29 +105,42 @@ EVALUATION = [
     "--rollout.max_new_tokens=4",
     "--rollout.max_prompt_length=400",
 ]
-ENDLESS = [
-    "--model.compute_dtype=float32",
-    "--rollout.max_new_tokens=4",
-    "--rollout.max_prompt_length=400",
-    "--grpo.num_generations=2",
-    "--grpo.max_sampling_rounds=1",
-    "--training.prompts_per_step=2",
-    "--training.max_steps=1000",
-    "--evaluation.prompts=1",
+REFUSED = [
+    "--rewards=mine:score",
+    "--max-steps=1",
+    "--prompts-per-step=2",
+    "--evaluation.prompts=2",
+    "--rollout.max-new-tokens=4",
+    "--rollout.max-prompt-length=400",
+    "--training.too-long=drop",
 ]
 FRAGILE = """
-import json, os
-me, calls = os.environ.get("JAX_PROCESS_ID", "alone"), 0
+import json, os, signal
+from pathlib import Path
+me, again, calls = os.environ.get("JAX_PROCESS_ID", "alone"), Path("broke").exists(), 0
 def fragile(completions, question):
     global calls
     calls += 1
-    with open(f"asked-{me}", "a") as file:
+    with open(f"asked-{me}" + "-again" * again, "a") as file:
         print(json.dumps(question), file=file)
-    assert calls < int(os.environ.get("BREAKS_AT", 99)) or me != "1", "it broke"
+    if me == "1" and not again and calls > 2:  # an evaluation and a step
+        Path("broke").touch()
+        raise ValueError("it broke")
+    if me == "1" and again and calls == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
     return [len(set(c)) / 10 for c in completions]
 """
 MOMENTA = {"matrix": 0.95, "embedding": 0.8, "unembedding": 0.8}
 """Kind of parameter → the decay of its first moment in the recipe."""
+
+LAUNCHER = """
+import json, sys
+from covey.cli.main import main
+from covey.launch import local
+local.launch.__defaults__ = (json.loads(sys.argv[1]),)
+sys.exit(main(sys.argv[2:]))
+"""
+"""The command `covey`, which launches another program in place of itself."""
 
 # What the processes do.
 
@@ -144,14 +159,14 @@ def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list
     return [float(ids[0] % 2 == 0) + 0.25 * (ids[-1] % 4 == w) for ids, w in zip(completion_ids, wanted, strict=True)]
 
 
-def work(model: str, folder: Path) -> None:
-    """Train as each of `CASES`, in turn, then run commands, the last until a signal comes."""
+def work(model: str, folder: Path, words: Sequence[str]) -> int | None:
+    """Train as each of `CASES`, in turn, run commands, and write down what came of it; then run the command `words`."""
+    command.parse = parse
     with distributed.start():
         found = {name: train(model) for name, train in CASES.items()} | {"commands": commands(model)}
-        found["stopped"] = stopped(model, folder / "stopped")
-        (folder / f"{distributed.index()}").write_bytes(
-            pickle.dumps(found | {"listens": listening(), "keeps": keeps_programs()})
-        )
+        found |= {"refused": refused(model, folder), "listens": listening(), "keeps": keeps_programs()}
+        (folder / f"{distributed.index()}").write_bytes(pickle.dumps(found))
+        return parse(words)()
 
 
 def grpo_with_adapters(model: str) -> dict[str, Any]:
@@ -162,21 +177,16 @@ def grpo_with_adapters(model: str) -> dict[str, Any]:
     return found | {"evaluation": (judged.summary(), [told(group) for group in judged.groups])}
 
 
-def grpo(model: str) -> dict[str, Any]:
-    """Two steps of all weights; in the second the rollout samples with the new ones."""
-    cluster = loaded(model, (2, 2), ("fsdp", "tp"), steps=2)
-    return observed(GRPOLearner, cluster, grpo_config=GRPOConfig(num_generations=2))
-
-
 def ppo(model: str) -> dict[str, Any]:
-    """One step with a critic, on copies of halves of the weights."""
-    return observed(PPOLearner, loaded(model, (2, 2), ("data", "fsdp")), ppo_config=PPOConfig(num_generations=2))
+    """Two steps of all weights, with a critic; in the second the rollout samples with the new ones."""
+    cluster = loaded(model, (2, 2), ("fsdp", "tp"), steps=2)
+    return observed(PPOLearner, cluster, ppo_config=PPOConfig(num_generations=2))
 
 
 def sft(model: str) -> dict[str, Any]:
-    """Two steps, and the loss on held-out examples."""
+    """Two steps on copies of halves of the weights, and the loss on held-out examples."""
     config = SFTConfig(batch_size=3, max_steps=2, row_length=64, optimizer=remembering(0.1), eval_every_n_steps=2)
-    learner = SFTLearner(model=model, config=config, mesh=make_mesh((4, 1)), observers=[])
+    learner = SFTLearner(model=model, config=config, mesh=make_mesh((2, 2), ("data", "fsdp")), observers=[])
     examples = [{"prompt": row["prompt"], "completion": f" {row['wanted']}"} for row in PROMPTS]
     learner.train(examples, examples[:1])
     assert learner.trainer is not None
@@ -258,7 +268,6 @@ def refusal(call: Callable[[], Any]) -> str:
 
 CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "grpo with adapters": grpo_with_adapters,
-    "grpo": grpo,
     "ppo": ppo,
     "sft": sft,
     "role meshes": role_meshes,
@@ -291,12 +300,19 @@ def commands(model: str) -> dict[str, Any]:
     return {"figures": figures, "answers": answers, "codes": codes, "files": files, "shown": shown.getvalue()}
 
 
-def stopped(model: str, out: Path) -> tuple[int, str, Path]:
-    """Train until a signal ends it; return the exit code, what the terminal got, and the run folder."""
-    shown = io.StringIO()
-    with redirect_stdout(shown), redirect_stderr(shown):
-        code = main(["train", "quickstart", "--model.source", model, *ENDLESS, "--out", str(out)])
-    return code, shown.getvalue(), out
+def refused(model: str, folder: Path) -> dict[str, tuple[int, str]]:
+    """Train where process 1 has another reward, and where it has the run folder on a disk of its own; return the exit
+    code and what the terminal got.
+    """
+    told = {}
+    for differs, out in (("module", folder / "module" / "run"), ("folder", "run")):
+        here, shown = folder / differs / str(distributed.index()), io.StringIO()
+        here.mkdir(parents=True)
+        sign = "-" if distributed.index() and differs == "module" else ""
+        (here / "mine.py").write_text(f"score = lambda completions: [{sign}float(len(c)) for c in completions]\n")
+        with chdir(here), redirect_stdout(shown), redirect_stderr(shown):
+            told[differs] = main(["train", "quickstart", f"--model.source={model}", *REFUSED, f"--out={out}"]), shown
+    return {differs: (code, shown.getvalue()) for differs, (code, shown) in told.items()}
 
 
 def loaded(
@@ -414,20 +430,33 @@ def trained(model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, model: str, trained: None, processes: Any) -> list[dict[str, Any]]:
-    """What two processes of two devices each found for each of `CASES`, for `commands`, and for the run that process 1,
-    which writes nothing, gets SIGTERM in.
+def nanochat(
+    tmp_path_factory: pytest.TempPathFactory, write_checkpoint: Callable[..., Path], problems: Path
+) -> list[str]:
+    """Words that train a nanochat of one layer in a folder that is named behind them."""
+    source = write_checkpoint(tmp_path_factory.mktemp("nanochat"), "nanochat", layers=1)
+    return ["train", "gsm8k-nanochat", *SETTINGS, f"--model.source={source}", f"--data.path={problems}", "--out"]
+
+
+@pytest.fixture(scope="module")
+def launched(
+    tmp_path_factory: pytest.TempPathFactory, model: str, trained: None, nanochat: list[str], processes: Any
+) -> tuple[Path, str]:
+    """The folder in which the launcher started two processes of two devices each to `work`, and what it showed. It goes
+    on behind the mistake, until process 1 gets a signal.
     """
     out = tmp_path_factory.mktemp("two")
-    started = processes.start([__file__, model, str(out)], 2, [out])
-    metrics, until = out / "stopped" / "metrics.jsonl", time.monotonic() + 400
-    while time.monotonic() < until and all(process.poll() is None for process in started):
-        if metrics.exists() and rows(metrics):
-            started[1].send_signal(signal.SIGTERM)
-            break
-        time.sleep(0.1)
-    processes.end(started, [0, 0])
-    return [pickle.loads((out / str(number)).read_bytes()) for number in (0, 1)]
+    (out / "fragile.py").write_text(FRAGILE)
+    program, words = [sys.executable, __file__, model, str(out)], [*nanochat, str(out / "run")]
+    launch = ["launch", "local", "-n", "2", "--max-restarts", "1", "--logs", str(out / "logs"), *words]
+    started = processes.start(["-c", LAUNCHER, json.dumps(program), *launch], 1, [out])
+    return out, processes.end(started, [STOPPED])[0]
+
+
+@pytest.fixture(scope="module")
+def two(launched: tuple[Path, str]) -> list[dict[str, Any]]:
+    """What each process wrote down."""
+    return [pickle.loads((launched[0] / str(number)).read_bytes()) for number in (0, 1)]
 
 
 @pytest.mark.slow
@@ -490,26 +519,50 @@ def test_processes_listen_at_the_given_host_alone_and_read_no_program_that_other
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "told"),
+    [("module", "mine.py is another file"), ("folder", "is not the folder of that path in process 0")],
+)
+def test_two_processes_that_are_not_alike_train_nothing(
+    launched: tuple[Path, str], two: list[dict[str, Any]], differs: str, told: str
+) -> None:
+    """Process 1 has another reward, or the run folder on a disk of its own."""
+    for code, shown in (found["refused"][differs] for found in two):
+        assert code == 2
+        assert told in shown
+        assert "Traceback" not in shown
+    assert list(launched[0].glob("**/metrics.jsonl")) == [launched[0] / "run" / "metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_at_one_step(launched: tuple[Path, str]) -> None:
+    """Process 1, which writes nothing, gets it in the third step: both end that step, it is saved, and both leave with
+    75.
+    """
+    out, shown = launched
+    for text in (shown, (out / "logs" / "process-1-restart-1.log").read_text()):
+        assert "stopped by SIGTERM; step 3 is saved" in text
+    assert [row["step"] for row in rows(out / "run" / "metrics.jsonl")] == [1, 2, 3]
+    with Checkpointer(out / "run" / "checkpoints", read_only=True) as saves:
+        assert saves.latest() == 3
+
+
+@pytest.mark.slow
 def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together(
-    tmp_path: Path, checkpoint: Callable[..., Path], problems: Path, processes: Any
+    tmp_path: Path, launched: tuple[Path, str], nanochat: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process has its own questions, and the first gradient is that of one process. A reward function that breaks
-    in process 1 ends process 0 too, which says why; the resumed run is that of one process that was never stopped.
+    in process 1 ends process 0 too, which says why; the resumed run, which one process goes on with behind the signal,
+    is that of one process that was never stopped.
     """
-    straight, broken, here = tmp_path / "straight", tmp_path / "broken", tmp_path / "here"
-    here.mkdir()
-    (here / "fragile.py").write_text(FRAGILE)
-    from_here = [f"--model.source={checkpoint('nanochat', layers=1)}", f"--data.path={problems}"]
-    train = ["-m", "covey", "train", "gsm8k-nanochat", *SETTINGS, *from_here, "--out"]
-    processes.end(processes.start([*train, str(straight)], 1, [here]), [0])
-    # Begun by the launcher, which goes on behind the failure: a process counts its calls anew.
-    words = ["launch", "local", "-n", "2", "--max-restarts", "1", "--logs", str(tmp_path / "logs"), *train[2:]]
-    started = processes.start(["-m", "covey", *words, str(broken)], 1, [here], BREAKS_AT="4")
-    (shown,) = processes.end(started, [0])
+    (here, shown), straight = launched, tmp_path / "straight"
+    broken = shutil.copytree(here / "run", tmp_path / "broken")
+    monkeypatch.chdir(here)
+    assert main([*nanochat, str(straight)]) == main(["train", "--resume", str(broken)]) == 0
     assert "process 1 has failed" in shown
     assert "it broke" in shown
     assert "restart 1 of 1" in shown
-    logs = [(tmp_path / "logs" / name).read_text() for name in ("process-1.log", "process-1-restart-1.log")]
+    logs = [(here / "logs" / name).read_text() for name in ("process-1.log", "process-1-restart-1.log")]
     assert "the reward function" in logs[0]
 
     wanted, found = (first_gradient(folder) for folder in (straight, broken))
@@ -518,35 +571,24 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
     assert norm > 0.01
     assert np.sqrt(sum(np.sum(np.square(x)) for x in wanted.values())) == pytest.approx(norm, rel=1e-5)
     assert close(wanted, found, 1e-5)
-    asked = {name: [set(row) for row in rows(here / f"asked-{name}")][1:4] for name in ("alone", "0", "1")}
-    for both, one, other in zip(asked["alone"], asked["0"], asked["1"], strict=False):
-        assert both == one | other
+    both = [set(row) for row in rows(here / "asked-alone-again")][1:4]
+    own = [[set(row) for row in rows(here / f"asked-{n}")[1:2] + rows(here / f"asked-{n}-again")[:2]] for n in "01"]
+    for step, one, other in zip(both, *own, strict=True):
+        assert step == one | other
         assert len(one) == len(other) == 1
         assert one != other
 
-    assert [shown.count(f"step {n}/3") for n in (1, 2, 3)] == [1, 1, 1]
-    assert "step 3/3" not in logs[1]
+    assert [shown.count(f"step {n}/4") for n in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert "step 3/4" not in logs[1]
     assert sorted(p.name for p in broken.iterdir()) == sorted(p.name for p in straight.iterdir())
     for name in ("samples.jsonl", "before.jsonl", "after.jsonl"):
         assert texts(straight / name) == texts(broken / name)
     metrics = [rows(folder / "metrics.jsonl") for folder in (straight, broken)]
-    assert [row["step"] for row in metrics[1]] == [1, 2, 3]
+    assert [row["step"] for row in metrics[1]] == [1, 2, 3, 4]
     assert all(alike(one, other) for one, other in zip(*metrics, strict=True))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (straight, broken)]
     assert all(alike(summaries[0][when], summaries[1][when]) for when in ("before", "after"))
-    assert close(*(state(folder, 3)["params"] for folder in (straight, broken)), 1e-4)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_process_stops_both_at_one_step(two: list[dict[str, Any]]) -> None:
-    """Both end the same step, it is saved, and both leave with 75."""
-    for code, shown, out in (found["stopped"] for found in two):
-        last = rows(out / "metrics.jsonl")[-1]["step"]
-        assert last < 1000
-        assert code == STOPPED
-        assert f"stopped by SIGTERM; step {last} is saved" in shown
-        with Checkpointer(out / "checkpoints", read_only=True) as saves:
-            assert saves.latest() == last
+    assert close(*(state(folder, 4)["params"] for folder in (straight, broken)), 1e-4)
 
 
 def first_gradient(folder: Path) -> dict[str, np.ndarray]:
@@ -574,4 +616,8 @@ def state(folder: Path, step: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], Path(sys.argv[2]))
+    faulthandler.dump_traceback_later(500, exit=True)
+    one_layer, place, *given = sys.argv[1:]
+    if "--resume" not in given:
+        command.parse = lambda words: partial(work, one_layer, Path(place), words)
+    sys.exit(command.main(given))
