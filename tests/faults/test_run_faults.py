@@ -224,7 +224,7 @@ COMPILING = """
     from covey.cli import main as cli
     from covey.run.rl import RLRun
 
-    def evaluate(self, name):
+    def evaluate(self):
         def program(x):
             for _ in range(10_000):
                 x = jax.lax.sort(x) * x
@@ -234,7 +234,7 @@ COMPILING = """
         threading.Timer(0.5, os.kill, (os.getpid(), int(os.environ["SENT"]))).start()
         lowered.compile()
 
-    RLRun.evaluate = evaluate
+    RLRun._evaluate_before = evaluate
     sys.exit(cli.main())
 """
 """The command `covey`, with an evaluation for which a program is compiled that takes long, and a signal meanwhile."""
