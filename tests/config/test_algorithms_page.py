@@ -90,31 +90,6 @@ def test_every_setting_and_every_function_is_explained() -> None:
     assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE)) == []
 
 
-@pytest.mark.parametrize(
-    ("heading", "choices"),
-    [
-        ("Advantages: `advantage`", [*ADVANTAGES, "gae"]),
-        ("Ratios: `ratio`", RATIOS),
-        ("Surrogates: `surrogate`", SURROGATES),
-        ("Aggregates: `aggregate`", AGGREGATES),
-        ("KL to the reference: `beta`, `kl`, `kl_in`", KLS),
-    ],
-)
-def test_every_choice_has_its_formula(heading: str, choices: list[str]) -> None:
-    rows = {row["key"].strip("`"): row for row in table(heading)}
-    assert list(rows) == list(choices)
-    assert all("$" in row["formula"] for name, row in rows.items() if name != "gae")
-
-
-def test_math_is_balanced_and_survives_tables() -> None:
-    """GitHub cuts a cell at |, inside of math too, and takes a backslash before punctuation away."""
-    assert all(line.count("$") % 2 == 0 for line in PAGE.replace("$$", "").splitlines())
-    assert PAGE.count("$$") % 2 == 0
-    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
-    assert not [row for row in rows for math in re.findall(r"\$([^$]*)\$", row) if "|" in math]
-    assert not re.findall(r"\\[^\sA-Za-z].{9}", PAGE)
-
-
 def test_the_functions_of_the_page_work() -> None:
     """The surrogate in a loss with its gradient, the advantages of a table with gaps."""
     page: dict[str, Any] = {}

@@ -53,13 +53,6 @@ def test_what_a_run_logs_may_be_shown() -> None:
     assert recipe.parse(scored).training.show
 
 
-@pytest.mark.parametrize("name", recipe.names())
-def test_what_built_in_recipes_show_is_there(name: str) -> None:
-    ready = recipe.load_any(name, ["data.path=x"] if name in ("gsm8k-smollm2", "gsm8k-tools", "sft-smollm2") else [])
-    functions = getattr(ready, "rewards", ())
-    assert all(is_logged(one, ready.method, functions) for one in ready.training.show)
-
-
 def test_an_own_number_of_an_environment_is_shown_and_keeps_no_best() -> None:
     assert recipe.parse(f"{RL_TEXT}training: {{show: [env/won]}}").training.show == ("env/won",)
     with pytest.raises(RecipeError, match=r"keep_best names 'env/won', which is no metric"):

@@ -460,17 +460,6 @@ def test_an_unknown_method_is_refused(tmp_path, method):
 # --- finding
 
 
-def test_built_in_recipes_load_and_state_what_to_expect(tmp_path):
-    assert {"quickstart", "arithmetic-smollm2", "gsm8k-smollm2"} <= set(recipe.names())
-    for name in recipe.names():
-        asks = name.startswith("gsm8k") or name == "sft-smollm2"
-        read = recipe.load_any(name, ["--data.path", str(tmp_path)] if asks else [])
-        assert read.name == name
-        assert read.description
-        assert read.needs
-        assert read.expect
-
-
 def test_a_file_or_a_run_folder_is_a_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(SMALL)
     assert recipe.load(tmp_path / "recipe.yaml") == recipe.load(tmp_path) == recipe.parse(SMALL)

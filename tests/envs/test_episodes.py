@@ -262,22 +262,14 @@ def test_calls_run_at_once_up_to_the_limit() -> None:
 
 
 def test_an_environment_is_closed_and_its_row_is_its_own() -> None:
-    closed: list[Any] = []
+    def reset(self: Any) -> str:
+        self.row["prompt"] = None
+        return "Count:"
 
-    class Closes(Counts):
-        def __init__(self, row: Any):
-            super().__init__(row)
-            row["prompt"] = None
-
-        def reset(self) -> Any:
-            return "Count:"
-
-        def close(self) -> None:
-            closed.append(self)
-
-    play = Play(Closes, turns=1)
+    sandbox = counting(reset=reset, step=Counts.step)
+    play = Play(sandbox, turns=1)
     play.says("one")
-    assert len(closed) == 1
+    assert sandbox.closed == 1
     assert play.episodes._states[0][0].row["prompt"] == ASK
 
 

@@ -277,13 +277,6 @@ def test_an_array_of_integers_does_not_truncate_another_functions_floats():
         assert sorted({float(x) for values in parts for array in values for x in array}) == [0.0, 0.7, 1.0]
 
 
-def test_a_generator_is_read():
-    def fn(completions):
-        return (float(len(t)) for t in completions)
-
-    assert score(GROUPS, [fn])[1].rewards.tolist() == [4.0, 0.0]
-
-
 # What is refused
 
 
@@ -294,11 +287,8 @@ OBJECT = pytest.param(object(), id="object")  # its own name holds an address
 def test_values_that_are_not_one_for_each_completion_are_refused_and_never_broadcast(values):
     with pytest.raises(RewardError, match=r"'constant' returned [\s\S]*each of the 5 completions"):
         score(GROUPS, [returns(values)])
-
-
-def test_too_few_values_name_the_first_sample_without_one():
     with pytest.raises(RewardError, match="returned 3 values, none for sample 4: 'dddd'"):
-        score(GROUPS, [returns([1.0] * 3)])
+        score(GROUPS, [returns(number for number in (1.0, 2.0, 3.0))])
 
 
 @pytest.mark.parametrize(
@@ -504,13 +494,6 @@ def test_ctrl_c_inside_a_function_is_not_a_mistake_of_it():
 def test_functions_and_weights_that_make_no_sense_are_refused(functions, weights, what):
     with pytest.raises(RecipeError, match=what):
         score(GROUPS, functions, weights=weights)
-
-
-def test_no_groups_need_no_call():
-    def never(completions):
-        raise AssertionError
-
-    assert score([], [never]) == []
 
 
 # Async
