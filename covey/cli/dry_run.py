@@ -64,7 +64,8 @@ def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "P
     from covey.plan.plan import outline_for
     from covey.run.preview import preview
 
-    return outline_for(loaded, target), preview(loaded)
+    data = preview(loaded)  # first: it takes less time to find what would stop the run
+    return outline_for(loaded, target), data
 
 
 def _settings(settings: Sequence[ResolvedSetting]) -> Iterator[str]:
