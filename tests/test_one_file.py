@@ -80,6 +80,7 @@ def trained_by_the_package(settings: Any, problems: Sequence[dict[str, str]]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_the_package_computes_the_same_steps(num_iterations: int) -> None:
     """The same completions; losses, KLs, gradients and weights to 1e-5. The example pads one sample a row and makes all
