@@ -14,7 +14,7 @@ from flax import nnx
 from covey.config.schema import LoRAConfig
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.decoder import Decoder, abstract_decoder, compiler_options, head_logits
+from covey.models.decoder import Decoder, abstract_decoder, compiler_options
 from covey.models.lora import projections, split_trainable, with_lora
 from covey.parallel import make_mesh, row_sharding, shardings
 
@@ -225,12 +225,6 @@ def test_windows_shorter_than_the_sequence_bound_the_reach(looped: bool) -> None
     assert np.flatnonzero(touched).tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.slow
-def test_a_window_as_long_as_the_sequence_is_none() -> None:
-    wide = dataclasses.replace(PLAIN, windows=(TIME, TIME))
-    np.testing.assert_allclose(hidden(wide, TOKENS), hidden(PLAIN, TOKENS), atol=1e-6)
-
-
 @pytest.mark.parametrize("config", [PLAIN, EVERYTHING, OTHERWISE], ids=["plain", "every switch", "otherwise"])
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.slow
@@ -250,30 +244,6 @@ def test_real_tokens_do_not_depend_on_padding(config: ModelConfig, looped: bool)
         np.testing.assert_allclose(out[row, start : start + size], want, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_gradients_are_finite_when_a_row_is_padding() -> None:
-    model = build(dataclasses.replace(PLAIN, attn_softcap=5.0, windows=(3, None)))
-    graph, state = nnx.split(model)
-    valid = np.ones((2, TIME), bool)
-    valid[0, :5], valid[1] = False, False
-    positions = jnp.asarray(np.maximum(np.cumsum(valid, axis=1) - 1, 0))
-
-    def total(state: Any) -> jax.Array:
-        out, _ = nnx.merge(graph, state)(TOKENS, positions, causal_attention(jnp.asarray(valid), positions))
-        return jnp.sum(jnp.where(valid[..., None], out, 0.0))
-
-    for grad in jax.tree.leaves(jax.jit(jax.grad(total))(state)):
-        assert jnp.isfinite(grad).all()
-
-
-def test_tokens_see_no_future() -> None:
-    changed = TOKENS.copy()
-    changed[:, 10:] = (changed[:, 10:] + 1) % 50
-    before, after = hidden(EVERYTHING, TOKENS), hidden(EVERYTHING, changed)
-    np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-6)
-    assert np.abs(before[:, 10:] - after[:, 10:]).max() > 1e-2
-
-
 @pytest.mark.parametrize(("held", "stream"), [("float32", jnp.float32), ("bfloat16", jnp.bfloat16)])
 @pytest.mark.slow
 def test_the_residual_stream_has_the_type_of_the_weights(held: str, stream: Any) -> None:
@@ -283,34 +253,6 @@ def test_the_residual_stream_has_the_type_of_the_weights(held: str, stream: Any)
     assert model.logits(out).dtype == jnp.float32
     difference = np.abs(np.asarray(out, np.float32) - hidden(PLAIN, TOKENS))
     assert 0 < difference.mean() < 0.05
-
-
-def test_heads_that_turn_backwards_see_a_text_in_the_mirror() -> None:
-    """The scores of q at n and k at m turn by m − n: the direction matters to a causal model, and no absolute place."""
-    forwards, backwards = (dataclasses.replace(PLAIN, rope_backwards=way) for way in (False, True))
-    assert np.abs(hidden(forwards, TOKENS) - hidden(backwards, TOKENS)).max() > 1e-2
-    run, state = compiled(backwards)
-    later = np.asarray(run(state, TOKENS, POSITIONS + 7, np.ones((2, TIME), bool)))
-    np.testing.assert_allclose(later, hidden(backwards, TOKENS), atol=2e-5)
-
-
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_logits_by_hand(softcap: float | None) -> None:
-    rng = np.random.default_rng(4)
-    weight, states = rng.normal(size=(50, 32)), rng.normal(size=(2, 3, 32))
-    want = states @ weight.T
-    want = softcap * np.tanh(want / softcap) if softcap else want
-    got = head_logits(jnp.asarray(weight, jnp.float32), jnp.asarray(states, jnp.float32), jnp.float32, softcap)
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    assert softcap is None or np.abs(got).max() <= softcap
-
-
-def test_the_head_is_the_embedding_only_when_tied() -> None:
-    tied, apart = build(EVERYTHING), build(PLAIN)
-    assert tied.head is None
-    assert tied.head_weight is tied.embed.embedding[...]
-    assert apart.head is not None
-    assert not jnp.array_equal(apart.head_weight, apart.embed.embedding[...])
 
 
 @pytest.mark.parametrize("looped", [True, False])
