@@ -37,7 +37,7 @@ def wide(x: object) -> np.ndarray:
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
 
 
-def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+def rounded(x: np.ndarray | jax.Array, dtype: str) -> np.ndarray:
     """`x` as an operand of `dtype` sees it, in float64."""
     return wide(jnp.asarray(x, jnp.float32).astype(dtype))
 
@@ -63,26 +63,17 @@ def operands(stored: str, depth: int = 700) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_products_and_both_gradients_round_operands_once_and_add_in_float32(dtype: str) -> None:
-    x, kernel, grad = operands("float32")
-    got = products(x, kernel, grad)[dtype]
-    a, w, g = (rounded(np.asarray(v), dtype) for v in (x, kernel, grad))
-    want = a @ w, g @ w.T, np.einsum("bti,bto->io", a, g)
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.dtype == jnp.float32
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=3e-6 * np.abs(theirs).max())
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_results_have_the_type_of_what_they_are_for(dtype: str) -> None:
+@pytest.mark.parametrize(("stored", "rtol", "atol"), [("float32", 1e-6, 3e-6), ("bfloat16", 2**-8, 1e-5)])
+def test_products_and_both_gradients_round_operands_once_and_add_in_float32(
+    stored: str, rtol: float, atol: float, dtype: str
+) -> None:
     """The output follows x, each gradient its own argument; narrow ones are rounded once, at the end."""
-    x, kernel, grad = operands("bfloat16")
-    got = products(x, kernel, grad)[dtype]
-    a, w, g = wide(x), wide(kernel), wide(grad)
+    x, kernel, grad = operands(stored)
+    a, w, g = (rounded(v, dtype) for v in (x, kernel, grad))
     want = a @ w, g @ w.T, np.einsum("bti,bto->io", a, g)
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.dtype == jnp.bfloat16
-        np.testing.assert_allclose(wide(ours), theirs, rtol=2**-8, atol=1e-5 * np.abs(theirs).max())
+    for ours, theirs in zip(products(x, kernel, grad)[dtype], want, strict=True):
+        assert ours.dtype == stored
+        np.testing.assert_allclose(wide(ours), theirs, rtol=rtol, atol=atol * np.abs(theirs).max())
 
 
 @pytest.mark.slow
@@ -105,30 +96,24 @@ def test_linear_adds_bias_and_adapter() -> None:
     np.testing.assert_allclose(linear(jnp.asarray(x)), x @ w + b + 3.0 * (x @ lora_a) @ lora_b, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
-def test_the_gated_mlp(activation: str) -> None:
-    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation=activation)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("silu", True), ("gelu_tanh", True), ("relu2", True), ("relu2", False)]
+)
+def test_the_mlp(activation: str, gated: bool) -> None:
+    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation=activation, gated_mlp=gated)  # type: ignore[arg-type]
     mlp = MLP(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert len(jax.tree.leaves(nnx.state(mlp))) == 2 + gated
     x = np.random.default_rng(0).normal(size=(2, 3, 6)) * 2
-    gate, up, down = (wide(p.kernel[...]) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    z = x @ gate
+    gate, up, down = (wide(p.kernel[...]) for p in (mlp.gate_proj or mlp.up_proj, mlp.up_proj, mlp.down_proj))
+    z, factor, size = x @ gate, x @ up if gated else 1.0, np.abs(x) @ np.abs(up)
     by_hand = {
         "silu": z / (1 + np.exp(-z)),
         "gelu_tanh": 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
         "relu2": np.maximum(z, 0) ** 2,
     }
-    size = (np.abs(x) @ np.abs(gate)) * (np.abs(x) @ np.abs(up)) @ np.abs(down)
-    off = np.abs(mlp(jnp.asarray(x, jnp.float32)) - (by_hand[activation] * (x @ up)) @ down)
+    size = size * (np.abs(x) @ np.abs(gate)) @ np.abs(down)
+    off = np.abs(mlp(jnp.asarray(x, jnp.float32)) - (by_hand[activation] * factor) @ down)
     assert (off <= (6 + 6 + 7 + 8) * ROUNDING * size).all()  # three sums, and the activation
-
-
-def test_the_mlp_without_gate() -> None:
-    config = ModelConfig(10, 6, 7, 1, 1, 1, 6, activation="relu2", gated_mlp=False)
-    mlp = MLP(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    x = np.random.default_rng(0).normal(size=(2, 3, 6))
-    up, down = (wide(p.kernel[...]) for p in (mlp.up_proj, mlp.down_proj))
-    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32)), np.maximum(x @ up, 0) ** 2 @ down, atol=3e-6)
-    assert len(jax.tree.leaves(nnx.state(mlp))) == 2
 
 
 # --- norms

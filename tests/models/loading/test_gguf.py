@@ -22,11 +22,10 @@ import safetensors.numpy
 from tokenizers import pre_tokenizers
 
 from covey.errors import WeightsError
-from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.loading import gguf as gguf_file
 from covey.models.loading import weights
-from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint, unpermute
+from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint
 from covey.models.loading.gguf_reader import open_reader
 from covey.registry import install_command
 from covey.text.tokenizer import Tokenizer
@@ -256,13 +255,6 @@ def test_quantised_tensors_are_restored(make, kind: str):
     query = tensors["model.layers.1.self_attn.q_proj.weight"]
     expected = gguf.quants.dequantize(gguf.quants.quantize(query, kind), kind)  # rows are quantised one by one
     np.testing.assert_array_equal(restored["layers.1.attn.q_proj.kernel"], expected.T)
-
-
-@pytest.mark.parametrize(("heads", "width"), [(1, 4), (3, 8), (9, 64)])
-def test_unpermute_undoes_llama_cpps_order(heads: int, width: int):
-    for shape in [(heads * width, 5), (heads * width,)]:
-        rows = np.arange(math.prod(shape)).reshape(shape)
-        np.testing.assert_array_equal(unpermute(interleave(rows, heads), heads), rows)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -528,8 +520,3 @@ def test_the_missing_package_is_named(make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(WeightsError, match=f"the package gguf\\n  fix: {re.escape(install_command())}"):
         GGUFCheckpoint(path)
-
-
-def test_the_name_tables_of_both_formats_cover_the_same_parameters():
-    config = weights.open_checkpoint(TINY).config
-    assert families.tensor_names(config, gguf_file.TENSOR_NAMES).keys() == families.tensor_names(config).keys()
