@@ -36,11 +36,14 @@ from covey.types import Completion, FinishReason, Group
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 LETTERS = ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
-@pytest.fixture(params=[0, 4], ids=["all weights", "adapters"])
-def trained(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["all weights", "adapters"])
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
     """What a run on the mesh (1, 2) leaves: its recipe, and a checkpoint of weights that have moved."""
-    return left_by_a_run(TINY, tmp_path / "run", f"model.lora.rank={request.param}", "model.mesh.tp=2")
+    out = tmp_path_factory.mktemp("trained") / "run"
+    return left_by_a_run(TINY, out, f"model.lora.rank={request.param}", "model.mesh.tp=2")
 
 
 def left_by_a_run(source: str, folder: Path, *settings: str) -> str:
@@ -230,7 +233,6 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("role", ["reward_model", "critic"])
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write_meta: Any
@@ -283,12 +285,13 @@ def forget(saved: Path, name: str, write_meta: Any) -> None:
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
 def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(
-    trained: str, caplog: pytest.LogCaptureFixture
+    trained: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(Path(trained) / "checkpoints") as saves:
+    out = shutil.copytree(trained, tmp_path / "run")
+    with Checkpointer(out / "checkpoints") as saves:
         state, _ = saves.restore()
         saves.save(2, state, {"model": TINY})
-    run.open_model(trained, ModelOptions())
+    run.open_model(str(out), ModelOptions())
     assert f"assuming that those at {TINY} are the same" in caplog.text
 
 

@@ -52,11 +52,6 @@ SETTINGS = [
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 
-def logged(folder: Path) -> set[str]:
-    """Every name in its metrics."""
-    return {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Rows of every form, the held-out last tenth with and without a prompt."""
@@ -110,14 +105,11 @@ class DiedError(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    "more", [("evaluation.answers=2",), ("model.lora.rank=4", "training.packing=false")], ids=["full", "lora"]
-)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
-    tmp_path: Path, ready: Callable[..., SFTRecipe], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    tmp_path: Path, ready: Callable[..., SFTRecipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """6 steps straight = 3, death in step 5, and the rest: parameters and metrics, bit for bit."""
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    straight, broken, more = tmp_path / "straight", tmp_path / "broken", ("model.lora.rank=4", "evaluation.answers=2")
     whole, write = run.train_sft(ready(*more), straight), MetricsWriter.step
 
     def dying(self: MetricsWriter, row: dict[str, Any]) -> None:
@@ -153,7 +145,8 @@ def test_a_run_learns_and_its_folder_tells_it(
     assert summary["steps"] == 30
     assert summary["data"] == {"examples": 81, "dropped": 0, "truncated": 0}
     assert summary["before"]["examples"] == 9
-    assert [name for name in logged(out) if not is_logged(name, SFT, ())] == []
+    names = {name for line in (out / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    assert [name for name in names if not is_logged(name, SFT, ())] == []
     metrics = rows(out, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert [row["step"] for row in metrics if "eval/loss" in row] == list(range(3, 31, 3))
@@ -237,10 +230,8 @@ def test_the_command_trains_and_others_use_the_run(
     tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["sft", "sft-arithmetic", "--model.source", TINY, "--lora.rank", "4", "--training.max-steps", "2"]
-    words += ["--data.task", "sums"]
-    words += ["--evaluation.prompts", "4", "--max-new-tokens", "4", "--out", "run"]
-    assert main(words) == 0
+    words = ["sft", "sft-arithmetic", *SETTINGS, "lora.rank=4", "max_steps=2", "--data.task", "sums", "--out", "run"]
+    assert main([*words, "--evaluation.prompts", "4", "--evaluation.answers", "4"]) == 0
     shown = capsys.readouterr().out
     assert "before: loss " in shown
     assert "accuracy 0.0%" in shown
