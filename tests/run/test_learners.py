@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import covey
 from covey import (
     ClusterConfig,
     CoveyError,
@@ -36,7 +35,6 @@ from covey.models.loading.weights import load
 from covey.monitor.record import History, StepRecord
 from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
 from covey.report.run_data import read_run
-from covey.rl import grpo
 from covey.run.signals import SignalHandler
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -273,11 +271,6 @@ def test_the_actor_is_saved_for_transformers(straight: tuple[Path, GRPOLearner],
     assert list(found.tokenizer.encode("7+8=")) == list(cluster.tokenizer.encode("7+8="))
     with pytest.raises(CoveyError):
         cluster.save(tmp_path / "model")
-
-
-def test_the_public_learners_are_those_of_rl_and_sft() -> None:
-    assert issubclass(covey.GRPOLearner, grpo.GRPOLearner)
-    assert covey.GRPOLearner.__doc__ == grpo.GRPOLearner.__doc__
 
 
 @pytest.mark.slow

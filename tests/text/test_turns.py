@@ -78,28 +78,22 @@ def test_what_the_environment_says_cannot_speak_as_the_model(tiny: Tokenizer) ->
     assert tiny.decode(after, skip_special=False).count("<|im_end|>") == 2
 
 
-def test_a_template_that_trims_changes_nothing_of_what_follows() -> None:
-    tokenizer = with_template(TRIMS)
+@pytest.mark.parametrize(("template", "reply"), [(TRIMS, " 5"), (DROPS_THOUGHTS, "Hm.</think>5")])
+def test_a_template_that_rewrites_a_reply_is_noticed_and_changes_nothing_of_what_follows(
+    template: str, reply: str
+) -> None:
+    tokenizer = with_template(template)
     (end,) = tokenizer.encode("<|im_end|>")
     after = tokenizer.decode(tokenizer.encode_turn(ASK, SAY, int(end)), skip_special=False)
     assert after == "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.keeps_history(ASK, "5", SAY)
-    assert not tokenizer.keeps_history(ASK, " 5", SAY)
+    assert not tokenizer.keeps_history(ASK, reply, SAY)
 
 
 def test_a_template_without_ends_of_turns_keeps_the_message() -> None:
     tokenizer = with_template(NO_END)
     after = tokenizer.encode_turn(ASK, SAY, tokenizer.eos_id)
     assert tokenizer.decode(after) == "\nuser: Higher.\n"
-
-
-def test_a_template_that_drops_thoughts_rewrites_the_history_and_is_noticed() -> None:
-    tokenizer = with_template(DROPS_THOUGHTS)
-    (end,) = tokenizer.encode("<|im_end|>")
-    assert tokenizer.keeps_history(ASK, "5", SAY)
-    assert not tokenizer.keeps_history(ASK, "Hm.</think>5", SAY)
-    after = tokenizer.encode_turn(ASK, SAY, int(end))
-    assert tokenizer.decode(after, skip_special=False).startswith("\n<|im_start|>user\nHigher.")
 
 
 def test_text_is_continued_by_text_alone(tiny: Tokenizer) -> None:
