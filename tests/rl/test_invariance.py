@@ -6,7 +6,6 @@ second update the weights are elsewhere, so that ratios are not 1 and clips cut.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -58,7 +57,11 @@ Gradient = dict[str, np.ndarray]
 Sizes = tuple[int, int, int, int]
 
 ADAPTERS = "grpo on adapters"
-CASES = {name: GRPOConfig(algorithm=name) for name in PRESETS} | {
+ALIKE = ("bnpo", "gspo_token", "cispo", "sapo")
+"""Presets that a step treats as it does others here: their losses, which alone differ, are cut, packed and divided in
+`tests/losses/test_policy_loss.py`.
+"""
+CASES = {name: GRPOConfig(algorithm=name) for name in PRESETS if name not in ALIKE} | {
     ADAPTERS: GRPOConfig(),
     "dapo with every term": GRPOConfig(
         algorithm="dapo", beta=0.1, kl="k2", entropy_bonus=0.05, correction="token_mask", mask_truncated=True
@@ -121,11 +124,10 @@ class Lab:
     Args:
         config: the algorithm.
         meshes: where the roles live.
-        like: another on the same devices, whose compiled sampler and old log-probs are used.
         adapted: train adapters alone.
     """
 
-    def __init__(self, config: GRPOConfig, meshes: dict[Role, Any], like: "Lab | None" = None, adapted: bool = False):
+    def __init__(self, config: GRPOConfig, meshes: dict[Role, Any], adapted: bool = False):
         updates = 1 if config.algorithm == "reinforce" else UPDATES  # it has no ratio for a second one
         optimizer: Any = remembering(updates)
         self.training = RLTrainingConfig(
@@ -143,14 +145,10 @@ class Lab:
             tokenizer=Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=STOPS),
             cluster_config=ClusterConfig(meshes, self.training, sampling),
         )
-        if like is not None:
-            self.cluster.rollout = copy(like.cluster.rollout)
         self.steps: Steps = Steps([], [])
         self.learner = self._learner(replace(config, num_generations=G, num_iterations=updates))
         self.start = self.learner.state()
         self.learner.prepare(100)
-        if like is not None:
-            self.cluster.scorer = like.cluster.scorer
 
     def train(self, rows: int, sizes: Sizes = WHOLE, **training: Any) -> Steps:
         """Steps on data that end after so many rows; `training` is put in place of the settings for this call."""
@@ -248,13 +246,7 @@ Labs = Callable[..., Lab]
 @pytest.fixture(scope="module")
 def labs() -> Labs:
     """`labs(case, place="one")`: made once."""
-    first = cache(lambda: Lab(CASES["reinforce"], {}))
-
-    def make(case: str, place: str = "one") -> Lab:
-        like = first() if place == "one" and case != ADAPTERS else None
-        return Lab(CASES[case], PLACES[place](), like, adapted=case == ADAPTERS)
-
-    return cache(make)
+    return cache(lambda case, place="one": Lab(CASES[case], PLACES[place](), adapted=case == ADAPTERS))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Every algorithm learns a task from random weights, and what steers it on the way does what it says."""
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.inference import RowScorer
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
@@ -43,43 +41,33 @@ STOPS, MIDDLE = range(40), range(100, 200)
 """So many stop tokens that answers of random weights end anywhere; the tokens to be written, a third of all."""
 PROMPTS = [{"prompt": letter} for letter in "abcdefgh"]
 P, G, STEPS = len(PROMPTS), 8, 16
-MARGIN = 0.4
-"""How much the share of right tokens rises at least: mean of the last three steps less that of the first three."""
 WEIGHT = 8.0
-"""Of that share in the reward, so that the KL in the reward of rloo and ppo and dapo's penalty for length, which stay
-as the presets have them, are no match for it.
+"""Reward of an answer whose tokens are all right, so that the KL in the reward of rloo and ppo and dapo's penalty for
+length, which stay as the presets have them, are no match for it.
 """
+MARGIN = 0.4 * WEIGHT
+"""How much the reward rises at least: mean of the last three steps less that of the first three."""
 
 
 def middle(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-    """The share of right tokens in an answer, its stop token left out; 0 for an answer without any."""
-    return [float(np.mean([t in MIDDLE for t in ids if t not in STOPS] or [0])) for ids in completion_ids]
+    """The weighted share of right tokens in an answer, its stop token left out; 0 for an answer without any."""
+    return [WEIGHT * float(np.mean([t in MIDDLE for t in ids if t not in STOPS] or [0])) for ids in completion_ids]
 
 
 class Run:
     """A learner on a tiny decoder, and the records of its steps.
 
     Args:
-        sampler: a worker whose compiled programs are used.
         steps: `max_steps`.
-        rate: learning rate of actor and critic.
         reward: the reward model.
         settings: of the algorithm.
     """
 
-    def __init__(
-        self,
-        sampler: RolloutWorker | None = None,
-        *,
-        steps: int = STEPS,
-        rate: float = 4e-2,
-        reward: ValueModel | None = None,
-        **settings: Any,
-    ):
-        optimizer = OptimizerConfig(learning_rate=rate, schedule="constant", warmup_ratio=0.0)
+    def __init__(self, *, steps: int = STEPS, reward: ValueModel | None = None, **settings: Any):
+        optimizer = OptimizerConfig(learning_rate=4e-2, schedule="constant", warmup_ratio=0.0)
         training = RLTrainingConfig(
             max_steps=steps, prompts_per_step=P, actor_optimizer=optimizer, critic_optimizer=optimizer, row_length=64,
-            max_tokens_per_micro_batch=256,
+            max_tokens_per_micro_batch=64,
         )  # fmt: skip
         plain = Tokenizer.from_folder(TINY)
         self.cluster = RLCluster(
@@ -88,8 +76,6 @@ class Run:
             tokenizer=Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=STOPS),
             cluster_config=ClusterConfig({}, training, RolloutConfig(max_new_tokens=12, slots=64)),
         )
-        if sampler is not None:
-            self.cluster.rollout = copy(sampler)
         self.config = GRPOConfig(**{"num_generations": G, **settings})
         self.records: list[StepRecord] = []
         self.learner = self.another_learner(self.config)
@@ -124,23 +110,10 @@ def log_probs(params: Any, groups: Sequence[Group]) -> np.ndarray:
     return np.concatenate(RowScorer(graph, 1.0)(params, *laid_out(groups), size=4)[0])
 
 
-@pytest.fixture(scope="module")
-def run() -> Callable[..., Run]:
-    """`run(**settings)`: all use the sampler that the first one compiled."""
-    samplers: list[RolloutWorker] = []
-
-    def make(**settings: Any) -> Run:
-        made = Run(*samplers, **settings)
-        samplers[:] = samplers or [made.cluster.rollout]
-        return made
-
-    return make
-
-
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_learns(run: Callable[..., Run], name: str) -> None:
+def test_every_preset_learns(name: str) -> None:
     """From a share of a third to nearly all."""
-    made = run(algorithm=name, reward_weights=(WEIGHT,)).train()
+    made = Run(algorithm=name).train()
     right = made.metric("rewards/middle/mean")
     assert STEPS - 3 <= len(right) <= STEPS  # what dapo puts in the place of equal groups comes out of these data
     assert right[-3:].mean() - right[:3].mean() > MARGIN, right.round(2)
@@ -150,8 +123,8 @@ def test_every_preset_learns(run: Callable[..., Run], name: str) -> None:
 # --- the reference
 
 
-def test_a_kl_in_the_loss_holds_the_policy_back(run: Callable[..., Run]) -> None:
-    far, near = (run(beta=beta).train(8) for beta in (0.0, 2.0))
+def test_a_kl_in_the_loss_holds_the_policy_back() -> None:
+    far, near = (Run(beta=beta).train(8) for beta in (0.0, 2.0))
     distances = []
     for made in (far, near):
         groups = made.records[-1].groups
@@ -163,11 +136,11 @@ def test_a_kl_in_the_loss_holds_the_policy_back(run: Callable[..., Run]) -> None
     assert "kl" not in far.records[0].metrics
 
 
-def test_an_adapted_beta_follows_the_kl(run: Callable[..., Run]) -> None:
+def test_an_adapted_beta_follows_the_kl() -> None:
     """Down while the policy is nearer to the reference than the target, up once it is farther, a fifth at most for a
     step of as many samples as the horizon has (Ziegler et al., 2019).
     """
-    made = run(beta=0.01, kl_target=0.05, kl_horizon=P * G).train(8)
+    made = Run(beta=0.01, kl_target=0.05, kl_horizon=P * G).train(8)
     beta, kl = made.metric("beta"), made.metric("kl")
     factors = 1 + np.clip(kl / 0.05 - 1, -0.2, 0.2)
     np.testing.assert_allclose(beta[1:], beta[:-1] * factors[:-1])
@@ -176,9 +149,9 @@ def test_an_adapted_beta_follows_the_kl(run: Callable[..., Run]) -> None:
     assert factors.max() == pytest.approx(1.2)
 
 
-def test_a_moving_reference_is_the_mixture(run: Callable[..., Run]) -> None:
+def test_a_moving_reference_is_the_mixture() -> None:
     """reference ← α·actor + (1 − α)·reference every second update, and its log-probs are that decoder's."""
-    made = run(beta=0.04, reference_every_n_updates=2, reference_mixing=0.6)
+    made = Run(beta=0.04, reference_every_n_updates=2, reference_mixing=0.6)
     actors, references = [], []
 
     def remember(record: StepRecord) -> None:
@@ -204,11 +177,11 @@ def test_a_moving_reference_is_the_mixture(run: Callable[..., Run]) -> None:
 # --- the loop
 
 
-def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> None:
+def test_a_reward_model_is_one_more_reward_function() -> None:
     """The last: its weight stands behind the functions'."""
     model = make_value_model(decoder(3))
     model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
-    made = run(reward=model, reward_weights=(1.0, 0.5)).train(1)
+    made = Run(reward=model, reward_weights=(1.0, 0.5)).train(1)
     (record,) = made.records
     for group in record.groups:
         parts = group.rewards_by_function
@@ -222,9 +195,9 @@ def test_a_reward_model_is_one_more_reward_function(run: Callable[..., Run]) -> 
     assert record.metrics["rewards/reward_model/std"] > 0.1
 
 
-def test_another_learner_on_a_cluster_must_want_the_same(run: Callable[..., Run]) -> None:
+def test_another_learner_on_a_cluster_must_want_the_same() -> None:
     """Data that end, here in the second step and long before `max_steps`, end the training; the last batch is short."""
-    ended, data = run(steps=10), PromptLoader(PROMPTS, P, num_epochs=1)
+    ended, data = Run(steps=10), PromptLoader(PROMPTS, P, num_epochs=1)
     ended.learner.train(PromptLoader([*PROMPTS, *PROMPTS[:3]], P, num_epochs=1))
     last = ended.records[-1]
     assert (len(last.groups), last.step, last.total) == (3, 2, 10)
@@ -241,7 +214,7 @@ def test_another_learner_on_a_cluster_must_want_the_same(run: Callable[..., Run]
         assert not np.array_equal(x, before[name])
 
 
-def test_a_reward_that_writes_into_what_it_is_passed_changes_no_later_epoch(run: Callable[..., Run]) -> None:
+def test_a_reward_that_writes_into_what_it_is_passed_changes_no_later_epoch() -> None:
     """Nested columns and chat messages: the second epoch reads them as the first did, and so do the observers."""
     seen: list[list[str]] = []
 
@@ -258,7 +231,7 @@ def test_a_reward_that_writes_into_what_it_is_passed_changes_no_later_epoch(run:
         {"prompt": [{"role": "user", "content": letter}], "marks": {"allowed": [letter]}, "scale": np.arange(3)}
         for letter in "abcdefgh"
     ]
-    made = run(steps=2)
+    made = Run(steps=2)
     made.cluster.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     made.cluster.rollout.tokenizer = made.cluster.tokenizer
     learner = GRPOLearner(
