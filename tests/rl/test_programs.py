@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -87,9 +88,14 @@ class Recorder:
     def __init__(self, function: Any):
         self.function = function
         self.calls: dict[str, Any] = {}
+        self._seen = set[Any]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.setdefault(self.function.lower(*args, **kwargs).as_text(), jax.tree.map(jax.numpy.shape, args))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        kinds = tree, *((np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves)
+        if kinds not in self._seen:
+            self.calls[self.function.lower(*args, **kwargs).as_text()] = jax.tree.map(np.shape, args)
+            self._seen.add(kinds)
         return self.function(*args, **kwargs)
 
 
@@ -148,20 +154,20 @@ def test_the_run_compiles_what_was_built_from_shapes(mesh: tuple[int, ...] | Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_programs_are_lowered_for_a_platform_that_is_not_there(platform: str) -> None:
-    for program in programs(policy(lora=4, quantize="int8"), (2, 2), platform=platform).largest():
-        assert program.lower(platform).as_text()
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "@tpu_custom_call"), ("cuda", "triton")])
+def test_programs_are_lowered_for_a_platform_that_is_not_there(platform: str, kernel: str) -> None:
+    made = programs(policy(lora=4, quantize="int8"), (2, 2), platform=platform).largest()
+    texts = {program.name: program.lower(platform).as_text() for program in made}
+    assert all(texts.values())
+    assert kernel in texts["score"]
+    assert "optimization_barrier" in texts["score"]
 
 
 @pytest.mark.slow
 def test_the_platform_reaches_the_layers() -> None:
     """A CPU has no barriers that hold, accumulates a loop's gradients in float32, and attends without a kernel."""
-    kernels = {"cpu": "custom_call", "tpu": "@tpu_custom_call", "cuda": "triton"}
-    scores = {p: programs(policy(), platform=p).score(1, 64).lower(p).as_text() for p in kernels}
-    assert [kernels[p] in text for p, text in scores.items()] == [False, True, True]
-    quantised = {p: programs(policy(4, "int8"), platform=p).score(1, 64).lower(p).as_text() for p in ("cpu", "tpu")}
-    assert ["optimization_barrier" in text for text in quantised.values()] == [False, True]
+    score = programs(policy(4, "int8")).score(1, 64).lower("cpu").as_text()
+    assert not any(word in score for word in ("custom_call", "optimization_barrier"))
     narrow = partial(policy, param_dtype="bfloat16", compute_dtype="bfloat16")
     gradients = {p: programs(narrow(), platform=p).gradients(1, 64).lower(p).as_text() for p in ("cpu", "tpu")}
     assert ["tensor<2x32x64xbf16>" in text for text in gradients.values()] == [False, True]
@@ -177,4 +183,4 @@ def test_programs_for_accelerators_do_not_grow_with_depth() -> None:
         return [len(one.lower(platform).as_text().splitlines()) for one in (made.gradients(2, 128), made.apply())]
 
     for kind in (("tpu", 4, "nf4"), ("cuda", 0, "none")):
-        assert lengths(2, *kind) == lengths(6, *kind)
+        assert lengths(2, *kind) == lengths(4, *kind)
