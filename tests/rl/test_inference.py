@@ -27,6 +27,8 @@ from covey.parallel.sharding import shardings
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import Role
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 FAMILIES = json.loads((GOLDEN / "heads.json").read_text())
 SHAPES = [(5, [3, 9, 1, 6]), (11, [4, 4]), (2, [20])]
