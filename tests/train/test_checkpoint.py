@@ -148,8 +148,7 @@ def test_a_part_of_it(saved: Checkpointer) -> None:
         saved.restore(target=target)
 
 
-@pytest.mark.parametrize("before", [1, 2, 4])
-@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
 def test_onto_another_number_of_devices(tmp_path: Path, before: int, after: int) -> None:
     def place(count: int, axis: int) -> NamedSharding:
         mesh = make_mesh((count,), ("fsdp",), jax.devices()[:count])
@@ -508,7 +507,7 @@ def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: 
 
 WRITER = """
     import json, os, signal, sys
-    import jax, jax.numpy as jnp
+    import jax, numpy as np
     from covey.train.checkpoint import Checkpointer
 
     def tell(word):
@@ -525,7 +524,8 @@ WRITER = """
         setattr(os, name, counted)
 
     def state(step):
-        return {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
+        key = jax.random.wrap_key_data(np.array([0, step], np.uint32))
+        return {"w": jax.device_put(np.full((64, 64), step, np.float32) / 3), "key": key}
 
     def write(folder, where=None, count=0):
         with Checkpointer(folder, max_to_keep=2) as checkpoints:
@@ -576,7 +576,7 @@ def told_before_death(writer: Any) -> list[int]:
 
 
 def expected_state(step: int) -> dict[str, Any]:
-    return {"w": jnp.full((64, 64), step, jnp.float32) / 3, "key": jax.random.key(step)}
+    return {"w": jnp.full((64, 64), np.float32(step) / 3), "key": jax.random.key(step)}
 
 
 def check_after_death(folder: Path, finished: int) -> None:
