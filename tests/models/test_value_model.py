@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ POSITIONS = np.broadcast_to(np.arange(9), (2, 9))
 HEAD = np.random.default_rng(1).normal(size=32).astype(np.float32)
 
 
+@cache
 def base(**switches: Any) -> Decoder:
     """An untied decoder."""
     return Decoder(CONFIG, rngs=nnx.Rngs(0), remat=False, **switches)
