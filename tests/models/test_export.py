@@ -76,12 +76,12 @@ def written(folder: Path) -> dict[str, np.ndarray]:
 def test_what_is_read_back_is_the_model_bit_for_bit(
     name: str, golden_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """With the source's config, and with one of our own and adapters that are merged."""
+    """With the source's config, and with one of our own; a model of each family with adapters, which are merged."""
     folder = golden_folder(name)
     loaded = weights.load(folder)
     for out, source, model in (
         (tmp_path / "kept", folder, loaded.model),
-        (tmp_path / "anew", None, adapted(loaded.model)),
+        (tmp_path / "anew", None, loaded.model if "-" in name else adapted(loaded.model)),
     ):
         apart = write_hf(model, loaded.tokenizer, out, source=source, shard_size=9_000)
         assert apart.max_difference < 1e-4 < apart.max_logit

@@ -271,13 +271,11 @@ def test_a_mesh_holds_it_in_pieces_and_computes_the_same(tmp_path: Path) -> None
         assert {name: x.sharding for name, x in state.items()} == flatten(shardings(nnx.state(alone), mesh))
         for name in ("layers.1.mlp.up_proj.kernel.values", "layers.0.attn.o_proj.kernel.values"):
             assert state[name].addressable_shards[0].data.size * 4 == state[name].size
-        wanted, tokens = causal_logits(alone, TOKENS), TOKENS
-        np.testing.assert_allclose(causal_logits(parts, tokens), wanted, atol=1e-5 * np.abs(wanted).max())
-        graph, params = nnx.split(parts)
-        moved = reshard(params, shardings(params, make_mesh((1, 4))))
-        np.testing.assert_allclose(
-            causal_logits(nnx.merge(graph, moved), tokens), wanted, atol=1e-5 * np.abs(wanted).max()
-        )
+        wanted = causal_logits(alone, TOKENS)
+        np.testing.assert_allclose(causal_logits(parts, TOKENS), wanted, atol=1e-5 * np.abs(wanted).max())
+    graph, params = nnx.split(parts)
+    moved = nnx.merge(graph, reshard(params, shardings(params, make_mesh((1, 4)))))
+    np.testing.assert_allclose(causal_logits(moved, TOKENS), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 @every_kind
