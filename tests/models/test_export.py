@@ -96,22 +96,16 @@ def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
     tiny: weights.LoadedModel, tmp_path: Path, size: int
 ) -> None:
     write_hf(tiny.model, tiny.tokenizer, tmp_path / "out", source=TINY, shard_size=size)
-    shards = sorted(tmp_path.glob("out/*.safetensors"))
-    for shard in shards:
-        held = safetensors.numpy.load_file(shard)
-        assert sum(x.nbytes for x in held.values()) <= size or len(held) == 1
-    if len(shards) == 1:
-        assert shards[0].name == "model.safetensors"
-        assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
-        return
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    places = {name: shard.name for shard in shards for name in safetensors.numpy.load_file(shard)}
-    assert index["weight_map"] == places
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in arrays(tiny.model).values())
-    count = len(shards)
-    assert [shard.name for shard in shards] == [
-        f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
-    ]
+    shards = {file.name: safetensors.numpy.load_file(file) for file in sorted(tmp_path.glob("out/*.safetensors"))}
+    assert all(sum(x.nbytes for x in shard.values()) <= size or len(shard) == 1 for shard in shards.values())
+    count, index = len(shards), tmp_path / "out" / "model.safetensors.index.json"
+    numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    assert list(shards) == (numbered if count > 1 else ["model.safetensors"])
+    assert index.exists() == (count > 1)
+    if count > 1:
+        described = json.loads(index.read_text())
+        assert described["weight_map"] == {name: file for file, shard in shards.items() for name in shard}
+        assert described["metadata"]["total_size"] == sum(x.nbytes for x in arrays(tiny.model).values())
 
 
 def test_the_sources_own_files_go_along(tiny: weights.LoadedModel, tmp_path: Path) -> None:
