@@ -72,8 +72,12 @@ def check_utf8(start: bytes, where: str, error: type[CoveyError]) -> None:
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
         wide = start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))  # UTF-32-LE begins as UTF-16-LE does
         name = "UTF-32" if wide else "UTF-16"
-        fix = f"iconv -f {name} -t UTF-8 FILE > NEW, or save it as UTF-8 in your editor"
-        raise error(f"this is a text in {name}", want="UTF-8", fix=fix, where=where)
+        raise error(
+            f"this is a text in {name}",
+            want="UTF-8",
+            fix=f"iconv -f {name} -t UTF-8 FILE > NEW, or save it as UTF-8 in your editor",
+            where=where,
+        )
 
 
 def check_not_url(folder: str | Path) -> None:

@@ -69,8 +69,11 @@ class Registry:
         offers = list(entry_points(group=self.group, name=name))
         if len(offers) > 1:
             packages = " and ".join(sorted(str(offer.dist and offer.dist.name) for offer in offers))
-            what = f"the packages {packages} both offer the {self.kind} {name!r}"
-            raise RecipeError(what, fix=f"name its module: {offers[0].value}", where=self.where)
+            raise RecipeError(
+                f"the packages {packages} both offer the {self.kind} {name!r}",
+                fix=f"name its module: {offers[0].value}",
+                where=self.where,
+            )
         if not offers:
             fix = f"{nearest(name, self.names())}; a {self.member.lower()} of your own is named {self._form}"
             if Path(f"{name}.py").is_file():
@@ -96,8 +99,11 @@ class Registry:
     def _check_package(self, name: str) -> None:
         module, extra = self.packages.get(name, ("covey", ""))
         if find_spec(module) is None:
-            what = f"the {self.kind} {name!r} needs the package {module.replace('_', '-')}"
-            raise RecipeError(what, fix=install_command(extra), where=self.where)
+            raise RecipeError(
+                f"the {self.kind} {name!r} needs the package {module.replace('_', '-')}",
+                fix=install_command(extra),
+                where=self.where,
+            )
 
 
 def import_name(name: str) -> Any:
@@ -127,8 +133,9 @@ def import_user_module(module_name: str, what: str, want: str, where: str) -> Mo
         raise
     except BaseException as error:  # including scripts that exit when they are imported
         what = f"{what}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"
-        fix = _import_fix(error, module_name, here)
-        raise RecipeError(what, want=want, fix=fix, where=_import_location(error) or where) from error
+        raise RecipeError(
+            what, want=want, fix=_import_fix(error, module_name, here), where=_import_location(error) or where
+        ) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)

@@ -118,8 +118,9 @@ def judges(recipe: Recipe | SFTRecipe) -> list[str]:
 def check_adapter(adapter: str) -> None:
     """Refuse a folder without the configuration of an adapter."""
     if not (Path(adapter).expanduser() / "adapter_config.json").is_file():
-        want = "--model.adapter FOLDER, as PEFT saves it"
-        raise WeightsError("no adapter_config.json here", want=want, where=adapter)
+        raise WeightsError(
+            "no adapter_config.json here", want="--model.adapter FOLDER, as PEFT saves it", where=adapter
+        )
 
 
 def check_tool(name: str, config: EnvsConfig) -> None:
@@ -141,8 +142,12 @@ def check_not_model(source: str, kind: type[AnyRecipe]) -> None:
     from covey.models.loading.sources import NAMED_MODELS
 
     if source in NAMED_MODELS or source.startswith("hf:") or (Path(source) / "config.json").is_file():
-        fix = f"{COMMANDS[kind.method]} NAME_OR_YAML --model.source {source}"
-        raise RecipeError("this is a model", want="a recipe: a built-in name or a YAML file", fix=fix, where=source)
+        raise RecipeError(
+            "this is a model",
+            want="a recipe: a built-in name or a YAML file",
+            fix=f"{COMMANDS[kind.method]} NAME_OR_YAML --model.source {source}",
+            where=source,
+        )
 
 
 def check_not_recipe(source: str) -> None:
@@ -153,8 +158,12 @@ def check_not_recipe(source: str) -> None:
     """
     is_file = Path(source).suffix in (".yaml", ".yml") and Path(source).is_file()
     if is_file or (source in names() and not Path(source).exists()):
-        fix = f"{COMMANDS[kind_of(source).method]} {source}, and then the folder of its run in this place"
-        raise WeightsError("this is a recipe", want="a run or a model", fix=fix, where=source)
+        raise WeightsError(
+            "this is a recipe",
+            want="a run or a model",
+            fix=f"{COMMANDS[kind_of(source).method]} {source}, and then the folder of its run in this place",
+            where=source,
+        )
 
 
 def check_source(source: str) -> None:

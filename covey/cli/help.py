@@ -188,8 +188,10 @@ def _find_topic(topic: str, sections: Sequence[Section]) -> tuple[list[Setting],
     rows = [setting for setting in settings if f".{setting.path}".endswith(f".{name}")]
     if not (inside or rows):
         known = [ALL, *(section.path for section in sections if section.path), *(setting.path for setting in settings)]
-        ends = {path.rpartition(".")[2] for path in known}
-        raise CoveyError(f"there is no section or setting {topic!r}", fix=nearest(name, [*known, *ends]))
+        raise CoveyError(
+            f"there is no section or setting {topic!r}",
+            fix=nearest(name, [*known, *{path.rpartition(".")[2] for path in known}]),
+        )
     return rows, inside
 
 

@@ -56,8 +56,11 @@ def _require_verb(before: Line) -> None:
         known = word in recipe.names() or Path(word).suffix in (".yaml", ".yml")
         command = f"{recipe.COMMANDS[recipe.kind_of(word).method]} {word}".removeprefix("covey ") if known else ""
         fix = f"covey launch {' '.join([before.arguments[0], *before.options, command])}"
-        want = before.command.usage[0]
-        raise CoveyError(f"{word!r} is no command to launch", want=want, fix=fix if known else nearest(word, VERBS))
+        raise CoveyError(
+            f"{word!r} is no command to launch",
+            want=before.command.usage[0],
+            fix=fix if known else nearest(word, VERBS),
+        )
 
 
 def _is_command(words: Sequence[str], n: int) -> bool:

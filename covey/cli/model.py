@@ -25,8 +25,11 @@ def evaluate(line: Line) -> None:
     settings = recipe.load_any(chosen, line.settings) if chosen else None
     check_source(source)
     if settings is None:
-        what = f"no recipe is given to evaluate {source} on"
-        raise CoveyError(what, want="covey eval MODEL --recipe NAME", fix=list_recipes(line.command))
+        raise CoveyError(
+            f"no recipe is given to evaluate {source} on",
+            want="covey eval MODEL --recipe NAME",
+            fix=list_recipes(line.command),
+        )
     check_run(settings)
     from covey import run
     from covey.parallel import distributed
@@ -98,8 +101,7 @@ def push(line: Line) -> int:
     """
     run, target = Path(line.arguments[0]), re.fullmatch(r"hf:([\w.-]+/[\w.-]+)", line.arguments[1], re.ASCII)
     if not target:
-        what = f"{line.arguments[1]!r} names no repository"
-        raise CoveyError(what, want="hf:org/name", fix=line.command.usage[0])
+        raise CoveyError(f"{line.arguments[1]!r} names no repository", want="hf:org/name", fix=line.command.usage[0])
     options = build_settings(ExportOptions, line)
     shard_bytes = options.shard_bytes
     recipe.require_run(run)

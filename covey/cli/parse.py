@@ -55,8 +55,11 @@ def read_line(command: Command, words: Sequence[str]) -> Line:
     settings = [f"{flag}={value}" for flag, value in pairs if flag not in valued]
     if settings and not command.classes:
         flag = settings[0].partition("=")[0]
-        fix = nearest(flag, command.flags) if command.flags else ""
-        raise CoveyError(f"{command.name} has no setting {flag}", want=command.usage[0], fix=fix)
+        raise CoveyError(
+            f"{command.name} has no setting {flag}",
+            want=command.usage[0],
+            fix=nearest(flag, command.flags) if command.flags else "",
+        )
     if len(arguments) < command.least:
         raise missing_argument(command)
     options = dict.fromkeys(switches.intersection(words), "")
@@ -84,8 +87,9 @@ def before_dashes(words: Sequence[str]) -> Sequence[str]:
 
 def missing_argument(command: Command) -> CoveyError:
     """Return the error for a command line with too few arguments."""
-    fix = list_recipes(command) if "NAME_OR_YAML" in command.arguments else ""
-    return CoveyError(command.missing, want=command.synopsis, fix=fix)
+    return CoveyError(
+        command.missing, want=command.synopsis, fix=list_recipes(command) if "NAME_OR_YAML" in command.arguments else ""
+    )
 
 
 def list_recipes(command: Command) -> str:
@@ -102,9 +106,10 @@ def _check_owners(command: Command, words: Sequence[str]) -> None:
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
         owners = [name for name, other in COMMANDS.items() if flag in other.flags]
         if owners and command.name not in owners and not _is_setting(command, flag):
-            fix = f"leave it out; it belongs to covey {' or '.join(owners)}"
             raise CoveyError(
-                f"{flag} is no option of covey {command.name}", want=f"covey {command.name} --help", fix=fix
+                f"{flag} is no option of covey {command.name}",
+                want=f"covey {command.name} --help",
+                fix=f"leave it out; it belongs to covey {' or '.join(owners)}",
             )
 
 

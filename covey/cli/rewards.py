@@ -15,9 +15,10 @@ from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
 from covey.config.base import MAX_INT
-from covey.display import echo, printable
+from covey.display import echo
 from covey.errors import CoveyError, DataError
 from covey.files import number
+from covey.monitor.formats import excerpt
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def show_signal(line: Line) -> None:
     signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic)
     examples = [_example(group, index) for group, index in choose_examples(scored)]
     if "--json" in line.options:
-        origin = samples or loaded.model.source
-        result = {"recipe": loaded.name, "samples": origin, **signal.to_json()}
+        result = {"recipe": loaded.name, "samples": samples or loaded.model.source, **signal.to_json()}
         echo(json.dumps(result | {"examples": examples, "not_included": not_included(loaded)}))
     else:
         _print(signal, examples, not_included(loaded))
@@ -150,9 +150,12 @@ def _example(group: Group, index: int) -> dict[str, Any]:
     from covey.monitor.writer import prompt_text
 
     by_function = {name: number(values[index]) for name, values in group.rewards_by_function.items()}
-    total = None if group.rewards is None else number(group.rewards[index])
-    text = group.completions[index].text
-    return {"prompt": prompt_text(group.prompt), "text": text, "reward": total, "rewards": by_function}
+    return {
+        "prompt": prompt_text(group.prompt),
+        "text": group.completions[index].text,
+        "reward": None if group.rewards is None else number(group.rewards[index]),
+        "rewards": by_function,
+    }
 
 
 def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> None:
@@ -169,7 +172,7 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
     echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores\n", keep="\n")
     for example in examples:
         reward = "none" if example["reward"] is None else f"{example['reward']:+.3g}"
-        echo(f"{reward:>7}  {_excerpt(example['prompt'])}  →  {_excerpt(example['text'])}")
+        echo(f"{reward:>7}  {excerpt(example['prompt'], WIDTH)}  →  {excerpt(example['text'], WIDTH)}")
     echo(f"\n{signal.sentence}.", keep="\n")
     if signal.setting:
         echo(f"try: {signal.setting}: {signal.advice}")
@@ -178,8 +181,3 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
 def _row(function: "FunctionSignal") -> str:
     mean, spread = ("none" if value is None else f"{value:.3f}" for value in (function.mean, function.within_std))
     return f"{mean:>8}  {spread:>8}  {function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
-
-
-def _excerpt(text: str) -> str:
-    text = printable(text.strip())
-    return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"

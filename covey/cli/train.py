@@ -34,8 +34,9 @@ def train(line: Line) -> None:
         raise CoveyError("--json without --dry-run", fix="leave it out: a run writes metrics.jsonl and summary.json")
     elif folder is not None:
         if line.arguments:
-            what = f"--resume RUN and the recipe {line.arguments[0]}"
-            raise CoveyError(what, fix="leave it out: a run keeps its recipe")
+            raise CoveyError(
+                f"--resume RUN and the recipe {line.arguments[0]}", fix="leave it out: a run keeps its recipe"
+            )
         _resume(kind, folder, line.settings)
     elif line.arguments:
         check_not_model(line.arguments[0], kind)

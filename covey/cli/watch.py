@@ -171,8 +171,7 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     written it.
     """
     recipe.require_run(folder)
-    path = folder / RECIPE
-    tree = strict_yaml.read_file(path).tree
+    tree = strict_yaml.read_file(folder / RECIPE).tree
     tree = tree if isinstance(tree, dict) else {}
     sections = {name: tree[name] if isinstance(tree.get(name), dict) else {} for name in ("training", "data")}
     return {

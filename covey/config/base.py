@@ -235,8 +235,9 @@ def validate(
     complete = _complete(cls, values, defaults(cls))
     unchecked = _unchecked(cls, complete)
     try:
-        strict = None if new is None else True
-        settings = cls.validator().validate_python(ArgsKwargs((), complete), strict=strict, self_instance=new)
+        settings = cls.validator().validate_python(
+            ArgsKwargs((), complete), strict=None if new is None else True, self_instance=new
+        )
         problems = []
     except ValidationError as error:
         settings, problems = unchecked, list(_translate(cls, error, values, wording))
@@ -289,13 +290,19 @@ def _translate(
         if entry["type"] == "unexpected_keyword_argument":
             yield wording.unknown_name(owner, ".".join(sections), name)._replace(basic=True)
             continue
-        key, kind, value = ".".join(names), owner.kinds[name], reduce(getitem, names, values)
-        what = f"{f'{cls.section}.{key}'.lstrip('.')} is {wording.show(value)}"
+        key, kind = ".".join(names), owner.kinds[name]
+        what = f"{f'{cls.section}.{key}'.lstrip('.')} is {wording.show(reduce(getitem, names, values))}"
         if entry["type"] in _RANGES:
             yield Problem(key, what, _range_in_words(kind, entry))
         else:
-            want = _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind)
-            yield Problem(key, what, want, _nearest_choice(kind, entry), tuple(loc), basic=True)
+            yield Problem(
+                key,
+                what,
+                _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind),
+                _nearest_choice(kind, entry),
+                tuple(loc),
+                basic=True,
+            )
 
 
 def _split(

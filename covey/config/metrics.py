@@ -85,10 +85,13 @@ def unlogged(
             what = f"training.keep_best names {name!r}, which is no metric that every step has for sure"
             yield Problem(setting, what, "a metric that does not depend on Step.info, such as reward")
         elif not logged:
-            want = " or ".join(other for other in choices if other.endswith(f"/{name}")) or nearest(name, choices)
             command = "covey train" if method == RL else "covey sft"
             what = f"training.{setting} names {name!r}, which is no metric of {command}"
-            yield Problem(setting, what, want)
+            yield Problem(
+                setting,
+                what,
+                " or ".join(other for other in choices if other.endswith(f"/{name}")) or nearest(name, choices),
+            )
 
 
 FUNCTION, NUMBER, NAME = "<function>", "<k>", "<name>"

@@ -162,8 +162,11 @@ def find(source: str | Path) -> Path:
         return path
     if path.suffix in (".yaml", ".yml") or path.name != str(source):
         near = [other.name for other in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
-        fix = nearest(path.name, near) if near else "covey recipes lists the built-in ones"
-        raise RecipeError("there is no such recipe file", fix=fix, where=str(path))
+        raise RecipeError(
+            "there is no such recipe file",
+            fix=nearest(path.name, near) if near else "covey recipes lists the built-in ones",
+            where=str(path),
+        )
     raise RecipeError(
         f"there is no recipe {str(source)!r}", want="a built-in name or a YAML file", fix=nearest(str(source), names())
     )
@@ -185,8 +188,9 @@ def require_run(folder: str | Path) -> None:
         RecipeError: it has no recipe.
     """
     if not is_run(folder):
-        what, want = f"this is no run folder: it has no {RUN_RECIPE}", "the folder of a run"
-        raise RecipeError(what, want=want, where=str(folder))
+        raise RecipeError(
+            f"this is no run folder: it has no {RUN_RECIPE}", want="the folder of a run", where=str(folder)
+        )
 
 
 def chain_of_runs(source: str) -> tuple[list[Path], str]:
@@ -230,9 +234,13 @@ def load(
     document = strict_yaml.read_file(find(source))
     if (other := _kind(document)) is not kind:
         command = f"{COMMANDS[other.method]} {source}"
-        unnamed = str(source) not in names() and "method" not in document.places
-        fix = f"{command}, or write method: {kind.method} at its top" if unnamed else command
-        raise RecipeError(f"this is a recipe for {COMMANDS[other.method]}", fix=fix, where=document.name)
+        raise RecipeError(
+            f"this is a recipe for {COMMANDS[other.method]}",
+            fix=f"{command}, or write method: {kind.method} at its top"
+            if str(source) not in names() and "method" not in document.places
+            else command,
+            where=document.name,
+        )
     return _build(document, overrides, kind, of_run=Path(source).is_dir())
 
 
@@ -472,8 +480,11 @@ def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[
         name = key.removeprefix("model.lora.")
         beside_rank = where == of_file.get(key) and "model.lora.rank" in places
         if name != key and name != "rank" and not beside_rank and not (recipe.model.adapter and name == "dropout"):
-            what = f"model.lora.{name} is set without a model.lora.rank: every weight would be trained"
-            yield RecipeError(what, want=f"--model.lora.rank 16, for example; or no model.lora.{name}", where=where)
+            yield RecipeError(
+                f"model.lora.{name} is set without a model.lora.rank: every weight would be trained",
+                want=f"--model.lora.rank 16, for example; or no model.lora.{name}",
+                where=where,
+            )
 
 
 class ResolvedSetting(NamedTuple):

@@ -101,8 +101,11 @@ def text_of(path: Path) -> str:
             return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot be read: {error}", where=str(path)) from None
-    want = "a recipe: with every setting written out it has about 5,000"
-    raise RecipeError(f"the file has more than {MAX_BYTES:,} bytes", want=want, where=str(path))
+    raise RecipeError(
+        f"the file has more than {MAX_BYTES:,} bytes",
+        want="a recipe: with every setting written out it has about 5,000",
+        where=str(path),
+    )
 
 
 def read_file(path: Path) -> Document:
@@ -124,10 +127,12 @@ def read(text: str, name: str) -> Document:
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
         problem = str(error.problem or error.context)
-        fix = "spaces in place of tabs" if "'\\t'" in problem else ""
-        raise RecipeError(f"not readable as YAML: {problem}", fix=fix, where=where) from None
+        raise RecipeError(
+            f"not readable as YAML: {problem}",
+            fix="spaces in place of tabs" if "'\\t'" in problem else "",
+            where=f"{name}:{mark.line + 1}" if mark else name,
+        ) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
 
@@ -218,8 +223,9 @@ def _mapping(node: yaml.MappingNode, path: str, name: str, places: dict[str, str
             raise RecipeError("a key must be a word", where=where)
         inner = f"{path}.{key.value}".lstrip(".")
         if key.value in tree:
-            what = f"{key.value!r} is given twice, first at {places[inner]}"
-            raise RecipeError(what, fix="leave one of them out", where=where)
+            raise RecipeError(
+                f"{key.value!r} is given twice, first at {places[inner]}", fix="leave one of them out", where=where
+            )
         places[inner] = where
         tree[key.value] = _value(value, inner, name, places)
     return tree
@@ -232,8 +238,11 @@ def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str
     fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else _nested(name, section, paths)
     fix = fix or foreign_names.answer(f"{section}.{name}", {path: path for path in paths}.get)
     inside = f" in {section}" if section else ""
-    what = f"there is no setting {shortened(name)}{inside}"
-    return Problem(f"{section}.{name}".lstrip("."), what, fix=fix or nearest(name, cls.kinds))
+    return Problem(
+        f"{section}.{name}".lstrip("."),
+        f"there is no setting {shortened(name)}{inside}",
+        fix=fix or nearest(name, cls.kinds),
+    )
 
 
 def _nested(name: str, path: str, paths: Iterable[str]) -> str:

@@ -98,8 +98,11 @@ def _both_orders(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _row(operation: str, a: int, b: int) -> Row:
     shown = [text for problem in FEW_SHOT for text in (_question(*problem), str(solve(*problem)))]
-    prompt = chat(*shown, _question(operation, a, b))
-    return {"prompt": prompt, "answer": str(solve(operation, a, b)), "operation": operation}
+    return {
+        "prompt": chat(*shown, _question(operation, a, b)),
+        "answer": str(solve(operation, a, b)),
+        "operation": operation,
+    }
 
 
 def _question(operation: str, a: int, b: int) -> str:

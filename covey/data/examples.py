@@ -84,9 +84,12 @@ def _no_form_error(row: Mapping[str, Any], pair: tuple[str, str], where: str) ->
     """Return the error for a row of no form; it names the column missing from the closest form."""
     begun = next((names for names in (pair, *(form.columns for form in FORMS)) if names[0] in row), None)
     lacks = begun[-1] if begun else pair[0]
-    fix = nearest(lacks, map(str, row)) if row else ""
-    what = f"there is nothing to learn: no column {lacks!r}; its columns are {format_columns(row)}"
-    return DataError(what, want=FORM_COLUMNS, fix=fix, where=where)
+    return DataError(
+        f"there is nothing to learn: no column {lacks!r}; its columns are {format_columns(row)}",
+        want=FORM_COLUMNS,
+        fix=nearest(lacks, map(str, row)) if row else "",
+        where=where,
+    )
 
 
 def _chat(messages: Any, where: str) -> tuple[Prompt, str]:

@@ -94,8 +94,10 @@ class PromptLoader(Iterator[list[Row]]):
         other = {name: saved.get(name) for name, now in self.fingerprint.items() if saved.get(name) != now}
         if other:
             changes = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
-            fix = f"give the run the data, seed and {self.unit} it was started with, or start a new one"
-            raise ResumeError(f"the data does not go on where it stopped: {changes}", fix=fix)
+            raise ResumeError(
+                f"the data does not go on where it stopped: {changes}",
+                fix=f"give the run the data, seed and {self.unit} it was started with, or start a new one",
+            )
         self.position = position
 
     @cached_property

@@ -72,8 +72,12 @@ def read_records(
         return read_file(train, columns), None if test is None else read_file(test, columns)
     path = str(config.path)
     if config.test_path:
-        what = f"data.test_path is set, and {path} has its own test split"
-        raise DataError(what, want="data.test_path beside a file", fix="leave it out", where="data.test_path")
+        raise DataError(
+            f"data.test_path is set, and {path} has its own test split",
+            want="data.test_path beside a file",
+            fix="leave it out",
+            where="data.test_path",
+        )
     splits = _load_splits(path, hub_config)
     held_out = next((name for name in TEST_SPLITS if name in splits), None)
     train_records = _read_split(path, "train", splits, columns)
@@ -143,8 +147,12 @@ def _find_delimiter(header: str, where: str) -> str:
     """
     dividing = [one for one in DELIMITERS if len(next(csv.reader([header], delimiter=one), [])) > 1]
     if len(dividing) > 1:
-        what = f"{' and '.join(map(repr, dividing))} could each divide the column names {header.strip()[:80]!r}"
-        raise DataError(what, want="one delimiter", fix="put each column name in double quotes", where=where)
+        raise DataError(
+            f"{' and '.join(map(repr, dividing))} could each divide the column names {header.strip()[:80]!r}",
+            want="one delimiter",
+            fix="put each column name in double quotes",
+            where=where,
+        )
     return dividing[0] if dividing else ","
 
 
@@ -155,8 +163,9 @@ def _read_parquet(path: Path) -> Iterator[Located]:
         rows = parquet.ParquetFile(path).read().to_pylist()
     except Exception as error:  # whatever Arrow raises for an untrusted file
         reason = next(iter(str(error).splitlines()), "")
-        what = f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}"
-        raise DataError(what, where=str(path)) from None
+        raise DataError(
+            f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}", where=str(path)
+        ) from None
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -180,9 +189,12 @@ def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
             near = nearest(names[0], row) if row else ""
             if row and not isinstance(column, str):  # that of the prompt
                 near = f"--data.prompt-column COLUMN: {near}"
-            want = "" if len(names) == 1 else f"{names[0]}; or {CHAT_COLUMNS}"
-            what = f"has no column {names[0]!r}; its columns are {format_columns(row)}"
-            raise DataError(what, want=want, fix=near, where=where)
+            raise DataError(
+                f"has no column {names[0]!r}; its columns are {format_columns(row)}",
+                want="" if len(names) == 1 else f"{names[0]}; or {CHAT_COLUMNS}",
+                fix=near,
+                where=where,
+            )
     return row
 
 
@@ -231,8 +243,9 @@ def existing_path(text: str | None, key: str, want: str) -> Path:
     if path.exists():
         _require_file(path)
         return path
-    fix = _near_name(path) or _on_hub(text, option) or f"{option} PATH"
-    raise DataError(f"there is no {text}", want=want, fix=fix, where=key)
+    raise DataError(
+        f"there is no {text}", want=want, fix=_near_name(path) or _on_hub(text, option) or f"{option} PATH", where=key
+    )
 
 
 def _near_name(path: Path) -> str:
@@ -261,8 +274,9 @@ def _load_splits(path: str, config: str | None) -> Splits:
         raise
     except Exception as error:  # whatever the package raises is shown to the user
         reason = next(iter(str(error).splitlines()), "")
-        what = f"{path} cannot be read: {type(error).__name__}: {reason:.300}"
-        raise DataError(what, fix=fix, where="data.path") from error
+        raise DataError(
+            f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path"
+        ) from error
     return splits
 
 

@@ -76,8 +76,11 @@ def as_prompt(value: Any, where: str) -> Prompt:
     if messages and all(_is_message(m) for m in messages):
         return [dict(m) for m in messages]
     text = repr(value)
-    what = f"the prompt is {text if len(text) < 80 else text[:77] + '...'}"
-    raise DataError(what, want="text, or chat messages with a role and a content, not empty", where=where)
+    raise DataError(
+        f"the prompt is {text if len(text) < 80 else text[:77] + '...'}",
+        want="text, or chat messages with a role and a content, not empty",
+        where=where,
+    )
 
 
 def as_chat_row(row: Mapping[str, Any], where: str) -> Row:
@@ -113,16 +116,22 @@ def iter_items(data: Any) -> Iterator[Any]:
         DataError: `data` is a text, is not iterable, is endless, or yields something other than rows.
     """
     if isinstance(data, (str, bytes)):
-        fix = "for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train"
-        raise DataError(f"the data is one text, {data[:80]!r}", want="rows, or a list of prompts", fix=fix)
+        raise DataError(
+            f"the data is one text, {data[:80]!r}",
+            want="rows, or a list of prompts",
+            fix="for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train",
+        )
     if length_hint(data) > MAX_ROWS:
         raise _endless_error()
     try:
         table = _table_rows(data)
         parts = iter(data if table is None else table)
     except TypeError:
-        what = f"the data is a {type(data).__name__}, which has no rows to go through"
-        raise DataError(what, want="a list of dicts with a prompt", fix="of a Dataset pass .train") from None
+        raise DataError(
+            f"the data is a {type(data).__name__}, which has no rows to go through",
+            want="a list of dicts with a prompt",
+            fix="of a Dataset pass .train",
+        ) from None
     for number, item in enumerate((row for part in parts for row in _table_rows(part) or (part,)), 1):
         if number > MAX_ROWS:
             raise _endless_error()
@@ -150,13 +159,16 @@ def _check_no_part_of_table(item: Any, number: int, data: Any) -> None:
         what = f"item {number} of the data is a {type(item).__name__} out of a table, which is no row"
     else:
         return
-    fix = "pass the table itself (pandas, Arrow, Polars), or its rows as a list of dicts"
-    raise DataError(what, want="rows as dicts", fix=fix)
+    raise DataError(
+        what, want="rows as dicts", fix="pass the table itself (pandas, Arrow, Polars), or its rows as a list of dicts"
+    )
 
 
 def _endless_error() -> DataError:
-    what = f"the data set has more than {MAX_ROWS} rows, or does not end"
-    return DataError(what, fix="pass it before repeat(): Covey repeats and shuffles it")
+    return DataError(
+        f"the data set has more than {MAX_ROWS} rows, or does not end",
+        fix="pass it before repeat(): Covey repeats and shuffles it",
+    )
 
 
 def _from_item(item: Any, where: str) -> list[Row]:
@@ -191,8 +203,11 @@ def split_columns(columns: Mapping[str, Any], name: str, where: str) -> list[Row
     table = {key: _as_list(value) for key, value in columns.items()}
     for key, values in table.items():
         if values is not None and len(values) != len(prompts):
-            what = f"column {key!r} has {len(values)} entries and {name!r} has {len(prompts)}"
-            raise DataError(what, want="one entry a prompt", where=where)
+            raise DataError(
+                f"column {key!r} has {len(values)} entries and {name!r} has {len(prompts)}",
+                want="one entry a prompt",
+                where=where,
+            )
     return [
         {key: columns[key] if values is None else values[i] for key, values in table.items()}
         for i in range(len(prompts))
@@ -207,9 +222,12 @@ def _prompt_name(columns: Mapping[str, Any], where: str) -> str:
         return form.columns[0]
     if "train" in columns:
         raise DataError("these are several splits", want="one data set", fix="pass data['train']", where=where)
-    close = nearest("prompt", map(str, columns)) if columns else ""
-    what = f"there is no prompt; the columns are {format_columns(columns)}"
-    raise DataError(what, want=f"a column named prompt or prompts; or {CHAT_COLUMNS}", fix=close, where=where)
+    raise DataError(
+        f"there is no prompt; the columns are {format_columns(columns)}",
+        want=f"a column named prompt or prompts; or {CHAT_COLUMNS}",
+        fix=nearest("prompt", map(str, columns)) if columns else "",
+        where=where,
+    )
 
 
 def _is_one_prompt(value: Any, name: str) -> bool:
@@ -316,8 +334,11 @@ def _turn(turn: Any, where: str) -> Any:
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
     if (role := ROLES.get(str(turn["from"]))) is None:
-        what = f"a turn of the conversation is from {str(turn['from'])[:40]!r}"
-        raise DataError(what, want="one of: " + ", ".join(ROLES), where=where)
+        raise DataError(
+            f"a turn of the conversation is from {str(turn['from'])[:40]!r}",
+            want="one of: " + ", ".join(ROLES),
+            where=where,
+        )
     return {"role": role, "content": turn.get("value")}
 
 

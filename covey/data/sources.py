@@ -136,8 +136,10 @@ def _no_examples(config: SFTDataConfig) -> Splits:
 def _prompt_row(record: Row, column: str, where: str) -> Row:
     if column not in record:
         return as_chat_row(record, where)
-    prompt = as_prompt(record[column], f"{where}, column {column!r}")
-    return {**{name: value for name, value in record.items() if name != column}, "prompt": prompt}
+    return {
+        **{name: value for name, value in record.items() if name != column},
+        "prompt": as_prompt(record[column], f"{where}, column {column!r}"),
+    }
 
 
 def _gsm8k_rows(config: DataConfig, row: Callable[[Row, str], Row]) -> Splits:
@@ -163,8 +165,11 @@ def _read_rows(
         return rows, _convert_records(test, row)
     count = max(1, len(rows) // 10)
     if count == len(rows):
-        what = "one row cannot be both trained on and held out"
-        raise DataError(what, fix="more rows, or --data.test-path FILE", where=train.name)
+        raise DataError(
+            "one row cannot be both trained on and held out",
+            fix="more rows, or --data.test-path FILE",
+            where=train.name,
+        )
     return rows[:-count], rows[-count:]
 
 

@@ -112,8 +112,7 @@ class Episodes:
 
     def answer(self, turn: Turn) -> "Future[Response]":
         """Return the future response of the environment to a turn of the model."""
-        state = self._states[turn.sample.request][turn.sample.number]
-        return self._runner.submit(self._respond(state, turn))
+        return self._runner.submit(self._respond(self._states[turn.sample.request][turn.sample.number], turn))
 
     def completion(self, request: int, number: int, completion: Completion) -> Completion:
         """Return a finished completion with its episode, how that ended, and its text: with tools, the model's last

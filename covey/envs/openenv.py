@@ -104,9 +104,11 @@ class Server:
         addresses = [str(entry[4][0]) for entry in entries]
         allowed = [address for address in addresses if self.private_addresses or is_public(address)]
         if not allowed:
-            what = f"has a private address: {parts.hostname} is {', '.join(sorted(set(addresses)))}"
-            fix = "envs.private_addresses: true, if you trust what is reached there"
-            raise EpisodeError(what, want="a public address", fix=fix)
+            raise EpisodeError(
+                f"has a private address: {parts.hostname} is {', '.join(sorted(set(addresses)))}",
+                want="a public address",
+                fix="envs.private_addresses: true, if you trust what is reached there",
+            )
         return allowed[0]
 
 
@@ -274,8 +276,10 @@ def _refused(error: Mapping[str, Any]) -> Step:
     code, message = error.get("code"), str(error.get("message", ""))[:MAX_ERROR]
     if code == "VALIDATION_ERROR":
         return Step(f"Invalid action: {message}")
-    fix = MORE_SESSIONS if code == "CAPACITY_REACHED" else ""
-    raise EpisodeError(f"answered with the error {excerpt(code)}: {excerpt(message)}", fix=fix)
+    raise EpisodeError(
+        f"answered with the error {excerpt(code)}: {excerpt(message)}",
+        fix=MORE_SESSIONS if code == "CAPACITY_REACHED" else "",
+    )
 
 
 def _websocket_url(url: str) -> str:
@@ -290,8 +294,11 @@ def _websocket_url(url: str) -> str:
         if not parts.hostname or parts.username or parts.query or parts.fragment:
             raise ValueError
     except (KeyError, ValueError):
-        what = f"{excerpt(url)} is not the address of an OpenEnv server"
-        raise RecipeError(what, want="openenv:https://HOST or openenv:http://HOST:PORT", where=WHERE) from None
+        raise RecipeError(
+            f"{excerpt(url)} is not the address of an OpenEnv server",
+            want="openenv:https://HOST or openenv:http://HOST:PORT",
+            where=WHERE,
+        ) from None
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/")
     path = path if path.endswith("/ws") else f"{path}/ws"

@@ -129,8 +129,11 @@ def _checked_messages(messages: Any, method: str, limit: int) -> Prompt:
         raise EpisodeError(f"returned from {method} what is no chat: {error.what}", want=error.want) from error
     texts = [checked] if isinstance(checked, str) else [value for message in checked for value in message.values()]
     if (size := sum(map(len, texts))) > limit:
-        what, fix = f"returned {size:,} characters from {method}", "a larger envs.max_characters, or shorter messages"
-        raise EpisodeError(what, want=f"at most {limit:,}", fix=fix)
+        raise EpisodeError(
+            f"returned {size:,} characters from {method}",
+            want=f"at most {limit:,}",
+            fix="a larger envs.max_characters, or shorter messages",
+        )
     return checked
 
 

@@ -103,6 +103,9 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     except TypeError as error:
         keywords = [*signature.parameters][len(positional) :]
         unknown = [argument for argument in arguments if argument not in keywords]
-        fix = nearest(unknown[0], keywords) if unknown and keywords else ""
-        what, want = f"{name} cannot be made: {error}", f"{name}{signature}"
-        raise RecipeError(what, want=want, fix=fix, where="envs.arguments") from None
+        raise RecipeError(
+            f"{name} cannot be made: {error}",
+            want=f"{name}{signature}",
+            fix=nearest(unknown[0], keywords) if unknown and keywords else "",
+            where="envs.arguments",
+        ) from None

@@ -69,8 +69,9 @@ class EnvironmentCalls:
             except TimeoutError as error:
                 if not limit.expired():
                     raise _raised(what, error) from error
-                took = f"took longer than {self._seconds:g} s in {what}"
-                raise LateError(took, fix="a longer envs.timeout") from None
+                raise LateError(
+                    f"took longer than {self._seconds:g} s in {what}", fix="a longer envs.timeout"
+                ) from None
             except (KeyboardInterrupt, asyncio.CancelledError):
                 raise
             except BaseException as error:
@@ -269,9 +270,11 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             self.failed += failures
             failed = self.failed
         if failed > self.config.budget:
-            what = f"{failed} failures of the environment {self.name!r}, {last}"
-            fix = "mend the environment; or a larger envs.budget"
-            raise EpisodeError(what, want=f"at most {self.config.budget} in a run", fix=fix)
+            raise EpisodeError(
+                f"{failed} failures of the environment {self.name!r}, {last}",
+                want=f"at most {self.config.budget} in a run",
+                fix="mend the environment; or a larger envs.budget",
+            )
         return failed
 
     def close(self) -> None:

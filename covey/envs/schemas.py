@@ -83,8 +83,11 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
         if parameter.annotation is Parameter.empty:
             raise _unusable(function_name(function), f"has an argument {name!r} without a type hint", f"{name}: str")
         if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
-            what = f"has the argument {parameter}, which cannot be given by its name"
-            raise _unusable(function_name(function), what, "arguments with names")
+            raise _unusable(
+                function_name(function),
+                f"has the argument {parameter}, which cannot be given by its name",
+                "arguments with names",
+            )
     return signature
 
 
@@ -147,8 +150,11 @@ def _of_hint(hint: Any, where: str) -> Schema:
         return {"type": "object", "additionalProperties": _of_hint(args[1], where)}
     if origin is None and hint in BARE:
         return dict(BARE[hint])
-    want = "int, float, str, bool, Enum, Literal, and list, tuple, dict and unions of them"
-    raise _unusable(where, f"has the type hint {hint!r}, which has no JSON Schema", want)
+    raise _unusable(
+        where,
+        f"has the type hint {hint!r}, which has no JSON Schema",
+        "int, float, str, bool, Enum, Literal, and list, tuple, dict and unions of them",
+    )
 
 
 def _of_values(values: Sequence[Any], where: str) -> Schema:

@@ -76,8 +76,11 @@ def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
         RecipeError: the model has no chat template, or it lists tools in a form that is not known here.
     """
     if template is None:
-        what = "this model has no chat template, so it cannot be told which tools there are"
-        raise RecipeError(what, fix="use the model's instruction-tuned variant", where="envs.tools")
+        raise RecipeError(
+            "this model has no chat template, so it cannot be told which tools there are",
+            fix="use the model's instruction-tuned variant",
+            where="envs.tools",
+        )
     if name != "auto":
         return FORMATS[name]
     if (form := _find_form(template)) is None:
@@ -154,8 +157,9 @@ def _element(body: str) -> Call:
     for parameter in parameters:
         match = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
         if match is None:
-            what = _one_function(body) or "a parameter is <parameter=KEY>, its value, and </parameter>"
-            return Call(name[1], error=what)
+            return Call(
+                name[1], error=_one_function(body) or "a parameter is <parameter=KEY>, its value, and </parameter>"
+            )
         if match[1] in arguments:
             return Call(name[1], error=f"the parameter {match[1]!r:.80} stands there twice")
         arguments[match[1]] = match[2]

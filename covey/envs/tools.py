@@ -147,8 +147,11 @@ class Toolset:
             EpisodeError: it is plain text.
         """
         if isinstance(chat, str):
-            what = "has tools, and the prompt of the row is plain text"
-            raise EpisodeError(what, want="chat messages", fix="set data.system, which makes them of text")
+            raise EpisodeError(
+                "has tools, and the prompt of the row is plain text",
+                want="chat messages",
+                fix="set data.system, which makes them of text",
+            )
         if self.in_template:
             return chat
         assert self.format.system is not None, "make_toolset() refuses a format without it"
@@ -163,8 +166,11 @@ class Toolset:
             DataError: it is plain text, or as for `Tokenizer.encode_prompt`.
         """
         if isinstance(chat, str):
-            what, want = "there are tools, and a prompt is plain text", "chat messages, which can list the tools"
-            raise DataError(what, want=want, fix="set data.system, which makes chat messages of text")
+            raise DataError(
+                "there are tools, and a prompt is plain text",
+                want="chat messages, which can list the tools",
+                fix="set data.system, which makes chat messages of text",
+            )
         return tokenizer.encode_prompt(self.prompt(chat), tools=self.template_schemas)
 
     def messages(self, results: Sequence[tuple[Call, str]]) -> list[Message]:
@@ -193,8 +199,11 @@ def make_toolset(tools: Mapping[str, Tool], template: str | None, config: EnvsCo
     """
     form, in_template = choose_format(config.tool_format, template), lists_tools(template or "")
     if not in_template and form.system is None:
-        what = f"the model's chat template has no place for tools, which the form {form.name} needs"
-        raise RecipeError(what, want="hermes, smollm or llama", where="envs.tool_format")
+        raise RecipeError(
+            f"the model's chat template has no place for tools, which the form {form.name} needs",
+            want="hermes, smollm or llama",
+            where="envs.tool_format",
+        )
     places = asyncio.Semaphore(config.concurrency)
     return Toolset(tools, form, in_template, config.timeout or None, config.max_characters, places)
 
@@ -262,8 +271,9 @@ class ToolEnvironment:
             async with self._tools.places, asyncio.timeout(seconds) as limit:
                 return await invoke(partial(tool.function, **arguments))
         except TimeoutError as error:
-            took = f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"
-            raise CallError(took) from None
+            raise CallError(
+                f"{tool.name} took longer than {seconds:g} s" if limit.expired() else f"{tool.name}: {error}"
+            ) from None
         except FaultError:
             raise
         except EpisodeError as error:

@@ -33,8 +33,7 @@ def factory(name: str, config: EnvsConfig) -> "TrlFactory":
     Raises:
         RecipeError: it does not exist, cannot be made with these arguments, or has no tool.
     """
-    make = ENVIRONMENT_REGISTRY.resolve(name)
-    return TrlFactory(with_arguments(make, config.arguments, name.rpartition(":")[2]))
+    return TrlFactory(with_arguments(ENVIRONMENT_REGISTRY.resolve(name), config.arguments, name.rpartition(":")[2]))
 
 
 class TrlFactory:
@@ -57,8 +56,11 @@ class TrlFactory:
         try:
             sample = make()
         except Exception as error:
-            what = f"{name} cannot be made: {type(error).__name__}: {error}"
-            raise RecipeError(what, want="a class whose reset takes the row", where=WHERE) from error
+            raise RecipeError(
+                f"{name} cannot be made: {type(error).__name__}: {error}",
+                want="a class whose reset takes the row",
+                where=WHERE,
+            ) from error
         self._make, self.__name__ = make, name
         self.tools = tools_of(sample)
         self.scores = callable(getattr(sample, "get_reward", None))

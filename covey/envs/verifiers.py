@@ -87,8 +87,10 @@ class Dialogue:
             return Step(reward=self._task.result(), done=True)
         asked, known = list(question), len(self._conversation)
         if asked[:known] != self._conversation:
-            what = "asks the model about another conversation than the one so far"
-            raise EpisodeError(what, want="the same messages, the model's turn, and new messages")
+            raise EpisodeError(
+                "asks the model about another conversation than the one so far",
+                want="the same messages, the model's turn, and new messages",
+            )
         self._conversation = asked
         return Step(asked[known:])
 
@@ -150,8 +152,9 @@ def _begin(row: Mapping[str, Any], library: "Library | Library02") -> Dialogue:
     """
     number = row.get("task")
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(library.tasks):
-        want = f"a number below {len(library.tasks)} in the column task"
-        raise EpisodeError(f"has no task {excerpt(number)}", want=want)
+        raise EpisodeError(
+            f"has no task {excerpt(number)}", want=f"a number below {len(library.tasks)} in the column task"
+        )
     return Dialogue(lambda ask: library.play(library.tasks[number], ask))
 
 
@@ -190,8 +193,10 @@ class Library:
             del self._dialogues[model]
         if not episode.ok or len(episode.traces) != 1:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            what = f"ended with {excerpt(errors)}" if errors else f"has {len(episode.traces)} agents"
-            raise EpisodeError(what, want="an episode of one agent without an error")
+            raise EpisodeError(
+                f"ended with {excerpt(errors)}" if errors else f"has {len(episode.traces)} agents",
+                want="an episode of one agent without an error",
+            )
         return float(episode.traces[0].reward)
 
     def _load(self, max_turns: int, arguments: Mapping[str, Any]) -> Any:
@@ -205,8 +210,11 @@ class Library:
             agents = dict.fromkeys(agent_config_fields(resolve_env_config(settings)), agent)
             return load_environment(resolve_env_config({**settings, **agents}))
         except Exception as error:
-            what = f"verifiers cannot load {self.name!r}: {type(error).__name__}: {error}"
-            raise RecipeError(what, want="verifiers:MODULE of a taskset in the shape of 0.4", where=WHERE) from error
+            raise RecipeError(
+                f"verifiers cannot load {self.name!r}: {type(error).__name__}: {error}",
+                want="verifiers:MODULE of a taskset in the shape of 0.4",
+                where=WHERE,
+            ) from error
 
     async def _serve(self) -> None:
         """Start the loopback server, for as long as the event loop runs."""
@@ -252,8 +260,12 @@ def _installed_version() -> str:
         raise RecipeError(what, fix=install_command("verifiers"), where=WHERE) from error
     if not installed.startswith(("0.2.", "0.4.")):
         what = f"verifiers {installed} is installed"
-        want = "version 0.4, or 0.2 for environments with load_environment"
-        raise RecipeError(what, want=want, fix=install_command("verifiers"), where=WHERE)
+        raise RecipeError(
+            what,
+            want="version 0.4, or 0.2 for environments with load_environment",
+            fix=install_command("verifiers"),
+            where=WHERE,
+        )
     return installed
 
 
@@ -266,8 +278,9 @@ def _import_verifiers() -> Any:
     try:
         import verifiers.v1
     except ImportError as error:
-        what = f"verifiers cannot be imported: {error}"
-        raise RecipeError(what, fix=install_command("verifiers"), where=WHERE) from error
+        raise RecipeError(
+            f"verifiers cannot be imported: {error}", fix=install_command("verifiers"), where=WHERE
+        ) from error
     return verifiers.v1
 
 
@@ -316,8 +329,9 @@ def _sampler_client(vf: Any, dialogues: Mapping[str, Ask]) -> Any:
     class SamplerClient(vf.Client):  # type: ignore[misc]
         async def get_response(self, dialect: Any, body: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             text = await dialogues[body["model"]](plain_messages(body["messages"]))
-            message = vf.AssistantMessage(content=text)
-            response = vf.Response(id="0", created=0, model=body["model"], message=message, finish_reason="stop")
+            response = vf.Response(
+                id="0", created=0, model=body["model"], message=vf.AssistantMessage(content=text), finish_reason="stop"
+            )
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
             response.raw = {
                 "id": "0", "object": "chat.completion", "created": 0, "model": body["model"], "usage": None,
@@ -344,8 +358,11 @@ class Library02:
         self.name, self._env = name, _load_02(name, arguments)
         if self._env.tool_defs or self._env.requires_group_rollouts:
             has = "tools" if self._env.tool_defs else "rewards of whole groups"
-            what = f"the environment {name!r} of verifiers has {has}"
-            raise RecipeError(what, want="one without, which scores each episode", where=WHERE)
+            raise RecipeError(
+                f"the environment {name!r} of verifiers has {has}",
+                want="one without, which scores each episode",
+                where=WHERE,
+            )
         own = getattr(self._env, "max_turns", -1)
         self._env.max_turns = min(own, max_turns) if own > 0 else max_turns
         self.tasks = list(itertools.islice(self._env.get_dataset(), MAX_TASKS))
@@ -376,9 +393,11 @@ def _load_02(name: str, arguments: Mapping[str, Any]) -> Any:
     except RecipeError:
         raise
     except Exception as error:
-        what = f"verifiers cannot load {name!r}: {type(error).__name__}: {error}"
-        want = "verifiers:MODULE with load_environment, in the shape of 0.2"
-        raise RecipeError(what, want=want, where=WHERE) from error
+        raise RecipeError(
+            f"verifiers cannot load {name!r}: {type(error).__name__}: {error}",
+            want="verifiers:MODULE with load_environment, in the shape of 0.2",
+            where=WHERE,
+        ) from error
 
 
 def _sampler_client_02(ask: Ask) -> Any:
@@ -403,7 +422,11 @@ def _sampler_client_02(ask: Ask) -> Any:
         async def raise_from_native_response(self, response: Any) -> None: ...
 
         async def from_native_response(self, response: str) -> Any:
-            message = ResponseMessage(content=response, finish_reason="stop", is_truncated=False)
-            return Response(id="0", created=int(time.time()), model="", message=message)
+            return Response(
+                id="0",
+                created=int(time.time()),
+                model="",
+                message=ResponseMessage(content=response, finish_reason="stop", is_truncated=False),
+            )
 
     return SamplerClient(None)

@@ -83,8 +83,10 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
         return TrainingCommand(tuple(words), _export_folder(words, names, pairs))
     flag, usage = ("--resume", "NAME_OR_YAML") if verb in TRAINING else ("--recipe", "RUN_OR_MODEL [--recipe NAME]")
     if not names and (verb == "eval" or flag not in flags):
-        missing = "no model is given to evaluate" if verb == "eval" else "no recipe is given to launch"
-        raise CoveyError(missing, want=f"covey launch … {verb} {usage}")
+        raise CoveyError(
+            "no model is given to evaluate" if verb == "eval" else "no recipe is given to launch",
+            want=f"covey launch … {verb} {usage}",
+        )
     changes = [f"{name}={value}" for name, value in pairs if name != flag]
     settings = recipe.load_any(flags.get(flag) or names[0], changes)
     if verb == "eval":
@@ -106,8 +108,10 @@ def _without_slash(folder: str | None) -> str | None:
 def _export_folder(words: Sequence[str], names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str | None:
     flags = {flag.removeprefix("--"): value for flag, value in pairs}
     if not names or "out" not in flags:
-        missing = "no model is given to export" if not names else "no folder is given to export to"
-        raise CoveyError(missing, want="covey launch … export RUN_OR_MODEL --out FOLDER")
+        raise CoveyError(
+            "no model is given to export" if not names else "no folder is given to export to",
+            want="covey launch … export RUN_OR_MODEL --out FOLDER",
+        )
     if flags.get("format") == "gguf":
         raise CoveyError(
             "a GGUF file is written by one process",

@@ -91,8 +91,12 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
     elif str(inner.get("model_type")) in FAMILIES:
         why = f": its text model alone, {inner['model_type']!r}, is"
         fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
-    known = "one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS, *INSTALLED.names()}))
-    return WeightsError(f"model_type {kind!r} is not supported{why}", want=known, fix=fix, where=where)
+    return WeightsError(
+        f"model_type {kind!r} is not supported{why}",
+        want="one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS, *INSTALLED.names()})),
+        fix=fix,
+        where=where,
+    )
 
 
 def has_experts(kind: str, settings: Mapping[str, Any]) -> bool:

@@ -80,11 +80,10 @@ def _match_projections(entry: str, named: Mapping[str, str]) -> list[str]:
         ) from error
     matches = [ours for ours, theirs in named.items() if pattern.fullmatch(ours) or pattern.fullmatch(theirs)]
     if not matches:
-        short = {path.rsplit(".", 1)[-1] for pair in named.items() for path in pair}
         raise RecipeError(
             f"LoRA target {entry!r} names no projection of this model",
             want=f"{ALL_LINEAR}, a name, or a regular expression over whole paths such as {next(iter(named))}",
-            fix=nearest(entry, short),
+            fix=nearest(entry, {path.rsplit(".", 1)[-1] for pair in named.items() for path in pair}),
             where="model.lora.targets",
         )
     return matches

@@ -80,8 +80,11 @@ def parse_format(quantize: str, block: int) -> QuantisationFormat | None:
         RecipeError: there is no such format.
     """
     if quantize not in ("none", *ELEMENTS_PER_BYTE):
-        fix = nearest(quantize, ("none", *ELEMENTS_PER_BYTE))
-        raise RecipeError(f"there is no format {quantize!r} for a base", fix=fix, where="model.quantize")
+        raise RecipeError(
+            f"there is no format {quantize!r} for a base",
+            fix=nearest(quantize, ("none", *ELEMENTS_PER_BYTE)),
+            where="model.quantize",
+        )
     return None if quantize == "none" else QuantisationFormat(quantize, block)
 
 

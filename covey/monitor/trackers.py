@@ -113,8 +113,7 @@ class Trackers(AbstractContextManager["Trackers"]):
 def open_tensorboard(run: Tracked) -> Tracker:
     """Write scalars to the folder `tensorboard` of the run."""
     purge = {} if run.resume_at is None else {"purge_step": run.resume_at + 1}
-    folder = folder_below(run.folder, TENSORBOARD)
-    writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder), **purge)
+    writer = import_module("tensorboardX").SummaryWriter(logdir=str(folder_below(run.folder, TENSORBOARD)), **purge)
 
     def log_scalars(step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -145,10 +144,13 @@ def open_wandb(run: Tracked) -> Tracker:
 
 def open_trackio(run: Tracked) -> Tracker:
     """Log to the trackio project `covey`, in trackio's own folder."""
-    name = f"{run.folder.name}-{run.identity()}"
     trackio = import_module("trackio")
-    resume = "never" if run.resume_at is None else "allow"
-    trackio.init(project=PROJECT, name=name, config=dict(run.settings), resume=resume)
+    trackio.init(
+        project=PROJECT,
+        name=f"{run.folder.name}-{run.identity()}",
+        config=dict(run.settings),
+        resume="never" if run.resume_at is None else "allow",
+    )
     return _as_tracker(trackio)
 
 

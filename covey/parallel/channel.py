@@ -95,8 +95,10 @@ class Verdict(NamedTuple):
 def verdict_on(error: BaseException, index: int) -> Verdict:
     """Make the verdict on process `index`, which ends by `error`."""
     if isinstance(error, KeyboardInterrupt):
-        name = error.signal if isinstance(error, Stopped) else "SIGINT"
-        return Verdict(f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}", signal=name)
+        return Verdict(
+            f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}",
+            signal=error.signal if isinstance(error, Stopped) else "SIGINT",
+        )
     return Verdict(f"process {index} has failed: {_reason(error)}")
 
 
@@ -432,8 +434,12 @@ class Channel:
 
 
 def _not_connected(what: str) -> CoveyError:
-    fix = f"let the machines reach each other; where single ports are open, {PORT} names one for process 0"
-    return CoveyError(what, want="one connection of each process to process 0", fix=fix, where="channel")
+    return CoveyError(
+        what,
+        want="one connection of each process to process 0",
+        fix=f"let the machines reach each other; where single ports are open, {PORT} names one for process 0",
+        where="channel",
+    )
 
 
 def listen(place: str) -> socket.socket:
@@ -446,8 +452,9 @@ def listen(place: str) -> socket.socket:
     host = host.strip("[]") or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        every = address[0] == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address[:2], family=family, dualstack_ipv6=every)
+        return socket.create_server(
+            address[:2], family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6()
+        )
     except OSError as error:
         raise CoveyError(
             f"process 0 cannot listen at {place}: {error.strerror or error}",

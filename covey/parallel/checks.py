@@ -66,8 +66,9 @@ def check_same(about: str, value: Callable[[], Any], fix: str, want: str = "the 
         if theirs != first
     ]
     if others:
-        what = f"{about} differs from that of process 0 on {host}: {'; '.join(others[:NAMED])}"
-        raise RecipeError(what, want=want, fix=fix)
+        raise RecipeError(
+            f"{about} differs from that of process 0 on {host}: {'; '.join(others[:NAMED])}", want=want, fix=fix
+        )
 
 
 def fingerprint(tree: Any) -> int:
@@ -120,8 +121,9 @@ def versions() -> dict[str, str]:
     """Return the versions of Covey, Python and `PACKAGES`; of Python as far as results follow from it: its `sum` of
     floats has changed in 3.12.
     """
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"covey": covey.__version__, "python": python} | {name: version_of(name) for name in PACKAGES}
+    return {"covey": covey.__version__, "python": ".".join(platform.python_version_tuple()[:2])} | {
+        name: version_of(name) for name in PACKAGES
+    }
 
 
 def version_of(package: str) -> str:

@@ -206,17 +206,20 @@ def policy_programs(
     model, tokenizer = _placed_model(recipe, place)
     meshes = {Role.ACTOR: place if isinstance(place, Mesh) else None, Role.ROLLOUT: rollout}
     own = {role: mesh for role, mesh in meshes.items() if mesh is not None}
-    config = ClusterConfig(own, recipe.training, recipe.rollout)
-    cluster = RLCluster(actor=model, tokenizer=tokenizer, cluster_config=config)
-    is_async = bool(recipe.envs.environment or recipe.envs.tools)
-    return RLPrograms(cluster, recipe.grpo, total_steps=total_steps, is_async=is_async)
+    cluster = RLCluster(
+        actor=model, tokenizer=tokenizer, cluster_config=ClusterConfig(own, recipe.training, recipe.rollout)
+    )
+    return RLPrograms(
+        cluster, recipe.grpo, total_steps=total_steps, is_async=bool(recipe.envs.environment or recipe.envs.tools)
+    )
 
 
 def supervised_programs(recipe: SFTRecipe, place: Mesh | jax.Device, total_steps: int) -> SFTPrograms:
     """Return the programs of the supervised training of `recipe`; arguments and errors as for `policy_programs`."""
     model, tokenizer = _placed_model(recipe, place)
-    mesh = place if isinstance(place, Mesh) else None
-    learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh)
+    learner = SFTLearner(
+        model=model, tokenizer=tokenizer, config=recipe.training, mesh=place if isinstance(place, Mesh) else None
+    )
     return SFTPrograms(learner, total_steps)
 
 
@@ -353,11 +356,11 @@ def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]
         parts = {"answers in evaluations": recipe.evaluation.answers}
     else:
         # A run with devices of its own for the rollout samples a part of its step while it trains on another.
-        overlaps = recipe.role_to_mesh.rollout.size and recipe.training.queueing != "sync"
         parts = {
             "programs that append an environment's responses": recipe.envs.environment or recipe.envs.tools,
             "the critic": algorithm_of(recipe.grpo).needs_critic,
-            "the time that sampling takes beside training, on devices of its own": overlaps,
+            "the time that sampling takes beside training, on devices of its own": recipe.role_to_mesh.rollout.size
+            and recipe.training.queueing != "sync",
             "the reward model": recipe.reward_model,
         }
     return unread + [name for name, there in parts.items() if there]

@@ -114,8 +114,7 @@ def place_on(target: Target, config: MeshConfig, rollout: RoleMeshConfig | None 
     count = mesh_size(config)
     devices = _devices(target, count + rollout.size)
     mesh = mesh_from_config(config, devices) if count > 1 else None
-    own = rollout_mesh_from_config(rollout, mesh, devices)
-    return Places(mesh or devices[0], own)
+    return Places(mesh or devices[0], rollout_mesh_from_config(rollout, mesh, devices))
 
 
 def _devices(target: Target, count: int) -> Sequence[Any]:
@@ -144,9 +143,9 @@ def _tpu_devices(target: Target) -> Sequence[Any]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **hosts)
         return list(described.devices)
     except Exception as error:  # whatever libtpu raises, it does not know these devices
-        reason = str(error).splitlines()[0][:200]
         raise CoveyError(
-            f"libtpu has no topology {target.name}: {reason}", want="such as v5e:2x4 or v5p:2x2x2"
+            f"libtpu has no topology {target.name}: {str(error).splitlines()[0][:200]}",
+            want="such as v5e:2x4 or v5p:2x2x2",
         ) from error
 
 
@@ -158,8 +157,9 @@ def _gpu_devices(target: Target) -> Sequence[Any]:
             want="an environment of its own, because the plugin takes 5.6 GB; no GPU is needed to plan",
             fix=f"python -m venv cuda && {install} && cuda/bin/covey plan",
         )
-    shape = f"1x1x{target.count}"
-    described = topologies.get_topology_desc("h100", platform="cuda", target_config=H100, topology=shape)
+    described = topologies.get_topology_desc(
+        "h100", platform="cuda", target_config=H100, topology=f"1x1x{target.count}"
+    )
     return list(described.devices)
 
 

@@ -99,8 +99,8 @@ class Sizes:
 
 def expected_lengths(recipe: Recipe | SFTRecipe) -> Lengths:
     """Return prompts as long as they may be, and completions of `COMPLETION_SHARE` of their maximum."""
-    prompt, most = recipe.rollout.max_prompt_length, recipe.rollout.max_new_tokens
-    return Lengths(prompt, max(1, round(COMPLETION_SHARE * most)))
+    most = recipe.rollout.max_new_tokens
+    return Lengths(recipe.rollout.max_prompt_length, max(1, round(COMPLETION_SHARE * most)))
 
 
 def step_phases(

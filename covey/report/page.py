@@ -133,8 +133,7 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
 def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
     """Return the completions, token values and held-out questions of one of `runs` runs as JSON."""
     mask = secret_mask()
-    budget = completions.MAX_TOKEN_BYTES // runs
-    values, total = completions.keep_token_values(run.tokens, budget, unreadable, mask)
+    values, total = completions.keep_token_values(run.tokens, completions.MAX_TOKEN_BYTES // runs, unreadable, mask)
     room = completions.MAX_BYTES // runs - sum(map(size_of, values.values()))
     samples = completions.collect(run.samples, room, unreadable, mask, first=values.keys())
     questions = evaluation.questions(run, evaluation.MAX_BYTES // runs, mask)

@@ -123,8 +123,11 @@ def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> l
         by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in available)):
             what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
-            want = f"columns of the data: {', '.join(sorted(columns)) or 'none'}; or {', '.join(ARGUMENTS)}"
-            raise RewardError(what, want=want, fix=nearest(p.name, available))
+            raise RewardError(
+                what,
+                want=f"columns of the data: {', '.join(sorted(columns)) or 'none'}; or {', '.join(ARGUMENTS)}",
+                fix=nearest(p.name, available),
+            )
     return parameters
 
 
@@ -152,8 +155,12 @@ def check_evaluation_columns(config: EvalConfig, rows: Sequence[Mapping[str, Any
                 check_columns([name], rows)
             except RewardError as error:
                 where = f"evaluation.{setting}"
-                fix = f"{error.fix}; or another function in {where}, or none: {where}="
-                raise RewardError(error.what, want=error.want, fix=fix, where=where) from None
+                raise RewardError(
+                    error.what,
+                    want=error.want,
+                    fix=f"{error.fix}; or another function in {where}, or none: {where}=",
+                    where=where,
+                ) from None
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:
@@ -236,8 +243,16 @@ def as_float(value: Any) -> float | None:
 
 def from_exception(error: BaseException) -> Outcome:
     """Return the outcome of a function that raised `error`."""
-    fix = CHAT_HINT if safe_format(error, str).startswith(CHAT_ERRORS) else ""
-    return Outcome(None, failure=Failure(describe(error), RAISED, where=_location(error), fix=fix, error=error))
+    return Outcome(
+        None,
+        failure=Failure(
+            describe(error),
+            RAISED,
+            where=_location(error),
+            fix=CHAT_HINT if safe_format(error, str).startswith(CHAT_ERRORS) else "",
+            error=error,
+        ),
+    )
 
 
 def describe(error: BaseException, place: str = "") -> str:

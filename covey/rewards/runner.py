@@ -234,9 +234,12 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             counts = {name: count for name, count in self.failed.items() if count}
         if (total := sum(counts.values())) > self.safety.budget:
             by = ", ".join(f"{name} {count}" for name, count in counts.items())
-            what = f"{total} failures of reward functions ({by}), the last: {last}"
-            fix = "mend the function; or a larger reward_safety.budget"
-            raise RewardError(what, want=f"at most {self.safety.budget} in a run", fix=fix, where=where)
+            raise RewardError(
+                f"{total} failures of reward functions ({by}), the last: {last}",
+                want=f"at most {self.safety.budget} in a run",
+                fix="mend the function; or a larger reward_safety.budget",
+                where=where,
+            )
 
 
 def _error(job: _Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:

@@ -115,10 +115,12 @@ def import_path(name: str, function: RewardFn) -> str:
     for attribute, value in list(vars(module).items()) if module else ():
         if value is function:
             return f"{home}:{attribute}"
-    what = f"the reward function {name!r} cannot be called in a worker process, which would not find it"
-    want = "a function at the top of a module that can be imported, not a lambda, a local one or one of a script"
-    fix = f"put it into a file of its own; or workers 0; or {name}.in_process = True, to call just this one here"
-    raise RecipeError(what, want=want, fix=fix, where="reward_safety.workers")
+    raise RecipeError(
+        f"the reward function {name!r} cannot be called in a worker process, which would not find it",
+        want="a function at the top of a module that can be imported, not a lambda, a local one or one of a script",
+        fix=f"put it into a file of its own; or workers 0; or {name}.in_process = True, to call just this one here",
+        where="reward_safety.workers",
+    )
 
 
 def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
@@ -132,10 +134,11 @@ def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, A
         try:
             converted[column] = _json_value(values)
         except (TypeError, RecursionError) as error:
-            what = f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}"
-            want = "text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists"
-            fix = f"leave {column!r} out of the function's arguments, or reward_safety.workers 0"
-            raise RewardError(what, want=want, fix=fix) from None
+            raise RewardError(
+                f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}",
+                want="text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists",
+                fix=f"leave {column!r} out of the function's arguments, or reward_safety.workers 0",
+            ) from None
     return converted
 
 

@@ -223,8 +223,7 @@ class RLCluster(Keywords):
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
-        params = self._trainer(Role.ACTOR).params
-        return self.scorer(params, rows, lengths, self.rows_at_a_time(rows))[0]
+        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self.rows_at_a_time(rows))[0]
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
@@ -408,7 +407,6 @@ class RLCluster(Keywords):
 def _check_load_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords that `RLCluster.load` lacks, before anything is loaded."""
     known = {**get_type_hints(DecoderOptions), "lora": LoRAConfig | None}
-    advice = partial(suggest, RLCluster, more=known)
-    check_keywords("RLCluster.load", keywords, known, advice)
+    check_keywords("RLCluster.load", keywords, known, partial(suggest, RLCluster, more=known))
     if (lora := keywords["lora"]) is not None:
         check_rank(lora)

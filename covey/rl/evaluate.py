@@ -98,10 +98,14 @@ def evaluate(
     chosen = list(examples[: config.prompts or None])
 
     def evaluate_preset(preset: Any) -> Evaluation:
-        sampling = evaluation_rollout(replace(config, preset=preset), rollout)
         start, local = distributed.share(chosen)
         groups = model.generate(
-            local, config.samples, step=EVALUATION_STEP, first=start, config=sampling, progress=progress
+            local,
+            config.samples,
+            step=EVALUATION_STEP,
+            first=start,
+            config=evaluation_rollout(replace(config, preset=preset), rollout),
+            progress=progress,
         )
         return evaluate_groups(groups, config, reward_fns, weights, runner)
 
@@ -166,8 +170,11 @@ def evaluation_rollout(config: EvalConfig, rollout: RolloutConfig) -> RolloutCon
 
 def during_training(config: EvalConfig) -> EvalConfig:
     """Return the settings of evaluations between the first and the last: `during_prompts`, one preset."""
-    prompts = config.prompts if config.during_prompts is None else config.during_prompts
-    return replace(config, prompts=prompts, preset=presets_of(config)[0])
+    return replace(
+        config,
+        prompts=config.prompts if config.during_prompts is None else config.during_prompts,
+        preset=presets_of(config)[0],
+    )
 
 
 def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:

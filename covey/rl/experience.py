@@ -211,9 +211,8 @@ class PackedGroups:
         """Return the rows of groups `start` to `stop`."""
         if (start, stop) not in self._rows:
             t = self._training
-            groups = self.groups[start:stop]
             self._rows[start, stop] = pack(
-                groups,
+                self.groups[start:stop],
                 t.row_length,
                 packing=t.packing,
                 max_tokens=t.max_tokens_per_micro_batch,
@@ -240,8 +239,11 @@ def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> 
         buffer=algorithm.overlong_buffer,
         penalty=algorithm.overlong_penalty,
     )
-    parts = {**group.rewards_by_function, OVERLONG: penalty}
-    return replace(group, rewards=np.asarray(group.rewards) + penalty, rewards_by_function=parts)
+    return replace(
+        group,
+        rewards=np.asarray(group.rewards) + penalty,
+        rewards_by_function={**group.rewards_by_function, OVERLONG: penalty},
+    )
 
 
 def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
@@ -294,8 +296,7 @@ def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
 def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
     if x.returns is None or x.values is None:
         return None
-    scored = ~np.isnan(x.completion_rewards)
-    weight = [mask & is_scored for mask, is_scored in zip(in_loss, scored, strict=True)]
+    weight = [mask & is_scored for mask, is_scored in zip(in_loss, ~np.isnan(x.completion_rewards), strict=True)]
     return ValueInputs(
         returns=scatter_to_rows(rows, x.returns),
         old_values=scatter_to_rows(rows, x.values),

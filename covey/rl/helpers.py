@@ -131,6 +131,8 @@ def compute_advantages(rewards: Float[np.ndarray, "B"], num_generations: int) ->
     """
     flat = np.asarray(rewards, np.float64)
     if flat.ndim != 1 or flat.size % num_generations:
-        what = f"rewards of shape {flat.shape} for groups of {num_generations}"
-        raise RewardError(what, want="one number a sample, and a whole number of groups")
+        raise RewardError(
+            f"rewards of shape {flat.shape} for groups of {num_generations}",
+            want="one number a sample, and a whole number of groups",
+        )
     return group_zscore(flat.reshape(-1, num_generations)).reshape(-1)

@@ -189,8 +189,7 @@ class Learner(Keywords, ABC):
 
     def make_experience(self, rollout: RolloutBatch) -> Experience:
         """Compute log-probs, values and advantages of the groups to train on."""
-        experience = self.compute_logps(rollout.trained)
-        return self.estimate_advantages(experience)
+        return self.estimate_advantages(self.compute_logps(rollout.trained))
 
     def sample(self, prompts: PromptBatch) -> RolloutBatch:
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
@@ -206,8 +205,7 @@ class Learner(Keywords, ABC):
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
         comparable = [g for g in groups if self.algorithm.needs_critic or len(g.completions) > 1]
-        dropped = len(groups) - len(comparable)
-        return RolloutBatch(comparable, stats=stats, dropped=dropped, seconds=clock.seconds)
+        return RolloutBatch(comparable, stats=stats, dropped=len(groups) - len(comparable), seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
@@ -232,8 +230,7 @@ class Learner(Keywords, ABC):
             missing = max(wanted - len(differing), 0)
             may_go_on = missing and rollout.rounds + 1 < self.algorithm.max_sampling_rounds
             if not may_go_on or not (fresh := next_prompts(missing)):
-                indices = differing + tied[:missing]
-                return replace(rollout, indices=indices, tied=missing, replaced=num_sampled - wanted)
+                return replace(rollout, indices=differing + tied[:missing], tied=missing, replaced=num_sampled - wanted)
             more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
             rollout = replace(rollout.joined(self.score(self.sample(more))), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
@@ -261,9 +258,9 @@ class Learner(Keywords, ABC):
                     self._check_order(batch)
                 yield batch
         if not self.stats.waste:
-            dropped = self.stats.rollout.dropped
             raise EpisodeError(
-                f"all {dropped} episodes of a step began with different prompts: there is nothing to compare",
+                f"all {self.stats.rollout.dropped} episodes of a step began with different prompts: there is nothing "
+                "to compare",
                 want="several samples with equal prompts",
                 fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
             )
@@ -388,8 +385,9 @@ class Learner(Keywords, ABC):
         if self.cluster.inference.has(Role.REWARD):
             functions.append(self.reward_model)
         if not functions:
-            want = "reward_fns=, an environment, or a reward model"
-            raise RecipeError("no reward function: nothing would be learnt", want=want)
+            raise RecipeError(
+                "no reward function: nothing would be learnt", want="reward_fns=, an environment, or a reward model"
+            )
         return functions
 
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
@@ -403,8 +401,9 @@ class Learner(Keywords, ABC):
         if isinstance(train_ds, PromptLoader):
             return train_ds
         training = self.cluster.config.training_config
-        seed = self.cluster.config.rollout_config.seed
-        loader = PromptLoader(as_rows(train_ds), training.prompts_per_step, seed=seed)
+        loader = PromptLoader(
+            as_rows(train_ds), training.prompts_per_step, seed=self.cluster.config.rollout_config.seed
+        )
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
 

@@ -139,6 +139,8 @@ class RLPrograms:
         """Return the programs of `largest` that a run calls: log-probs only where the algorithm needs them, and
         token values only where they are asked for.
         """
-        scored = self._algorithm.needs_old_logps or self._algorithm.needs_reference
-        called = {"score": scored, "token values": self.has_token_values}
+        called = {
+            "score": self._algorithm.needs_old_logps or self._algorithm.needs_reference,
+            "token values": self.has_token_values,
+        }
         return [program for program in self.largest() if called.get(program.name, True)]

@@ -46,8 +46,7 @@ def token_values_interval(config: RLTrainingConfig, num_generations: int, total:
     if config.token_values_every_n_steps is not None:
         return config.token_values_every_n_steps
     completions = config.prompts_per_step * num_generations
-    by_cost = -(-COST * min(num_generations, COMPLETIONS) // completions)
-    return max(by_cost, -(-total // STEPS))
+    return max(-(-COST * min(num_generations, COMPLETIONS) // completions), -(-total // STEPS))
 
 
 class TokenScorer:
@@ -134,8 +133,8 @@ class Shown(NamedTuple):
 
 def longest_shown(config: RolloutConfig, num_generations: int, row_length: int) -> Rows:
     """Return the rows of the completions that are scored where prompt and completions are as long as they may be."""
-    tokens, none = np.zeros(config.max_new_tokens, np.int32), np.zeros(0, np.float32)
-    completion = Completion(tokens, none, none, FinishReason.LENGTH)
+    none = np.zeros(0, np.float32)
+    completion = Completion(np.zeros(config.max_new_tokens, np.int32), none, none, FinishReason.LENGTH)
     prompt = np.zeros(config.max_prompt_length, np.int32)
     return choose(Group("", prompt, (completion,) * num_generations), row_length).rows
 
@@ -155,6 +154,7 @@ def choose(group: Group, row_length: int, one_length: bool = False) -> Shown:
 def _beginning(completion: Completion) -> Completion:
     """Return the first `TOKENS` tokens of a completion with their values, and the branches that begin among them."""
     cut = {name: getattr(completion, name)[:TOKENS] for name in ("tokens", "logps", "sampler_logps")}
-    mask = None if completion.mask is None else completion.mask[:TOKENS]
     branches = completion.branches and tuple(branch for branch in completion.branches if branch.start < TOKENS)
-    return replace(completion, **cut, mask=mask, branches=branches)
+    return replace(
+        completion, **cut, mask=None if completion.mask is None else completion.mask[:TOKENS], branches=branches
+    )

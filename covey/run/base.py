@@ -212,8 +212,9 @@ class Run(ABC, Generic[RecipeT]):
         with Progress(0, console, show=recipe.training.show, **shown) as progress:
             if not is_from_python(recipe) and folder.is_finished(recipe.training.max_steps or 0):
                 with show_log(progress.phase, progress.message):
-                    check = partial(_check_settings, recipe, folder)
-                    folder.saves.restore(folder.last, target={}, subset=True, check=check)
+                    folder.saves.restore(
+                        folder.last, target={}, subset=True, check=partial(_check_settings, recipe, folder)
+                    )
                 return _report_finished(recipe, folder, progress)
             with open_resources(recipe, folder, progress) as resources:
                 try:
@@ -324,8 +325,7 @@ class Run(ABC, Generic[RecipeT]):
         if folder.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        shapes = self.trained.state_shapes()
-        state, extra = folder.saves.restore(folder.last, target=shapes, check=self.check_same_run)
+        state, extra = folder.saves.restore(folder.last, target=self.trained.state_shapes(), check=self.check_same_run)
         seconds = require_entry(extra, "seconds", float)
         self.started -= seconds
         self.progress.seconds_before, self.progress.steps_before = seconds, folder.last

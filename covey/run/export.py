@@ -92,8 +92,12 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     lineage = Lineage.of(source)
     if kind == "peft":
         _check_adapters(lineage, source, out)
-    if kind == "gguf":
-        _check_one_process()
+    if kind == "gguf" and distributed.count() > 1:
+        raise CoveyError(
+            f"a GGUF file is written by one process, and there are {distributed.count()}",
+            want="--format hf or peft; llama.cpp converts the first to GGUF",
+            fix=f"{processes.MODE}=off before the command, where one process can hold the model",
+        )
     words = (source, str(out), kind, dtype, shard_size)
     checks.check_same("export", lambda: words, "the same command for all of them")
     check_shared_folder(out.absolute().parent)
@@ -124,15 +128,6 @@ def _mesh_over_processes() -> Mesh | None:
     return make_mesh((len(jax.devices()),), ("fsdp",)) if distributed.count() > 1 else None
 
 
-def _check_one_process() -> None:
-    if distributed.count() > 1:
-        raise CoveyError(
-            f"a GGUF file is written by one process, and there are {distributed.count()}",
-            want="--format hf or peft; llama.cpp converts the first to GGUF",
-            fix=f"{processes.MODE}=off before the command, where one process can hold the model",
-        )
-
-
 def _write(
     lineage: Lineage, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
 ) -> formats.Difference:
@@ -143,8 +138,9 @@ def _write(
         )
     if kind == "gguf":
         return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card)
-    folder = lineage.folder()
-    return formats.write_hf(model, tokenizer, out, source=folder, dtype=dtype, shard_size=shard_size, card=card)
+    return formats.write_hf(
+        model, tokenizer, out, source=lineage.folder(), dtype=dtype, shard_size=shard_size, card=card
+    )
 
 
 def _check_adapters(lineage: Lineage, source: str, out: Path) -> None:
@@ -305,5 +301,7 @@ def _hub_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
-        message = f"{what} failed: {type(error).__name__}: {reason:.300}"
-        raise CoveyError(message, fix="check the name, your right to write there, and the network") from error
+        raise CoveyError(
+            f"{what} failed: {type(error).__name__}: {reason:.300}",
+            fix="check the name, your right to write there, and the network",
+        ) from error

@@ -67,9 +67,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.resume_at = (self.last or 0) if resuming else None
         self.summary = channel.broadcast(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
-        must_reach = step_files if self.resume_at else ()
         self._writer = (
-            MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach) if self.writes else None
+            MetricsWriter(self.path, resume_at=self.resume_at, must_reach=step_files if self.resume_at else ())
+            if self.writes
+            else None
         )
 
     def __exit__(self, *_: object) -> None:

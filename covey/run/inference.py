@@ -162,8 +162,7 @@ def _reply(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, l
     while tokenizer.chat_template and len(messages) > 1 and len(tokenizer.encode_prompt(messages)) > limit:
         messages = messages[2:]
         _echo("(the oldest turn is forgotten: the conversation has outgrown the model)")
-    prompt = messages if tokenizer.chat_template else text
-    (group,) = worker.generate([{"prompt": prompt}], 1, step=len(messages))
+    (group,) = worker.generate([{"prompt": messages if tokenizer.chat_template else text}], 1, step=len(messages))
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
 
 
@@ -193,9 +192,14 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
     """
     positions = model.config.max_positions
     answer = min(rollout.max_new_tokens, positions - 1)
-    prompt = max(1, min(positions, rollout.kv_cache_size or positions) - answer)
     return RolloutWorker(
-        model, tokenizer, dataclasses.replace(rollout, max_new_tokens=answer, max_prompt_length=prompt)
+        model,
+        tokenizer,
+        dataclasses.replace(
+            rollout,
+            max_new_tokens=answer,
+            max_prompt_length=max(1, min(positions, rollout.kv_cache_size or positions) - answer),
+        ),
     )
 
 

@@ -59,8 +59,7 @@ class _RLLearner(Learner):
         if out is None:
             return super().train(train_ds, eval_ds)
         recipe = self._recipe(Path(out))
-        held_out = () if eval_ds is None else as_rows(eval_ds)
-        make = partial(self._make_run, recipe, self.loader(train_ds), held_out)
+        make = partial(self._make_run, recipe, self.loader(train_ds), () if eval_ds is None else as_rows(eval_ds))
         _train_in_folder(RLRun, self, recipe, Path(out), make)
         return self.cluster
 
@@ -72,8 +71,7 @@ class _RLLearner(Learner):
         assert self.cluster.trainer is not None, "prepared above"
         models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]
         self.initial_weights = self.initial_weights or _checksum(models)
-        counts = {"prompts": len(loader.rows)}
-        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, counts)
+        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows)})
 
     def _recipe(self, out: Path) -> Recipe:
         config = self.cluster.config
@@ -119,8 +117,13 @@ class SFTLearner(sft.SFTLearner):
         """
         if out is None:
             return super().train(train_ds, eval_ds)
-        data, options = SFTDataConfig(task=FROM_PYTHON), _model_options(self.model)
-        recipe = SFTRecipe(name=_name(Path(out)), seed=self.seed, model=options, data=data, training=self.config)
+        recipe = SFTRecipe(
+            name=_name(Path(out)),
+            seed=self.seed,
+            model=_model_options(self.model),
+            data=SFTDataConfig(task=FROM_PYTHON),
+            training=self.config,
+        )
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
         _train_in_folder(SFTRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out))

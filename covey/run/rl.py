@@ -95,8 +95,7 @@ class RLRun(Run[Recipe]):
         )
         rows, held_out, unfit = fit_data(data, tokenizer, recipe)
         loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
-        runner = resources.stack.enter_context(RewardRunner(recipe.reward_safety))
-        learner = make_learner(recipe, cluster, runner)
+        learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
         counts = {"prompts": len(loader.rows), **unfit}
         return cls(recipe, resources, learner, loader, held_out, origin, counts, other_models)
 

@@ -64,8 +64,10 @@ def render(source: str, values: Mapping[str, Any], *, mark: str = "", controls: 
     except ChildProcessError as error:
         raise DataError(f"the model's chat template {error}", fix=FIX_LENGTH) from error
     if "refused" in answer:
-        what = f"the model's chat template refused these messages: {answer['refused']}"
-        raise DataError(what, fix=FIX_LENGTH if answer["limit"] else FIX_ROLES)
+        raise DataError(
+            f"the model's chat template refused these messages: {answer['refused']}",
+            fix=FIX_LENGTH if answer["limit"] else FIX_ROLES,
+        )
     text: str = answer["text"]
     return text
 

@@ -42,10 +42,12 @@ def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
         template = compile_template(request["source"], request["mark"], tuple(request["controls"]))
         return {} if request["values"] is None else {"text": render_template(template, request["values"])}
     except Exception as error:  # untrusted code may raise anything: report it
-        lineno = error.lineno if isinstance(error, TemplateSyntaxError) else None
         reason = MEMORY_ERROR if isinstance(error, MemoryError) else str(error) or type(error).__name__
-        limit = isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError)
-        return {"refused": reason[:MAX_REASON_LENGTH], "line": lineno, "limit": limit}
+        return {
+            "refused": reason[:MAX_REASON_LENGTH],
+            "line": error.lineno if isinstance(error, TemplateSyntaxError) else None,
+            "limit": isinstance(error, MemoryError | OverflowError | RecursionError | SecurityError),
+        }
 
 
 @lru_cache(maxsize=64)

@@ -313,11 +313,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _damaged(self, step: int, damage: str) -> ResumeError:
         earlier = [before for before in reversed(self.steps()) if before < step]
         good = next((before for before in earlier if not self._store.damage(before)), None)
-        fix = f"remove this folder to go on from {good}, the last step that is whole" if good is not None else ""
         return ResumeError(
             f"checkpoint {step} is damaged: {damage}",
             want="files as they were written",
-            fix=fix or "start again: no earlier checkpoint is whole",
+            fix=(f"remove this folder to go on from {good}, the last step that is whole" if good is not None else "")
+            or "start again: no earlier checkpoint is whole",
             where=self._store.path(step),
         )
 
@@ -353,9 +353,10 @@ def _is_not_orbax_error(record: logging.LogRecord) -> bool:
 def _entry(name: str, leaf: Any) -> dict[str, Any]:
     """Return the entry of a leaf in meta.json."""
     if not isinstance(leaf, jax.Array):
-        kind = type(leaf).__name__
         raise CoveyError(
-            f"leaf {name!r} of a checkpoint is a {kind}", want="JAX arrays", fix="put other values into `extra`"
+            f"leaf {name!r} of a checkpoint is a {type(leaf).__name__}",
+            want="JAX arrays",
+            fix="put other values into `extra`",
         )
     entry: dict[str, Any] = {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
     return entry | {"key": str(jax.random.key_impl(leaf))} if _is_key(leaf) else entry
@@ -429,9 +430,10 @@ def _check_fit(target: Mapping[str, Any], saved: Mapping[str, Any], subset: bool
     pairs = {name: (describe(saved[name]), describe(leaf)) for name, leaf in target.items() if name in saved}
     wrong += [f"{name} was saved as {have}, wanted is {want}" for name, (have, want) in pairs.items() if have != want]
     if wrong:
-        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ResumeError(
-            "the checkpoint does not fit: " + "; ".join(wrong[:5]) + more,
+            "the checkpoint does not fit: "
+            + "; ".join(wrong[:5])
+            + (f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
             want="the model, adapters and optimizer it was saved with",
             fix="resume with the recipe in the run folder",
             where=path,

@@ -113,8 +113,7 @@ class CheckpointStore(ABC):
         names = set(self._names(path))
         if missing := sorted(known.keys() - names):
             raise OSError(f"{missing[0]}, which another process has written, is not here: do all share this folder?")
-        remaining = sorted(names - known.keys())
-        digests = known | self._digests(path, remaining, synced=True)
+        digests = known | self._digests(path, sorted(names - known.keys()), synced=True)
         self._seal(step, "".join(f"{digests[name]}  {name}\n" for name in sorted(names)).encode())
 
     def damage(self, step: int, part: tuple[int, int] = (0, 1)) -> str:
@@ -265,8 +264,12 @@ def make_folder(folder: Path) -> bool:
             return False
         if error.errno == errno.ENAMETOOLONG:
             raise
-        what = f"this folder cannot be made: {error.strerror}"
-        raise ResumeError(what, want="the right to write there", fix="--out ANOTHER", where=str(folder)) from error
+        raise ResumeError(
+            f"this folder cannot be made: {error.strerror}",
+            want="the right to write there",
+            fix="--out ANOTHER",
+            where=str(folder),
+        ) from error
     return True
 
 

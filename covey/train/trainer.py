@@ -140,8 +140,10 @@ class Trainer:
         return self._per_layer(abstract(self.trainable), abstract(self.opt_state))
 
     def _per_layer(self, trainable: Any, opt_state: Any) -> dict[str, Any]:
-        params = nnx.to_pure_dict(self._stacks.unstack(trainable))
-        return {"params": params, "opt_state": self._stacks.unstack(opt_state)}
+        return {
+            "params": nnx.to_pure_dict(self._stacks.unstack(trainable)),
+            "opt_state": self._stacks.unstack(opt_state),
+        }
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at `step`."""

@@ -54,12 +54,13 @@ def choose_engine() -> PythonEngine:
         return "child"
     if not (packages := wasm.missing_packages()):
         return "wasm"
-    what = f"the Python tool lacks protections on this system: {', '.join(missing)}"
-    fix = (
-        f"{install_command('wasm')}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
-        " container of its own the tool covey.envs.python_tool:python_with_limits"
+    raise RecipeError(
+        f"the Python tool lacks protections on this system: {', '.join(missing)}",
+        want=f"{', '.join(PROTECTIONS)}, or the engine wasm",
+        fix=f"{install_command('wasm')}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
+        " container of its own the tool covey.envs.python_tool:python_with_limits",
+        where="envs.tools",
     )
-    raise RecipeError(what, want=f"{', '.join(PROTECTIONS)}, or the engine wasm", fix=fix, where="envs.tools")
 
 
 def begin() -> None:
@@ -82,9 +83,12 @@ def begin_with_child() -> None:
         RecipeError: not all of them do.
     """
     if missing := missing_protections():
-        what = f"the Python tool's engine child lacks protections on this system: {', '.join(missing)}"
-        fix = f"{REMEDY}; or envs.python_engine: wasm"
-        raise RecipeError(what, want=", ".join(PROTECTIONS), fix=fix, where=wasm.WHERE)
+        raise RecipeError(
+            f"the Python tool's engine child lacks protections on this system: {', '.join(missing)}",
+            want=", ".join(PROTECTIONS),
+            fix=f"{REMEDY}; or envs.python_engine: wasm",
+            where=wasm.WHERE,
+        )
     held, limits = ", ".join(protections()), Limits()
     log.info(
         f"the Python tool's engine: child; protections: {held}; limits: {limits.cpu_seconds} s of computing time,"
@@ -104,8 +108,11 @@ def begin_with_wasm() -> None:
         wasm.module_path().unlink(missing_ok=True)
         failure = run_in_wasm("").failure
     if failure:
-        what = f"the Python tool's engine wasm does not work here, with {wasm.module_path()}: {failure}"
-        raise RecipeError(what, fix="envs.python_engine: child", where=wasm.WHERE)
+        raise RecipeError(
+            f"the Python tool's engine wasm does not work here, with {wasm.module_path()}: {failure}",
+            fix="envs.python_engine: child",
+            where=wasm.WHERE,
+        )
     log.info(
         f"the Python tool's engine: {wasm.engine_name()}; no files, sockets, processes or threads; limits:"
         f" {IN_WASM.fuel:,} instructions, {_sizes(IN_WASM)}, and as a last resort {IN_WASM.seconds:g} s"

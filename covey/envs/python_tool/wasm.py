@@ -45,8 +45,12 @@ def require_packages() -> None:
         RecipeError: one is missing.
     """
     if missing := missing_packages():
-        what = f"the Python tool's engine wasm needs {' and '.join(missing)}"
-        raise RecipeError(what, want="the packages of the extra wasm", fix=install_command("wasm"), where=WHERE)
+        raise RecipeError(
+            f"the Python tool's engine wasm needs {' and '.join(missing)}",
+            want="the packages of the extra wasm",
+            fix=install_command("wasm"),
+            where=WHERE,
+        )
 
 
 def engine_name() -> str:
@@ -123,8 +127,10 @@ def _open_private(path: Path, flags: int = 0, inside: int | None = None) -> int:
     if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return descriptor
     os.close(descriptor)
-    what = f"{path} belongs to another user, or others can write to it, and machine code is executed from there"
-    raise _unusable(what, f"remove {path}")
+    raise _unusable(
+        f"{path} belongs to another user, or others can write to it, and machine code is executed from there",
+        f"remove {path}",
+    )
 
 
 def _unusable(what: str, fix: str) -> RecipeError:

@@ -58,8 +58,11 @@ def write_gguf(
     """
     family, dtype = model.config.family, dtype or str(model.head_weight.dtype)
     if family not in WRITTEN:
-        known = "one of: " + ", ".join(WRITTEN)
-        raise WeightsError(f"GGUF files of the family {family!r} are not supported", want=known, fix="--format hf")
+        raise WeightsError(
+            f"GGUF files of the family {family!r} are not supported",
+            want="one of: " + ", ".join(WRITTEN),
+            fix="--format hf",
+        )
     metadata = _architecture_metadata(model.config) | _vocabulary_metadata(tokenizer, model.config.vocab_size)
     with new_folder(out, card) as folder:
         _write_file(folder / FILE_NAME, metadata, model, dtype)

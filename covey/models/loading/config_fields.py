@@ -164,8 +164,10 @@ def read_rope_scaling(rope: Mapping[str, Any], c: Mapping[str, Any], layers: str
     if kind == "yarn" and not layers:
         return _read_yarn(scaling, c)
     of = f" under {layers}" if layers else ""
-    known = ("default", "linear", "llama3", *([] if layers else ["yarn"]))
-    raise WeightsError(f"RoPE scaling {kind!r}{of} is not supported", want="one of: " + ", ".join(known))
+    raise WeightsError(
+        f"RoPE scaling {kind!r}{of} is not supported",
+        want="one of: " + ", ".join(("default", "linear", "llama3", *([] if layers else ["yarn"]))),
+    )
 
 
 def rope_kind(scaling: Mapping[str, Any]) -> str:

@@ -102,8 +102,11 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
     if arch not in ARCHITECTURES:
         mixed = has_experts(arch, {"experts": fields.count(f"{arch}.expert_count", 0, least=0)})
         why = ": mixtures of experts are not" if mixed else ""
-        known = "one of: " + ", ".join(ARCHITECTURES)
-        raise WeightsError(f"GGUF architecture {arch!r} is not supported{why}", want=known, where=fields.where)
+        raise WeightsError(
+            f"GGUF architecture {arch!r} is not supported{why}",
+            want="one of: " + ", ".join(ARCHITECTURES),
+            where=fields.where,
+        )
     heads, hidden = fields.count(f"{arch}.attention.head_count"), fields.count(f"{arch}.embedding_length")
     head_dim = fields.count(f"{arch}.attention.key_length", max(1, hidden // heads))
     if fields.count(f"{arch}.expert_count", 0, least=0):
@@ -174,8 +177,9 @@ def _rope_scaling(
     """Read linear scaling from the metadata, or derive Llama 3's settings from its tensor of divisors."""
     kind = fields.text(f"{arch}.rope.scaling.type", "none")
     if "rope_factors_long.weight" in tensors:  # see `hf_config.read_phi3`
-        want = "a model with plain rotary positions"
-        raise WeightsError("RoPE scaling 'longrope' is not supported", want=want, where=fields.where)
+        raise WeightsError(
+            "RoPE scaling 'longrope' is not supported", want="a model with plain rotary positions", where=fields.where
+        )
     if ROPE_FREQS in tensors:
         return _llama3_scaling(_dequantise(tensors[ROPE_FREQS]), theta, head_dim, fields.where)
     if kind == "none":

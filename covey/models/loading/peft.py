@@ -125,8 +125,11 @@ def _is_plain_pattern(name: str, value: Any, modules: Iterable[str]) -> bool:
 def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Matrices]:
     """Return the two matrices of each adapted module, in our layout."""
     if not (folder / TENSORS_FILE).is_file():
-        fix = "save it again with safetensors: model.save_pretrained(folder)"
-        raise WeightsError(f"no {TENSORS_FILE} in this folder", fix=fix, where=str(folder))
+        raise WeightsError(
+            f"no {TENSORS_FILE} in this folder",
+            fix="save it again with safetensors: model.save_pretrained(folder)",
+            where=str(folder),
+        )
     matrices: dict[str, dict[str, np.ndarray]] = {}
     with open_safetensors(folder / TENSORS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
