@@ -109,15 +109,14 @@ def escape_markdown(text: str) -> str:
     'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt; at `https://x.example`'
     """
     parts = re.split(r"([^\s<>`*|\\\[\]]+)", printable(text).strip())
-    shown = "".join(f"`{part}`" if LINK.search(part) else _escape_marks(part) for part in parts)
+    shown = "".join(
+        f"`{part}`" if LINK.search(part) else re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(part, quote=False))
+        for part in parts
+    )
     # A mark at the start of the line would begin a heading, list, rule or block.
     return re.sub(
         r"^([#+=~-]|\d+(?=[.)]))", lambda mark: f"{mark[0]}\\" if mark[0].isdigit() else f"\\{mark[0]}", shown
     )
-
-
-def _escape_marks(text: str) -> str:
-    return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
 def mask_secrets(value: Any) -> Any:

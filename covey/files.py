@@ -200,11 +200,12 @@ def _check_way(folder: Path, parents: list[str], last: str) -> None:
 def _not_regular(path: Path, want: str = "a regular file") -> ResumeError:
     kinds = {"link": path.is_symlink(), "file": path.is_file(), "folder": path.is_dir(), "pipe or device": True}
     what = next(kind for kind, is_one in kinds.items() if is_one)
-    fix = "move it elsewhere"
-    if what == "link":
-        fix = "put what it leads to in its place; to keep a run on another disk, link its whole folder, or --out there"
+    of_link = "put what it leads to in its place; to keep a run on another disk, link its whole folder, or --out there"
     return ResumeError(
-        f"a {what} is in the way", want=f"{want}: no link is followed in a run folder", fix=fix, where=str(path)
+        f"a {what} is in the way",
+        want=f"{want}: no link is followed in a run folder",
+        fix=of_link if what == "link" else "move it elsewhere",
+        where=str(path),
     )
 
 

@@ -62,7 +62,8 @@ class Registry:
         module, colon, attribute = name.partition(":")
         if not colon:
             module, attribute = self._offered(name).value.split(":")
-        return self._member(self._import(module, name), attribute)
+        described = f"{self.kind.split()[0]} {name!r}"
+        return self._member(import_user_module(module, described, self._form, self.where), attribute)
 
     def _offered(self, name: str) -> EntryPoint:
         """Return the entry point of an installed package for `name`."""
@@ -84,9 +85,6 @@ class Registry:
     @property
     def _form(self) -> str:
         return f"package.module:{self.member}"
-
-    def _import(self, module: str, name: str) -> ModuleType:
-        return import_user_module(module, f"{self.kind.split()[0]} {name!r}", self._form, self.where)
 
     def _member(self, module: ModuleType, attribute: str) -> Any:
         member = getattr(module, attribute, None)

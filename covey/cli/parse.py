@@ -74,9 +74,8 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
         line: the command line.
         source: run whose rollout settings are the defaults, if it is one.
     """
-    document = strict_yaml.Document()
-    if source and recipe.is_run(source):
-        document = recipe.section_of(source, "rollout")
+    is_run = source and recipe.is_run(source)
+    document = recipe.section_of(source, "rollout") if is_run else strict_yaml.Document()
     return strict_yaml.build(cls, apply(cls, document, line.settings, recipe.HIDDEN))
 
 

@@ -327,11 +327,9 @@ def _split(
     return cls, tuple(names), loc
 
 
-def _unknown_keyword(cls: type[Config], section: str, name: str) -> Problem:
-    return Problem(name, f"{cls.__name__} has no keyword {name!r}", fix=suggest(cls, name))
-
-
-IN_PYTHON = Wording(shortened, _unknown_keyword)
+IN_PYTHON = Wording(
+    shortened, lambda cls, _, name: Problem(name, f"{cls.__name__} has no keyword {name!r}", fix=suggest(cls, name))
+)
 
 
 @contextmanager

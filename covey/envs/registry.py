@@ -58,9 +58,7 @@ def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]
         RecipeError: it does not exist, or its module cannot be imported, or the engine's packages are missing.
     """
     function: Callable[..., Any] = TOOL_REGISTRY.resolve(name)
-    if name == "python":
-        function = import_module("covey.envs.python_tool.tool").with_engine(engine)
-    return function
+    return import_module("covey.envs.python_tool.tool").with_engine(engine) if name == "python" else function
 
 
 def environment_name(environment: str | Factory) -> str:

@@ -219,9 +219,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: as for `call`.
         """
-        arguments: tuple[Any, ...] = ()
-        if self._tools:
-            arguments = (tools or self.tools,) if self.keeps_prompts else (tools or self.tools, self.config.max_turns)
+        with_turns = (tools or self.tools, self.config.max_turns)
+        arguments = with_turns[: 1 if self.keeps_prompts else 2] if self._tools else ()
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
         self._calls.add(environment)
         return environment

@@ -142,13 +142,10 @@ def _tagged(text: str) -> list[Call]:
     return [call for body in TAGGED.findall(text) for call in _read(body)]
 
 
-def _elements(text: str) -> list[Call]:
-    """Read a function with its parameters between each pair of tags. It looks like XML, but nothing is escaped."""
-    return [_element(body.strip()) for body in TAGGED.findall(text)]
-
-
 def _element(body: str) -> Call:
-    """Read `<function=NAME>`, and each `<parameter=KEY>` with its value, which may have lines of its own."""
+    """Read `<function=NAME>`, and each `<parameter=KEY>` with its value, which may have lines of its own. It looks like
+    XML, but nothing is escaped.
+    """
     head, *parameters = body.removesuffix("</function>").split("<parameter=")
     name = re.fullmatch(r"<function=([^<>\s]+)>\s*", head)
     if name is None or not body.endswith("</function>"):
@@ -309,5 +306,7 @@ FORMATS: dict[str, CallFormat] = {
     "llama": CallFormat("llama", _bare, _llama_system),
     "mistral": CallFormat("mistral", _listed, None, turn_has_calls=True),
     "mistral_args": CallFormat("mistral_args", _marked, None, turn_has_calls=True),
-    "qwen3_coder": CallFormat("qwen3_coder", _elements, None),
+    "qwen3_coder": CallFormat(
+        "qwen3_coder", lambda text: [_element(body.strip()) for body in TAGGED.findall(text)], None
+    ),
 }

@@ -387,11 +387,10 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types her
     """Writes text of several lines as a block."""
 
 
-def _block(dumper: Any, text: str) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _block)
+_TEXT = "tag:yaml.org,2002:str"
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style="|" if "\n" in text else None)
+)
 
 
 def _yaml(value: Mapping[str, Any]) -> str:

@@ -198,7 +198,8 @@ def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
         can_branch = any(c.branches is not None for c in completions)
         branches = tuple(c.branches or () for c in completions) if can_branch else None
         whole = Piece(prompt, tokens, tuple(range(number, number + len(tokens))), branches)
-        separate = [i for i, drops in enumerate(branches or ()) if drops_prompt(len(prompt), drops)]
+        # A completion with a branch that drops tokens of the prompt does not share it.
+        separate = [i for i, each in enumerate(branches or ()) if any(b.kept < len(prompt) for b in each)]
         if len(separate) < len(tokens):
             yield whole if not separate else whole.select([i for i in range(len(tokens)) if i not in separate])
         yield from (whole.select([i]) for i in separate)
@@ -289,8 +290,3 @@ def subtree_ends(
         dropped = (positions >= kept) & (first + np.arange(len(positions)) < start)
         ends[dropped] = start
     return ends
-
-
-def drops_prompt(prompt: int, branches: Sequence[Branch]) -> bool:
-    """Return whether a branch drops tokens of the prompt."""
-    return any(branch.kept < prompt for branch in branches)

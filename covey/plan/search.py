@@ -66,10 +66,11 @@ def knobs(recipe: Recipe | SFTRecipe, above: Sequence[str]) -> Iterator[list[Set
     Those of rows and slots change nothing for `SYNC`, which holds weights alone: they come last where it is the worst,
     and not at all where it is the only one.
     """
+    narrower = [{"--model.dtype": "bfloat16"}] if recipe.model.dtype == "float32" else []
     kinds = {
         "rows": [_micro_batches(recipe), _row_lengths(recipe)],
         "slots": [_slots(recipe)],
-        "weights": [_adapters(recipe), _dtypes(recipe), _formats(recipe)],
+        "weights": [_adapters(recipe), narrower, _formats(recipe)],
     }
     arrays = [name for name in above if name != SYNC][:1]
     sizes = ["slots", "rows"] if arrays and arrays[0] in SAMPLING else ["rows", "slots"]
@@ -102,10 +103,6 @@ def _adapters(recipe: Recipe | SFTRecipe) -> list[Setting]:
     rank = recipe.model.lora.rank
     ranks = [n for n in (rank // 2, 8) if 8 <= n < rank] if rank or recipe.model.adapter else [64, 16]
     return [{"--model.lora.rank": str(n)} for n in ranks]
-
-
-def _dtypes(recipe: Recipe | SFTRecipe) -> list[Setting]:
-    return [{"--model.dtype": "bfloat16"}] if recipe.model.dtype == "float32" else []
 
 
 def _formats(recipe: Recipe | SFTRecipe) -> list[Setting]:

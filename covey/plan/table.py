@@ -122,10 +122,9 @@ def _tables(plan: Mapping[str, Any]) -> list[Table]:
 
 
 def _memory(group: Mapping[str, Any], several: bool) -> Table:
-    title, peak = "memory of a device", {}
-    if several:
-        title, peak = f"{title} of the {group['role']}", {"peak": group["peak"]}
-    return make_table([title, "GB"], [(part, _gb(size)) for part, size in {**group["parts"], **peak}.items()])
+    title = f"memory of a device of the {group['role']}" if several else "memory of a device"
+    sizes = group["parts"] | ({"peak": group["peak"]} if several else {})
+    return make_table([title, "GB"], [(part, _gb(size)) for part, size in sizes.items()])
 
 
 def _programs(plan: Mapping[str, Any]) -> Table:

@@ -60,7 +60,10 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
 
     def encode(i: int) -> tuple[str, int]:
         prompt, size = prompts.add(mask((pairs[i][0] or pairs[i][1])[0]))
-        both = ([_completion(mask(row)) for row in rows[:SAMPLES]] for rows in pairs[i])
+        both = (
+            [[completion_form(row), number(row.get("reward")), is_right(row)] for row in map(mask, rows[:SAMPLES])]
+            for rows in pairs[i]
+        )
         row = script_json([prompt, *changes[i], *both])
         return row, size + size_of(row)
 
@@ -108,10 +111,6 @@ def _change(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
     if was is None or now is None:
         return "", "not measured"
     return "", "equal" if was == now else "better" if now > was else "worse"
-
-
-def _completion(row: Row) -> list[Any]:
-    return [completion_form(row), number(row.get("reward")), is_right(row)]
 
 
 COUNTS = ("samples", "examples", "error")

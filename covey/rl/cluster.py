@@ -388,10 +388,11 @@ class RLCluster(Keywords):
 
     def _host_reference(self, config: GRPOConfig) -> None:
         """Host the reference that was given or the actor's initial weights, apart from the arrays that are trained."""
-        if self.inference.has(Role.REFERENCE):
-            reference = self.inference.model(Role.REFERENCE)
-        else:
-            reference = self.config.place(make_reference(self._actor, config), Role.REFERENCE)
+        reference = (
+            self.inference.model(Role.REFERENCE)
+            if self.inference.has(Role.REFERENCE)
+            else self.config.place(make_reference(self._actor, config), Role.REFERENCE)
+        )
         self._reference_moves = bool(config.reference_every_n_updates)
         self.inference.host(Role.REFERENCE, copy_donated_arrays(reference, self._actor, self._reference_moves))
 

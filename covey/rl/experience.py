@@ -13,7 +13,7 @@ from covey.config.algorithms import Algorithm
 from covey.config.schema import RLTrainingConfig
 from covey.losses.advantages import has_reward_variance, reward_table
 from covey.losses.policy import AGGREGATES, LossInputs
-from covey.losses.shaping import overlong_penalty
+from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import channel
@@ -157,6 +157,12 @@ class Experience:
     def completion_rewards(self) -> np.ndarray:
         """Reward of each completion, float64 [B]; NaN where no function scored it."""
         return np.concatenate([np.zeros(0), *(np.asarray(g.rewards) for g in self.groups)])
+
+    def kl_penalties(self, algorithm: Algorithm, beta: float) -> list[np.ndarray] | None:
+        """Return β·KL of each sampled token, where the algorithm subtracts it from the reward; None elsewhere."""
+        if algorithm.kl_in != "reward" or self.ref_logps is None:
+            return None
+        return kl_penalty(self.policy_logps, self.ref_logps, algorithm.kl, beta, self.sampled_masks)
 
     def between(self, start: int, stop: int) -> "Experience":
         """Return the experience of groups `start` to `stop`."""

@@ -16,7 +16,6 @@ from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
 from covey.losses.advantages import ADVANTAGES, AdvantageFn, reward_table, turn_returns
-from covey.losses.shaping import kl_penalty
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, sampled_mask
 from covey.rl.learner import Learner, RewardFns
@@ -68,9 +67,7 @@ def group_advantages(
     """Return the experience with advantages from its groups' rewards. Where the KL is in the reward, β·KL of all tokens
     that the model sampled is subtracted first.
     """
-    penalties = None
-    if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
+    penalties = x.kl_penalties(algorithm, beta)
     compute = ADVANTAGES[algorithm.advantage] if advantage_fn is None else partial(_as_table, advantage_fn)
     if algorithm.credit == "turn":
         return turn_advantages(x, algorithm, compute, penalties)

@@ -160,7 +160,9 @@ class Learner(Keywords, ABC):
         """
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
-        self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
+        # Only a run of one process scores tokens, because all processes must launch the same programs.
+        due = distributed.count() == 1 and is_due(self.step + count, count, self.token_values_every)
+        self._token_scorer = TokenScorer(self.cluster, self.algorithm, due)
         parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
         with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
             batches = Replay(self.make_batches(rollouts))
@@ -411,12 +413,6 @@ class Learner(Keywords, ABC):
         """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         checks.check_same("training data or step", at, "give all of them the same data and run folder")
-
-    def _scores_tokens(self, updates: int) -> bool:
-        """Return whether token values are computed in a step of so many updates; only a run of one process does so,
-        because all processes must launch the same programs.
-        """
-        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""

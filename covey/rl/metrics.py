@@ -51,6 +51,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     lengths = np.array([c.num_sampled for g in groups for c in g.completions])
     clipped = np.array([c.finish.was_cut for g in groups for c in g.completions])
+    distinct = [len({c.tokens.tobytes() for c in g.completions}) / len(g.completions) for g in groups]
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
@@ -60,7 +61,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(clipped.mean()),
-        "completions/distinct_ratio": float(np.mean([_distinct_share(g) for g in groups])),
+        "completions/distinct_ratio": float(np.mean(distinct)),
     }
     for name in groups[0].rewards_by_function:
         values = np.concatenate([g.rewards_by_function[name] for g in groups])
@@ -139,11 +140,6 @@ def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
     """Compute the probability mass that truncation kept, at each sampled token of the completion."""
     mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
     return mass if completion.mask is None else mass[completion.mask]
-
-
-def _distinct_share(group: Group) -> float:
-    """Return the number of different completions of a group, divided by its size."""
-    return len({completion.tokens.tobytes() for completion in group.completions}) / len(group.completions)
 
 
 def _std(values: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 from covey.losses.advantages import gae, whiten
-from covey.losses.shaping import kl_penalty, token_rewards
+from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
@@ -86,9 +86,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     same holds for tokens that a tool inserted; only tokens that the model sampled count.
     """
     assert x.values is not None, "compute_logps computes values for an algorithm with a critic"
-    penalties = [np.zeros(n) for n in x.lengths]
-    if algorithm.kl_in == "reward" and x.ref_logps is not None:
-        penalties = kl_penalty(x.policy_logps, x.ref_logps, algorithm.kl, beta, x.sampled_masks)
+    penalties = x.kl_penalties(algorithm, beta) or [np.zeros(n) for n in x.lengths]
     rewards = x.completion_rewards
     rewards_per_token = token_rewards(rewards, penalties, x.sampled_masks)
     advantages, returns = gae(

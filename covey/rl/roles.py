@@ -83,7 +83,7 @@ class ClusterConfig(Config):
         """
         if jax.process_count() == 1:
             return not self.shares_weights
-        used = {role: _devices(self.mesh(role)) for role in Role}
+        used = {role: {*mesh.devices.flat} if (mesh := self.mesh(role)) is not None else set() for role in Role}
         local = set().union(*(used[role] for role in PER_PROCESS_ROLES))
         return all(local.isdisjoint(devices) for role, devices in used.items() if role not in PER_PROCESS_ROLES)
 
@@ -124,10 +124,6 @@ class ClusterConfig(Config):
             f"axes out of {', '.join(MESH_AXES)}",
         )
         return [Problem("role_to_mesh", text.format(role, axes[0]), want) for role, axes in unknown.items() if axes]
-
-
-def _devices(mesh: Mesh | None) -> set[jax.Device]:
-    return set() if mesh is None else set(mesh.devices.flat)
 
 
 def load_models(

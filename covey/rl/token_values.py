@@ -69,7 +69,9 @@ class TokenScorer:
         """
         if not self._due or self._shown is not None or not x.groups:
             return
-        index, longest = _most_informative(x.groups), self._cluster.config.training_config.row_length
+        # The first group with advantages that are not 0, or else the first.
+        index = next((i for i, g in enumerate(x.groups) if g.advantages is not None and g.advantages.any()), 0)
+        longest = self._cluster.config.training_config.row_length
         self._shown = shown = choose(x.groups[index], longest, one_length=self._cluster.fixed_shapes)
         first = sum(len(group.completions) for group in x.groups[:index])
         logps, entropies = self._cluster.get_token_values(shown.rows, shown.lengths)
@@ -103,11 +105,6 @@ class TokenScorer:
             return []
         shown = [number for number, group in enumerate(groups) if group is self._shown.group]
         return [replace(values, group=number) for number in shown for values in self._values]
-
-
-def _most_informative(groups: Sequence[Group]) -> int:
-    """Return the index of the first group with advantages that are not 0, or else of the first group."""
-    return next((i for i, group in enumerate(groups) if group.advantages is not None and group.advantages.any()), 0)
 
 
 class Shown(NamedTuple):

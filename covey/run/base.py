@@ -396,9 +396,8 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:
     command = f"{COMMANDS[recipe.method]} --resume {folder.path_as_given} --max-steps MORE"
-    longer = f"{command}; to evaluate: covey eval {folder.path_as_given}"
-    if is_from_python(recipe):
-        longer = "make a new learner with a larger max_steps, and give it the same out"
+    by_command = f"{command}; to evaluate: covey eval {folder.path_as_given}"
+    by_script = "make a new learner with a larger max_steps, and give it the same out"
     progress.message(f"this run is finished: it has made its {folder.last} steps")
-    progress.message(f"to train longer: {longer}")
+    progress.message(f"to train longer: {by_script if is_from_python(recipe) else by_command}")
     return dict(folder.summary or {})

@@ -211,7 +211,12 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"code": _code, "figure": _figure, "verbatim": Markdown, "basename": lambda p: Path(p).name}
+    environment.filters |= {
+        "code": lambda text: Markdown("`" + printable(text).replace("`", "") + "`"),
+        "figure": lambda value: Markdown(f"{value:.4g}" if _is_number(value) else ""),
+        "verbatim": Markdown,
+        "basename": lambda path: Path(path).name,
+    }
     return environment.from_string(Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8"))
 
 
@@ -226,14 +231,6 @@ def _describe(run: Path) -> dict[str, Any]:
 
 def _summary(run: Path) -> dict[str, Any]:
     return read_summary(run / SUMMARY) or {}
-
-
-def _code(text: str) -> Markdown:
-    return Markdown("`" + printable(text).replace("`", "") + "`")
-
-
-def _figure(value: Any) -> Markdown:
-    return Markdown(f"{value:.4g}" if _is_number(value) else "")
 
 
 def _is_number(value: Any) -> bool:

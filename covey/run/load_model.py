@@ -75,12 +75,13 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
         WeightsError: the source is not available, is incomplete, or is not a supported model.
         RecipeError: another process has loaded other weights.
     """
-    if source is not None and chain_of_runs(source)[0]:
-        model, tokenizer, origin = _load_run(Path(source), load_recipe(source).model, mesh)
-    else:
-        model, tokenizer, origin = load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
-    checks.check_same("model", lambda: origin, "the same weights for all of them")
-    return model, tokenizer, origin
+    loaded = (
+        _load_run(Path(source), load_recipe(source).model, mesh)
+        if source is not None and chain_of_runs(source)[0]
+        else load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
+    )
+    checks.check_same("model", lambda: loaded[2], "the same weights for all of them")
+    return loaded
 
 
 def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:

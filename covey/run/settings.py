@@ -64,7 +64,11 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
     """
     defaults = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
     saved = defaults | _earlier_values(saved, now) | saved
-    changed = {name: _describe(name, saved, now) for name in saved if saved[name] != now.get(name)}
+    changed = {
+        name: f"{name} was {value!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
+        for name, value in saved.items()
+        if value != now.get(name)
+    }
     treatments = on_resume(METHODS[now["method"]])
     if refused := [x for name, x in changed.items() if name in now and treatments[name] is OnResume.DECISIVE]:
         raise ResumeError(
@@ -76,10 +80,6 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
         )
     if changed:
         log.warning("changed since the run was saved: " + "; ".join(changed.values()))
-
-
-def _describe(name: str, saved: Settings, now: Settings) -> str:
-    return f"{name} was {saved[name]!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
 
 
 def _earlier_values(saved: Settings, now: Settings) -> Settings:

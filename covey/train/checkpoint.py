@@ -147,9 +147,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         with together("checkpoint/prepare"):
             if self._is_first:
                 self._prepare(step, needed)
-        arrays = {name: _as_stored(leaf) for name, leaf in flat.items() if leaf.size}
+        # Random keys are stored as their uint32 data.
+        arrays = {name: jax.random.key_data(x) if _is_key(x) else x for name, x in flat.items() if x.size}
         writing = self._worker.submit(_write(f"{self._store.temporary_path(step)}/{ARRAYS}", arrays))
-        self._reading = writing if any(map(_is_in_host_memory, arrays.values())) else None
+        in_host_memory = any(device.platform == "cpu" for leaf in arrays.values() for device in leaf.devices())
+        self._reading = writing if in_host_memory else None
         self._pending = self._worker.submit(self._complete, step, text, writing, needed)
 
     def restore(
@@ -378,15 +380,6 @@ def _read_entry(name: str, entry: Any) -> jax.ShapeDtypeStruct:
 
 def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _is_in_host_memory(leaf: jax.Array) -> bool:
-    return any(device.platform == "cpu" for device in leaf.devices())
-
-
-def _as_stored(leaf: jax.Array) -> jax.Array:
-    """Return the array to store for a leaf: random keys are stored as their uint32 data."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _load(path: str, target: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -113,18 +113,17 @@ def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.contrib.muon(
-        _one, beta=config.momentum, weight_decay=config.weight_decay, muon_weight_dimension_numbers=_matrix_axes
+        _one,
+        beta=config.momentum,
+        weight_decay=config.weight_decay,
+        # A matrix has the last two axes of a parameter, after that of stacked layers.
+        muon_weight_dimension_numbers=partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1)),
     )
 
 
 def _one(count: Count) -> float:
     """Return the learning rate 1, as a schedule."""
     return 1.0
-
-
-def _matrix_axes(params: PyTree) -> PyTree:
-    """Return the axes of each parameter that form a matrix: the last two, after the axis of stacked layers."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
 
 
 def _for_group(config: OptimizerConfig, group: str) -> OptimizerConfig:
@@ -236,14 +235,6 @@ def _cosine(peak: float, steps: int, count: Count) -> Any:
     return peak * (0.5 * (1 + xp.asarray(jnp.cos(angle))))
 
 
-def _linear(peak: float, steps: int, count: Count) -> Any:
-    return _ramp(peak, 0.0, steps, count)
-
-
-def _constant(peak: float, steps: int, count: Count) -> Any:
-    return peak
-
-
 def _ramp(start: float, end: float, steps: int, count: Count) -> Any:
     """Go from `start` to `end` in a straight line over `steps` updates."""
     xp = _numpy_for(count)
@@ -257,8 +248,8 @@ def _numpy_for(count: Count) -> Any:
 
 SCHEDULES: dict[str, Callable[[float, int, Count], Any]] = {
     "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
+    "linear": lambda peak, steps, count: _ramp(peak, 0.0, steps, count),
+    "constant": lambda peak, steps, count: peak,
 }
 """Decay after the warm-up by the name of the setting `schedule`: (peak, steps, count) → learning rate."""
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}

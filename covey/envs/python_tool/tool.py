@@ -119,11 +119,6 @@ def begin_with_wasm() -> None:
     )
 
 
-def warn_of_limits_alone() -> None:
-    """Warn that programs can read and write the files of this user, and use the network."""
-    log.warning("programs of the model can read and write this user's files and use the network: only limits hold")
-
-
 def _sizes(limits: Limits) -> str:
     return f"{limits.memory >> 20} MiB of memory, {limits.output >> 10} KiB of output"
 
@@ -159,12 +154,13 @@ def _printed(outcome: Outcome) -> str:
     return outcome.output.strip() or "(the program printed nothing)"
 
 
-def _run_in_chosen(program: str) -> Outcome:
-    return run_program(program) if choose_engine() == "child" else run_in_wasm(program)
-
-
-python = _tool(_run_in_chosen, begin)
-python_with_limits = _tool(lambda program: run_program(program, only_limits=True), warn_of_limits_alone)
+python = _tool(lambda program: (run_program if choose_engine() == "child" else run_in_wasm)(program), begin)
+python_with_limits = _tool(
+    lambda program: run_program(program, only_limits=True),
+    lambda: log.warning(
+        "programs of the model can read and write this user's files and use the network: only limits hold"
+    ),
+)
 python_with_limits.independent = False  # type: ignore[attr-defined]  # its programs can write the same files
 
 ENGINES: dict[PythonEngine, Callable[[str], str]] = {

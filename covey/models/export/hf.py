@@ -82,7 +82,9 @@ def write_hf(
 def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int, write: WriteFiles) -> None:
     sizes = _tensor_sizes(model, dtype)
     shards = list(_split_shards(sizes, shard_size))
-    files = [_file_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    count = len(shards)
+    numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    files = numbered if count > 1 else ["model.safetensors"]
     write(model, dtype, {folder / file: shard for file, shard in zip(files, shards, strict=True)})
     if len(files) > 1 and jax.process_index() == 0:
         file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
@@ -125,10 +127,6 @@ def _split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
         shard.append(name)
         remaining -= size
     yield shard
-
-
-def _file_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
 
 
 # --- config

@@ -51,7 +51,7 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
-        names = name_table(self.config.family)
+        names = replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(self.config.family, {})})
         wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
         shapes = {wanted[path]: [int(size) for size in self._tensors[wanted[path]].shape[::-1]] for path in parts}
@@ -311,11 +311,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 PERMUTED = ("llama", "smollm3")
 """Architectures whose query and key rows are in the order of adjacent pairs."""
-
-
-def name_table(arch: str) -> NameTable:
-    """Return the tensor names of an architecture."""
-    return replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(arch, {})})
 
 
 TENSOR_NAMES = NameTable(
