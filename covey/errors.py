@@ -5,7 +5,8 @@ Any other exception that escapes is a bug in Covey and keeps its traceback.
 
 import difflib
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 MAX_LISTED = 20
 """Largest number of problems that one error describes."""
@@ -82,6 +83,18 @@ class Stopped(KeyboardInterrupt):
     def exit_code(self) -> int:
         """Exit code of the command: `STOPPED`, or that of a process killed by the signal if nothing is saved."""
         return STOPPED if self.step is not None else 128 + signal.Signals[self.signal]
+
+
+@contextmanager
+def foreign_errors(kind: type[CoveyError], what: str, *, fix: str = "", where: str = "") -> Iterator[None]:
+    """Turn whatever another package raises into an error of this kind that begins with `what`."""
+    try:
+        yield
+    except CoveyError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise kind(f"{what}: {type(error).__name__}: {reason:.300}", fix=fix, where=where) from error
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 Covey's own stand in a table from a name to `module:attribute`; a package offers others as entry points of a group, and
 a user's module needs no entry at all. Nothing is imported before its first use. `install_command` and
-`missing_packages` are for what needs a package of an extra. This module imports only the standard library and Covey's
-leaves.
+`missing_packages` are for what needs a package of an extra, which `import_package` imports. This module imports only
+the standard library and Covey's leaves.
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from covey.display import safe_format
-from covey.errors import RecipeError, nearest
+from covey.errors import CoveyError, RecipeError, nearest
 from covey.exits import block_exit
 
 
@@ -108,6 +108,25 @@ def import_name(name: str) -> Any:
     """Return `attribute` of `module`, which is imported now, for the name `module:attribute`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:
+    """Import a module of a package that Covey can do without.
+
+    Args:
+        name: name of the module.
+        kind: class of the error.
+        what: what is wrong without it.
+        extra: extra that installs the package.
+        where: recipe key, or file, in the error.
+
+    Raises:
+        CoveyError: it cannot be imported; the error names the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise kind(f"{what}: {error}", fix=install_command(extra), where=where) from error
 
 
 def import_user_module(module_name: str, what: str, want: str, where: str) -> ModuleType:

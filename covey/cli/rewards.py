@@ -6,7 +6,7 @@ reward functions score them. Recorded completions need neither a model nor JAX.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ def show_signal(line: Line) -> None:
     signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic)
     examples = [_example(group, index) for group, index in choose_examples(scored)]
     if "--json" in line.options:
-        result = {"recipe": loaded.name, "samples": samples or loaded.model.source, **signal.to_json()}
+        result = {"recipe": loaded.name, "samples": samples or loaded.model.source, **asdict(signal)}
         echo(json.dumps(result | {"examples": examples, "not_included": not_included(loaded)}))
     else:
         _print(signal, examples, not_included(loaded))

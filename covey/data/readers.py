@@ -13,16 +13,15 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.config.schema import HUBS, DataConfig
 from covey.data.rows import CHAT_COLUMNS, format_columns, plain_value
-from covey.errors import DataError, nearest
+from covey.errors import DataError, foreign_errors, nearest
 from covey.files import check_utf8
-from covey.registry import install_command
+from covey.registry import import_package
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
@@ -158,14 +157,9 @@ def _find_delimiter(header: str, where: str) -> str:
 
 def _read_parquet(path: Path) -> Iterator[Located]:
     """Yield the rows of a Parquet file, through pyarrow."""
-    parquet = _import_package("pyarrow.parquet", install_command("hub"), str(path))
-    try:
+    parquet = _import_package("pyarrow.parquet", "hub", str(path))
+    with foreign_errors(DataError, "is no Parquet file that can be read", where=str(path)):
         rows = parquet.ParquetFile(path).read().to_pylist()
-    except Exception as error:  # whatever Arrow raises for an untrusted file
-        reason = next(iter(str(error).splitlines()), "")
-        raise DataError(
-            f"is no Parquet file that can be read: {type(error).__name__}: {reason:.200}", where=str(path)
-        ) from None
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -268,15 +262,8 @@ def _on_hub(text: str, option: str) -> str:
 
 def _load_splits(path: str, config: str | None) -> Splits:
     load, fix = HUB_LOADERS[path.partition(":")[0]]
-    try:
+    with foreign_errors(DataError, f"{path} cannot be read", fix=fix, where="data.path"):
         splits: Splits = load(path, config)
-    except DataError:
-        raise
-    except Exception as error:  # whatever the package raises is shown to the user
-        reason = next(iter(str(error).splitlines()), "")
-        raise DataError(
-            f"{path} cannot be read: {type(error).__name__}: {reason:.300}", fix=fix, where="data.path"
-        ) from error
     return splits
 
 
@@ -284,21 +271,18 @@ def _load_hub(path: str, config: str | None) -> Any:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?", path)
     if not match:
         raise DataError(f"{path!r} names no data set", want="hf:org/name[/config][@revision]", where="data.path")
-    datasets = _import_package("datasets", install_command("hub"), path)
+    datasets = _import_package("datasets", "hub", path)
     return datasets.load_dataset(match[1], match[2] or config, revision=match[3])
 
 
 def _load_tfds(path: str, config: str | None) -> Any:
     """Load a data set through TFDS's random access, which needs no TensorFlow."""
-    tfds = _import_package("tensorflow_datasets", install_command("tfds"), path)
+    tfds = _import_package("tensorflow_datasets", "tfds", path)
     return tfds.data_source(path.removeprefix("tfds:"), builder_kwargs={"file_format": "array_record"})
 
 
-def _import_package(name: str, fix: str, path: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise DataError(f"{path} needs the package {name}: {error}", fix=fix, where="data.path") from None
+def _import_package(name: str, extra: str, path: str) -> Any:
+    return import_package(name, DataError, f"{path} needs the package {name}", extra, "data.path")
 
 
 def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records:

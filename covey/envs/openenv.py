@@ -23,7 +23,7 @@ from covey.config.schema import EnvsConfig
 from covey.envs.protocol import Factory, Step, checked_step
 from covey.envs.tool_calls import read_json
 from covey.errors import EpisodeError, RecipeError
-from covey.registry import install_command
+from covey.registry import import_package
 from covey.rewards.call import excerpt
 from covey.types import Prompt
 
@@ -52,12 +52,7 @@ def factory(url: str, config: EnvsConfig) -> Factory:
     Raises:
         RecipeError: `url` is not an address of a server, or the package websockets is missing.
     """
-    try:
-        import websockets.asyncio.client  # noqa: F401
-    except ImportError as error:
-        raise RecipeError(
-            "OpenEnv needs the package websockets", fix=install_command("openenv"), where=WHERE
-        ) from error
+    import_package("websockets.asyncio.client", RecipeError, "OpenEnv needs the package websockets", "openenv", WHERE)
     server = Server(_websocket_url(url), config.action_field, config.private_addresses, config.arguments)
     return lambda row: OpenEnv(server, row)
 

@@ -33,7 +33,7 @@ from covey.config.schema import EnvsConfig
 from covey.envs.protocol import Factory, Step
 from covey.envs.registry import check_arguments
 from covey.errors import EpisodeError, RecipeError
-from covey.registry import install_command
+from covey.registry import import_package, install_command
 from covey.rewards.call import excerpt
 from covey.types import Message
 
@@ -168,7 +168,8 @@ class Library:
     """
 
     def __init__(self, name: str, max_turns: int, arguments: Mapping[str, Any]):
-        self._vf, self.name = _import_verifiers(), name
+        what = "verifiers cannot be imported"
+        self._vf, self.name = import_package("verifiers.v1", RecipeError, what, "verifiers", WHERE), name
         _register_harness(self._vf)
         self._env = self._load(max_turns, arguments)
         self.tasks = list(itertools.islice(self._env.taskset, MAX_TASKS))
@@ -267,21 +268,6 @@ def _installed_version() -> str:
             where=WHERE,
         )
     return installed
-
-
-def _import_verifiers() -> Any:
-    """Import verifiers, which takes some seconds.
-
-    Raises:
-        RecipeError: a package that it needs is missing.
-    """
-    try:
-        import verifiers.v1
-    except ImportError as error:
-        raise RecipeError(
-            f"verifiers cannot be imported: {error}", fix=install_command("verifiers"), where=WHERE
-        ) from error
-    return verifiers.v1
 
 
 def _register_harness(vf: Any) -> None:

@@ -167,7 +167,7 @@ def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str
     """
     shapes = config.projection_shapes()
     rows: dict[str, tuple[int, int]] = {}
-    for paths in _paths_by_tensor(config, table).values():
+    for paths in paths_by_name(tensor_names(config, table)).values():
         if len(paths) > 1:
             ends = accumulate(shapes[path.split(".")[-2]][1] for path in paths)
             rows |= dict(zip(paths, pairwise([0, *ends]), strict=True))
@@ -192,9 +192,10 @@ def check_shared_rows(
             raise WeightsError(f"{name} has shape {list(shapes[name])}", want=f"{rows} rows", where=where)
 
 
-def _paths_by_tensor(config: ModelConfig, table: NameTable | None) -> dict[str, list[str]]:
+def paths_by_name(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return each of the names with our paths that have it: one, or those that share it as Phi-3's q, k and v."""
     paths: dict[str, list[str]] = {}
-    for path, name in tensor_names(config, table).items():
+    for path, name in names.items():
         paths.setdefault(name, []).append(path)
     return paths
 
@@ -284,7 +285,7 @@ FAMILIES = {
         "Llama (SmolLM2, Llama 3)", hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"
     ),
     "mistral": Family("Mistral", hf_config.read_mistral, hf_config.write_mistral, _LLAMA_NAMES, "MistralForCausalLM"),
-    "phi3": Family("Phi-3", hf_config.read_phi3, hf_config.write_phi3, _PHI3_NAMES, "Phi3ForCausalLM"),
+    "phi3": Family("Phi-3", hf_config.read_phi3, hf_config.write_mistral, _PHI3_NAMES, "Phi3ForCausalLM"),
     "olmo2": Family("OLMo 2", hf_config.read_olmo2, hf_config.write_olmo2, _OLMO2_NAMES, "Olmo2ForCausalLM"),
     "smollm3": Family("SmolLM3", hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
     "qwen2": Family("Qwen2", hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),

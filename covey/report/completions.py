@@ -119,6 +119,11 @@ def read_group(lines: IO[bytes], location: Location) -> list[Row]:
     return [row for line in content if (row := parse_line(line)) is not None]
 
 
+def rewards_of(row: Row) -> dict[str, Any]:
+    """Return the rewards of a row by function; none where they are no mapping."""
+    return rewards if isinstance(rewards := row.get("rewards"), dict) else {}
+
+
 class _Table:
     """Groups of a file in the page's form, and the prompts and names of reward functions that they refer to.
 
@@ -144,8 +149,7 @@ class _Table:
         return group, size + size_of(group) + 1
 
     def _sample(self, row: Row) -> str:
-        rewards = row.get("rewards")
-        rewards = rewards if isinstance(rewards, dict) else {}
+        rewards = rewards_of(row)
         for name in rewards:
             self.functions.setdefault(name, len(self.functions))
         parts = ",".join(number_json(rewards.get(name)) for name in self.functions)

@@ -33,9 +33,8 @@ PACKAGES = {"math_verify": ("math_verify", "math")}
 REGISTRY = Registry("reward function", "covey.rewards", "function", "rewards", REWARDS, PACKAGES)
 
 
-def resolve(name: str) -> Any:
-    """Return the reward function `name`; see `Registry.resolve`."""
-    return REGISTRY.resolve(name)
+resolve = REGISTRY.resolve
+"""Return the reward function of a name."""
 
 
 def environment(

@@ -5,8 +5,7 @@ from the untouched model, before a run. This module does not import JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,10 +62,6 @@ class Signal:
     groups: int
     completions: int
     truncated: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the signal as JSON-serialisable values."""
-        return asdict(self)
 
 
 def measure_signal(groups: Sequence[Group], failed: Mapping[str, int] | None = None, critic: bool = False) -> Signal:
@@ -135,8 +130,8 @@ def _find_cause(groups: Sequence[Group]) -> tuple[str, str]:
         return "rewards", "no completion was scored: see why the functions fail or return None"
     if _share(tied, _is_identical) >= MOST:
         return "rollout.temperature", "raise it: the completions of most groups are the same text"
-    if _share(tied, _is_truncated) >= MOST:
-        late = _share(tied, _is_late) >= MOST
+    if _share(tied, _most(lambda finish: finish.was_cut)) >= MOST:
+        late = _share(tied, _most(lambda finish: finish is FinishReason.TIME)) >= MOST
         limit = "envs.timeout" if late else "rollout.max_new_tokens"
         return limit, "raise it: most completions were cut before their end"
     if np.ptp(rewards[~np.isnan(rewards)]) > 0:
@@ -156,14 +151,9 @@ def _is_identical(group: Group) -> bool:
     return len(group.completions) > 1 and len({completion.text for completion in group.completions}) == 1
 
 
-def _is_late(group: Group) -> bool:
-    late = [completion.finish is FinishReason.TIME for completion in group.completions]
-    return sum(late) >= MOST * len(late)
-
-
-def _is_truncated(group: Group) -> bool:
-    cut = [completion.finish.was_cut for completion in group.completions]
-    return sum(cut) >= MOST * len(cut)
+def _most(ended: Callable[[FinishReason], bool]) -> Callable[[Group], bool]:
+    """Return the function that tells whether most completions of a group ended so."""
+    return lambda group: sum(ended(c.finish) for c in group.completions) >= MOST * len(group.completions)
 
 
 def _as_one(groups: Sequence[Group]) -> list[Group]:

@@ -256,8 +256,9 @@ class Learner(Keywords, ABC):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
-                if self._depth:
-                    self._check_order(batch)
+                if self._depth:  # compare it with the other processes' before any of them launches a program on it
+                    with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
+                        pass
                 yield batch
         if not self.stats.waste:
             raise EpisodeError(
@@ -273,7 +274,8 @@ class Learner(Keywords, ABC):
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self.prepare(total)
-        self._check_same_start(loader, total)
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        checks.check_same("training data or step", at, "give all of them the same data and run folder")
         self.rehearse(loader.rows)
         return total
 
@@ -334,11 +336,6 @@ class Learner(Keywords, ABC):
             self.stats.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
             self._token_scorer.score_before(part)
             yield make_train_batch(part, rows, self.algorithm, self.beta, limit)
-
-    def _check_order(self, batch: TrainBatch) -> None:
-        """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
-        with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
-            pass
 
     def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first may make them."""
@@ -409,11 +406,6 @@ class Learner(Keywords, ABC):
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
 
-    def _check_same_start(self, loader: PromptLoader, total: int) -> None:
-        """Refuse to begin when the processes' data or steps differ."""
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        checks.check_same("training data or step", at, "give all of them the same data and run folder")
-
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
         stats = gather_step_stats(self.stats)
@@ -470,12 +462,16 @@ class Learner(Keywords, ABC):
             progress: called with the numbers of finished and of all completions.
             config: settings in place of `eval_config`.
         """
-        rollout, weights, config = (
-            self.cluster.config.rollout_config,
-            self.config.reward_weights,
+        return evaluate(
+            self.cluster,
+            held_out,
             config or self.eval_config,
+            self.cluster.config.rollout_config,
+            self.reward_fns,
+            self.config.reward_weights,
+            progress,
+            self.runner,
         )
-        return evaluate(self.cluster, held_out, config, rollout, self.reward_fns, weights, progress, self.runner)
 
 
 class FailureCounts:

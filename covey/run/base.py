@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from jax.sharding import Mesh
-from rich.console import Console
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
@@ -38,6 +37,7 @@ from covey.parallel import channel, distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
+from covey.run.inference import console_of_process
 from covey.run.load_model import check_same_weights
 from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
 from covey.run.settings import check_same_recipe, check_same_settings, settings_of
@@ -207,9 +207,8 @@ class Run(ABC, Generic[RecipeT]):
         """Open the resources of a run, make the run and execute it; return the content of `summary.json`. A recipe's
         run that is finished is not made; a script's is, because its learner gets the weights.
         """
-        console = None if folder.writes else Console(quiet=True)
         shown: dict[str, Any] = {"headline": cls.headline, "answers": cls.answers, "memory": memory_in_use}
-        with Progress(0, console, show=recipe.training.show, **shown) as progress:
+        with Progress(0, console_of_process(), show=recipe.training.show, **shown) as progress:
             if not is_from_python(recipe) and folder.is_finished(recipe.training.max_steps or 0):
                 with show_log(progress.phase, progress.message):
                     folder.saves.restore(

@@ -13,8 +13,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,15 @@ from covey.config.recipe import AnyRecipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, escape_markdown, printable, show_log
-from covey.errors import CoveyError, WeightsError
-from covey.files import open_below
+from covey.errors import CoveyError, WeightsError, foreign_errors
+from covey.files import number, open_below
 from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
-from covey.registry import install_command
+from covey.registry import import_package
 from covey.report import REPORT, write_report
 from covey.run.folder import read_summary
 from covey.run.load_model import load_for
@@ -213,7 +212,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {
         "code": lambda text: Markdown("`" + printable(text).replace("`", "") + "`"),
-        "figure": lambda value: Markdown(f"{value:.4g}" if _is_number(value) else ""),
+        "figure": lambda value: Markdown("" if number(value) is None else f"{value:.4g}"),
         "verbatim": Markdown,
         "basename": lambda path: Path(path).name,
     }
@@ -224,17 +223,13 @@ def _describe(run: Path) -> dict[str, Any]:
     """Return recipe, steps, and the held-out results before and after training by name."""
     summary = _summary(run)
     before, after = (summary.get(name) or {} for name in ("before", "after"))
-    names = [name for name in {**before, **after} if _is_number(after.get(name, before.get(name)))]
+    names = [name for name in {**before, **after} if number(after.get(name, before.get(name))) is not None]
     results = [(name, before.get(name), after.get(name)) for name in names]
     return {"recipe": load_recipe(run), "steps": summary.get("steps"), "results": results}
 
 
 def _summary(run: Path) -> dict[str, Any]:
     return read_summary(run / SUMMARY) or {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def publish(
@@ -262,7 +257,7 @@ def publish(
             else:
                 with open_below(run, name) as record, (folder / name).open("xb") as copy:
                     shutil.copyfileobj(record, copy)
-        with _hub_errors(f"publishing {repository}"):
+        with foreign_errors(CoveyError, f"publishing {repository} failed", fix=HUB_FIX):
             api.create_repo(repository, private=private, exist_ok=True)
             echo(f"uploading {len(list(folder.iterdir()))} files")
             api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish a run of Covey")
@@ -275,12 +270,11 @@ def open_hub() -> Any:
     Raises:
         CoveyError: the package is missing, there is no valid login, or the hub cannot be reached.
     """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise CoveyError("publishing needs the package huggingface_hub", fix=install_command("hub")) from None
+    huggingface_hub = import_package(
+        "huggingface_hub", CoveyError, "publishing needs the package huggingface_hub", "hub"
+    )
     api = huggingface_hub.HfApi()
-    with _hub_errors("asking the hub who is logged in"):
+    with foreign_errors(CoveyError, "asking the hub who is logged in failed", fix=HUB_FIX):
         try:
             user = api.whoami()
         except (huggingface_hub.errors.LocalTokenNotFoundError, huggingface_hub.errors.HfHubHTTPError) as error:
@@ -289,16 +283,4 @@ def open_hub() -> Any:
     return api
 
 
-@contextmanager
-def _hub_errors(what: str) -> Iterator[None]:
-    """Convert whatever the hub's package raises to an error of the user."""
-    try:
-        yield
-    except CoveyError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise CoveyError(
-            f"{what} failed: {type(error).__name__}: {reason:.300}",
-            fix="check the name, your right to write there, and the network",
-        ) from error
+HUB_FIX = "check the name, your right to write there, and the network"

@@ -216,7 +216,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def _prepare(self, step: int, needed: int) -> None:
         """Check that a step can be written; remove the rest of an earlier attempt."""
-        self._check_order(step)
+        later = [other for other in self.steps() if other > step and other not in self._abandoned]
+        if later:
+            raise ResumeError(
+                f"checkpoint {step} would come before {later[-1]}, which is already there",
+                want="one run in a folder",
+                fix=f"resume from {later[-1]}, or choose another folder",
+                where=str(self.folder),
+            )
         try:
             self._store.prepare(step, needed)
         except OSError as error:
@@ -293,16 +300,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             fix="free some space and resume; the checkpoints before it are whole",
             where=self.address or str(self.folder),
         )
-
-    def _check_order(self, step: int) -> None:
-        later = [other for other in self.steps() if other > step and other not in self._abandoned]
-        if later:
-            raise ResumeError(
-                f"checkpoint {step} would come before {later[-1]}, which is already there",
-                want="one run in a folder",
-                fix=f"resume from {later[-1]}, or choose another folder",
-                where=str(self.folder),
-            )
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()

@@ -69,11 +69,8 @@ def no_adapters_error() -> WeightsError:
 
 def _modules(model: Decoder) -> dict[str, Parts]:
     """Return Hugging Face's module → the projections that it is."""
-    modules: dict[str, Parts] = {}
-    linears = projections(model)
-    for path, module in families.projection_names(model.config).items():
-        modules.setdefault(module, []).append(linears[path])
-    return modules
+    linears, modules = projections(model), families.paths_by_name(families.projection_names(model.config))
+    return {module: [linears[path] for path in paths] for module, paths in modules.items()}
 
 
 def _loras(parts: Parts) -> list[LoRA]:

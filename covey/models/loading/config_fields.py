@@ -88,10 +88,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value < 1e300
 
 
-def _is_layer_types(value: Any) -> bool:
-    return isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
-
-
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", NUM_LAYERS, "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "sliding_window", "sliding_window_pattern",

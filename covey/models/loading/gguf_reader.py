@@ -12,7 +12,7 @@ import numpy as np
 
 from covey.errors import WeightsError
 from covey.files import check_file
-from covey.registry import install_command
+from covey.registry import import_package
 
 
 def import_gguf() -> Any:
@@ -21,11 +21,7 @@ def import_gguf() -> Any:
     Raises:
         WeightsError: it is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise WeightsError("GGUF files need the package gguf", fix=install_command()) from error
-    return gguf
+    return import_package("gguf", WeightsError, "GGUF files need the package gguf")
 
 
 def open_reader(path: Path) -> Any:

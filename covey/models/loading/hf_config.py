@@ -215,11 +215,8 @@ def write_llama(c: ModelConfig) -> Fields:
 
 
 def write_mistral(c: ModelConfig) -> Fields:
+    """Write Mistral, or Phi-3."""
     return _write_common(c) | {"sliding_window": _write_layer_types(c)["sliding_window"]}
-
-
-def write_phi3(c: ModelConfig) -> Fields:
-    return write_mistral(c)
 
 
 def write_olmo2(c: ModelConfig) -> Fields:

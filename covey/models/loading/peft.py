@@ -42,7 +42,7 @@ def load_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
             this model.
     """
     folder = Path(folder).expanduser()
-    modules = _paths_by_module(base)
+    modules = families.paths_by_name(families.projection_names(base.config))
     config = _check_config(read_json(folder / CONFIG_FILE), modules, str(folder / CONFIG_FILE))
     pairs = _read_matrices(folder, modules)
     model = nnx.merge(*nnx.split(base))
@@ -56,14 +56,6 @@ def load_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
         lora = linears[path].lora = _lora(a, b[:, start:end], config, module_of[path])
         lora.dropout, lora.noise = dropout, (seed, number)
     return model
-
-
-def _paths_by_module(base: Decoder) -> dict[str, list[str]]:
-    """Return Hugging Face's module → our projections that it is: one, or Phi-3's three of q, k and v."""
-    modules: dict[str, list[str]] = {}
-    for path, module in families.projection_names(base.config).items():
-        modules.setdefault(module, []).append(path)
-    return modules
 
 
 def _check_shapes(

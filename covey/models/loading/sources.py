@@ -35,7 +35,7 @@ from covey.errors import WeightsError, nearest
 from covey.files import file_sha256
 from covey.models import scratch
 from covey.models.loading.cache import cache_folder, create_folder, write_text
-from covey.registry import install_command
+from covey.registry import import_name, import_package
 
 log = logging.getLogger(__name__)
 
@@ -240,12 +240,9 @@ def _latest_commit(hub: Any, repo: str, revision: str) -> str:
 
 
 def _import_hub() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ImportError as error:
-        raise WeightsError("hf: sources need the package huggingface_hub", fix=install_command("hub")) from error
-    return huggingface_hub
+    hub = import_package("huggingface_hub", WeightsError, "hf: sources need the package huggingface_hub", "hub")
+    import_name("huggingface_hub.errors:HfHubHTTPError")  # which it does not import by itself
+    return hub
 
 
 # --- named models: cache, hub, wheel

@@ -14,7 +14,7 @@ import numpy as np
 from covey.display import printable
 from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
-from covey.report.completions import locate, read_group
+from covey.report.completions import locate, read_group, rewards_of
 from covey.report.diagnosis.features import OpposedParts, RunHistory
 from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Condition, Finding, Rule, below
 from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, ROSE, RULES, TREND_ROWS
@@ -115,17 +115,12 @@ def _score(row: Row, opposed: OpposedParts | None) -> float | None:
     """Return the score of `row` as an example of one reward without the opposed one; None if it has no such rewards."""
     if opposed is None:
         return number(row.get("reward"))
-    up, down = (number(_rewards(row).get(name)) for name in (opposed.up, opposed.down))
+    up, down = (number(rewards_of(row).get(name)) for name in (opposed.up, opposed.down))
     return None if up is None or down is None else up - down
 
 
-def _rewards(row: Row) -> dict[str, Any]:
-    rewards = row.get("rewards")
-    return rewards if isinstance(rewards, dict) else {}
-
-
 def _line(row: Row) -> str:
-    rewards = {name: number(raw) for name, raw in _rewards(row).items()}
+    rewards = {name: number(raw) for name, raw in rewards_of(row).items()}
     scores = ", ".join(f"{name} {reward:.3g}" for name, reward in rewards.items() if reward is not None)
     prompt, text = (excerpt(" ".join(str(row.get(name)).split())) for name in ("prompt", "text"))
     where = f"step {row.get('step')}, group {row.get('group')}, sample {row.get('sample')}"
