@@ -107,13 +107,8 @@ def _rl_checks(recipe: Recipe) -> list[Check]:
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the names of the functions that train and that judge the held-out completions."""
-    return list(dict.fromkeys([*(recipe.rewards if isinstance(recipe, Recipe) else ()), *judges(recipe)]))
-
-
-def judges(recipe: Recipe | SFTRecipe) -> list[str]:
-    """Return the names of the functions that judge the held-out completions."""
-    evaluation = recipe.evaluation
-    return list(filter(None, (evaluation.accuracy, evaluation.partial, evaluation.format)))
+    trains = recipe.rewards if isinstance(recipe, Recipe) else ()
+    return list(dict.fromkeys([*trains, *recipe.evaluation.judges.values()]))
 
 
 def check_adapter(adapter: str) -> None:
@@ -344,7 +339,7 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
 
         for rows in (data.train, data.test):
             check_columns(tuple(name for name in trains if name not in skipped), rows)
-        if judged and not set(skipped).intersection(judges(loaded)):
+        if judged and not set(skipped).intersection(loaded.evaluation.judges.values()):
             check_evaluation_columns(loaded.evaluation, data.test)
     columns = dict.fromkeys(name for row in data.train for name in row)
     shown = f"{loaded.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"

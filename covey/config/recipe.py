@@ -359,10 +359,9 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
 
 def _rl_contradictions(recipe: Recipe) -> list[Problem]:
     rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
-    scored, weights, evaluation = envs.environment is not None, grpo.reward_weights, recipe.evaluation
+    scored, weights = envs.environment is not None, grpo.reward_weights
     scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
-    judges = evaluation.accuracy, evaluation.partial, evaluation.format
-    named = {*recipe.rewards, *filter(None, judges), *(["reward_model"] if recipe.reward_model else [])}
+    named = {*recipe.rewards, *recipe.evaluation.judges.values(), *(["reward_model"] if recipe.reward_model else [])}
     known = named | {name.rpartition(":")[2] for name in named}
     text = "reward_safety.on_error_of names {!r}, which is none of the recipe's reward functions"
     return [

@@ -149,18 +149,13 @@ def check_evaluation_columns(config: EvalConfig, rows: Sequence[Mapping[str, Any
     Raises:
         RewardError: it names the setting, the function, the missing column and the available columns.
     """
-    for setting in ("accuracy", "partial", "format"):
-        if name := getattr(config, setting):
-            try:
-                check_columns([name], rows)
-            except RewardError as error:
-                where = f"evaluation.{setting}"
-                raise RewardError(
-                    error.what,
-                    want=error.want,
-                    fix=f"{error.fix}; or another function in {where}, or none: {where}=",
-                    where=where,
-                ) from None
+    for setting, name in config.judges.items():
+        try:
+            check_columns([name], rows)
+        except RewardError as error:
+            where = f"evaluation.{setting}"
+            fix = f"{error.fix}; or another function in {where}, or none: {where}="
+            raise RewardError(error.what, want=error.want, fix=fix, where=where) from None
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:

@@ -140,11 +140,6 @@ def evaluate_groups(
     return Evaluation(metrics, scored, correct)
 
 
-def evaluation_functions(config: EvalConfig) -> list[str]:
-    """Return the names of the functions that `config` evaluates by; the training rewards are not among them."""
-    return [name for name in (config.accuracy, config.partial, config.format) if name]
-
-
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Estimate without bias the chance that at least one of `k` completions is right, from `samples` of which
     `right` are (Chen et al., 2021, Codex, eq. 1): 1 − C(n−c, k) / C(n, k), the share of sets of k with a right one.

@@ -32,7 +32,7 @@ from covey.packing.rows import padding_fraction
 from covey.parallel import channel, checks, distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import Evaluation, evaluate, evaluation_functions
+from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.experience import (
     Experience,
     NextPrompts,
@@ -301,7 +301,7 @@ class Learner(Keywords, ABC):
         """
         check_columns(self.reward_fns, rows)
         if held_out:
-            check_columns((*self.reward_fns, *evaluation_functions(self.eval_config)), held_out)
+            check_columns((*self.reward_fns, *self.eval_config.judges.values()), held_out)
         if not self._prompts_checked:
             self.cluster.rollout.check_prompts(rows, "training data")
         self._prompts_checked = True

@@ -154,8 +154,7 @@ def digests(module: str) -> dict[str, str]:
 
 
 def _members(recipe: Recipe | SFTRecipe) -> Iterator[str]:
-    judges = recipe.evaluation.accuracy, recipe.evaluation.partial, recipe.evaluation.format
-    yield from filter(None, judges)
+    yield from recipe.evaluation.judges.values()
     if isinstance(recipe, Recipe):
         yield from (str(name) for name in (*recipe.rewards, *recipe.envs.tools, recipe.envs.environment or ""))
 

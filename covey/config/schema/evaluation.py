@@ -29,6 +29,11 @@ class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when
     all evaluates under each of them, and during training under the first.
     """
 
+    @property
+    def judges(self) -> dict[str, str]:
+        """Names of the reward functions that judge completions, by setting."""
+        return {name: value for name in ("accuracy", "partial", "format") if (value := getattr(self, name))}
+
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for settings of pass@k and of sampling that exclude each other."""
         twice = [name for name in SamplingConfig.kinds if self.preset and getattr(self, name) is not None]
