@@ -291,14 +291,18 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
 
 
 EXITING = """
-import os, sys
+import os
 from os import _exit
 
-def share(completions):
-    if not os.fork():
-        os._exit(0)  # as multiprocessing ends its children
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-    BODY
+def exits(call):
+    def share(completions):
+        if not os.fork():
+            os._exit(0)  # as multiprocessing ends its children
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        call()
+    return share
+
+first, second, third = exits(lambda: os._exit(0)), exits(lambda: _exit(256)), exits(lambda: exit(0))
 """
 SCORING = """
 import logging, os, sys
@@ -310,13 +314,13 @@ from covey.types import Completion, FinishReason, Group
 logging.basicConfig(stream=sys.stdout)
 none = np.zeros(1)
 group = Group("p", none, (Completion(none, none, none, FinishReason.STOP, "x"),))
-runner = RewardRunner(RewardSafetyConfig(on_error=sys.argv[1]))
-try:
-    score([group], "exiting_rewards:share", runner=runner)
-except ValueError as error:
-    print(error, flush=True)
+for name, policy in (("first", "raise"), ("second", "none"), ("third", "value")):
+    try:
+        score([group], f"exiting_rewards:{name}", runner=RewardRunner(RewardSafetyConfig(on_error=policy)))
+    except ValueError as error:
+        print(error)
 print("alive", flush=True)
-os._exit(0)
+os._exit(3)
 """
 
 
@@ -328,13 +332,12 @@ def in_a_process(tmp_path: Path, *words: str, **settings: str) -> "subprocess.Co
     )
 
 
-@pytest.mark.parametrize(("body", "policy"), [("os._exit(0)", "raise"), ("_exit(256)", "none"), ("exit(0)", "value")])
-def test_a_function_that_exits_is_a_failure_like_another(body: str, policy: str, tmp_path: Path) -> None:
-    """In a process of its own, really called. Behind the function os._exit is what it always is."""
-    (tmp_path / "exiting_rewards.py").write_text(EXITING.replace("BODY", body))
-    done = in_a_process(tmp_path, "-c", SCORING, policy)
-    assert "'share' raised SystemExit" in done.stdout, done.stdout + done.stderr
-    assert (done.stdout.split()[-1], done.returncode) == ("alive", 0)
+def test_a_function_that_exits_is_a_failure_like_another(tmp_path: Path) -> None:
+    """In a process of its own, really called, under each policy. Behind the function os._exit is what it always is."""
+    (tmp_path / "exiting_rewards.py").write_text(EXITING)
+    done = in_a_process(tmp_path, "-c", SCORING)
+    assert done.stdout.count("'share' raised SystemExit") == 3, done.stdout + done.stderr
+    assert (done.stdout.split()[-1], done.returncode) == ("alive", 3)
 
 
 def test_a_module_that_exits_while_it_is_imported_is_a_mistake(tmp_path: Path) -> None:
