@@ -49,16 +49,29 @@ def pod(job):
     return worker["template"]["spec"]["template"]["spec"]
 
 
+@pytest.fixture
+def run_script(tmp_path):
+    """`run_script(script, variables, program=its bash code)`: run a script in a folder that has these programs."""
+
+    def run(script, variables=(), **programs):
+        for name, code in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **dict(variables)}
+        return subprocess.run(["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+    return run
+
+
+GCLOUD = 'for word; do :; done\nexec bash -c "${word#--command=}"'
+
+
 @pytest.mark.parametrize("place", JOBS)
-def test_shell_gets_the_words_as_they_were_given(place, tmp_path):
+def test_shell_gets_the_words_as_they_were_given(place, tmp_path, run_script):
     """The shell code is run with a `covey` that writes down its words; nothing in a setting is executed."""
-    (tmp_path / "covey").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
-    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [ "$1" != covey ]; do shift; done\nexec "$@"\n')
-    (tmp_path / "gcloud").write_text('#!/bin/bash\nfor word; do :; done\nexec bash -c "${word#--command=}"\n')
-    for name in ("covey", "srun", "gcloud"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-    environment |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "HOME": "/nowhere"}
+    programs = {"covey": f'printf "%s\\n" "$@" > {tmp_path}/words', "gcloud": GCLOUD}
+    programs["srun"] = 'while [ "$1" != covey ]; do shift; done\nexec "$@"'
+    variables = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"}
     run, options = "runs/a b", {}
     if place == "skypilot":
         run, options = f"{tmp_path}/runs/a b", {"mount": str(tmp_path)}
@@ -66,13 +79,7 @@ def test_shell_gets_the_words_as_they_were_given(place, tmp_path):
         if begun:
             (tmp_path / "runs" / "a b").mkdir(parents=True)
             (tmp_path / "runs" / "a b" / "recipe.yaml").write_text("")
-        done = subprocess.run(
-            ["bash", "-c", shell_of(place, run=run, **options)],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        done = run_script(shell_of(place, run=run, **options), variables | {"HOME": "/nowhere"}, **programs)
         assert done.returncode == 0, done.stderr
         words = ("train", "--resume", run) if begun else BEGIN
         until = time.monotonic() + 20
@@ -89,26 +96,17 @@ def read(file):
     ("code", "tries", "requeued"),
     [(1, 3, False), (69, 3, False), (75, 1, True), (2, 1, False), (143, 1, False), (0, 1, False)],
 )
-def test_slurm_restarts_what_failed_and_requeues_what_was_stopped(tmp_path, code, tries, requeued):
+def test_slurm_restarts_what_failed_and_requeues_what_was_stopped(tmp_path, run_script, code, tries, requeued):
     """Not tried again: a mistake in the input, and a run that was stopped before anything was saved."""
-    (tmp_path / "srun").write_text(f'#!/bin/bash\necho x >> {tmp_path}/tries\nexit "$WITH"\n')
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/requeued\n')
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WITH": str(code), "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", text("slurm", max_restarts=2)], env=environment, cwd=tmp_path)
-    assert done.returncode == code
+    programs = {"srun": f"echo x >> {tmp_path}/tries\nexit {code}", "scontrol": f'echo "$@" > {tmp_path}/requeued'}
+    assert run_script(text("slurm", max_restarts=2), {"SLURM_JOB_ID": "7"}, **programs).returncode == code
     assert read(tmp_path / "tries") == ["x"] * tries
     assert read(tmp_path / "requeued") == (["requeue 7"] if requeued else [])
 
 
-def test_a_tpu_vm_goes_on_without_the_session_and_restarts_by_itself(tmp_path):
-    (tmp_path / "gcloud").write_text('#!/bin/bash\nfor word; do :; done\nexec bash -c "${word#--command=}"\n')
-    (tmp_path / "covey").write_text(f"#!/bin/bash\necho $PPID >> {tmp_path}/parents\nsleep 0.3\nexit 1\n")
-    for name in ("gcloud", "covey"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", text("tpu-vm", max_restarts=1)], env=environment, cwd=tmp_path, check=True)
+def test_a_tpu_vm_goes_on_without_the_session_and_restarts_by_itself(tmp_path, run_script):
+    covey = f"echo $PPID >> {tmp_path}/parents\nsleep 0.3\nexit 1"
+    assert run_script(text("tpu-vm", max_restarts=1), gcloud=GCLOUD, covey=covey).returncode == 0
     assert len(read(tmp_path / "parents")) < 2  # the script has ended, and the run has not
     until = time.monotonic() + 20
     while len(read(tmp_path / "parents")) < 2:
@@ -151,8 +149,7 @@ def test_a_jobset_has_a_pod_for_each_machine():
 
 
 def test_a_pod_has_time_to_save_and_room_in_shared_memory():
-    job = yaml.safe_load(text("k8s", cpus_per_task=8, mem="64G"))
-    found = pod(job)
+    found = pod(yaml.safe_load(text("k8s", cpus_per_task=8, mem="64G")))
     assert found["terminationGracePeriodSeconds"] == 120
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in found["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in found["containers"][0]["volumeMounts"]
