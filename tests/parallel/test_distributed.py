@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SIL
 from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
 from covey.envs import EnvironmentRunner
-from covey.errors import CoveyError, EpisodeError, RecipeError, RewardError
+from covey.errors import CoveyError, EpisodeError, RecipeError
 from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.rewards.runner import RewardRunner
@@ -213,51 +214,43 @@ def test_the_command_reads_the_environment(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("budget", "over"), [(9, False), (8, True)])
-def test_the_budgets_of_failures_hold_for_all_processes_together(threads: Threads, budget: int, over: bool) -> None:
-    """Three processes with 1, 2 and 3 failures, and one more each in the next step: 9 in all."""
-    shown: list[Any] = [None] * 3
-    config, safety = EnvsConfig(environment="guess", on_error="none", budget=budget), RewardSafetyConfig()
+GUESS, SAFETY = EnvsConfig(environment="guess", on_error="none"), RewardSafetyConfig(on_error="none")
 
-    def work(index: int) -> None:
-        environments, rewards = EnvironmentRunner("guess", config), RewardRunner(safety)
-        counts = FailureCounts(rewards, environments)
+
+@pytest.mark.parametrize(
+    ("environments", "rewards", "told"),
+    [
+        (9, 6, ""),
+        (8, 6, "9 failures of the environment 'guess'"),
+        (9, 5, "6 failures of reward functions"),
+    ],
+)
+def test_the_budgets_of_failures_hold_for_all_processes_together(
+    threads: Threads, environments: int, rewards: int, told: str
+) -> None:
+    """Three processes with 1, 2 and 3 failures of the environment, and one more each in the next step: 9 in all."""
+
+    def work(index: int) -> tuple[int, dict[str, int]]:
+        played = EnvironmentRunner("guess", replace(GUESS, budget=environments))
+        scored = RewardRunner(replace(SAFETY, budget=rewards))
+        counts = FailureCounts(scored, played)
         for number in (index + 1, 1):
             for _ in range(number):
-                environments.accept(EpisodeError("fails"))
-            rewards.failed = {"f": rewards.failed.get("f", 0) + index}
+                played.accept(EpisodeError("fails"))
+            scored.failed = {"f": scored.failed.get("f", 0) + index}
             counts.agree()
-            shown[index] = (environments.failed, rewards.failed)
+        return played.failed, scored.failed
 
     results = threads(3, work)
-    if over:
-        assert all("9 failures of the environment 'guess'" in str(error) for error in results)
-        assert all("at most 8" in str(error) for error in results)
-    else:
-        assert results == [None] * 3
-        assert shown == [(9, {"f": 6})] * 3
-
-
-def test_the_budget_of_reward_functions_holds_for_all_processes_together(threads: Threads) -> None:
-    safety = RewardSafetyConfig(on_error="none", budget=3)
-
-    def work(index: int) -> None:
-        rewards = RewardRunner(safety)
-        counts = FailureCounts(rewards, None)
-        rewards.failed = {"first": 2} if index else {"second": 2}
-        counts.agree()
-
-    for error in threads(2, work):
-        assert isinstance(error, RewardError)
-        assert "4 failures of reward functions" in str(error)
+    if not told:
+        assert results == [(9, {"f": 6})] * 3
+    assert all(told in str(result) for result in results)
 
 
 def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
-    config, safety = EnvsConfig(environment="guess", on_error="none"), RewardSafetyConfig()
-
     def work(index: int) -> int:
-        environments = EnvironmentRunner("guess", config)
-        counts = FailureCounts(RewardRunner(safety), environments)
+        environments = EnvironmentRunner("guess", GUESS)
+        counts = FailureCounts(RewardRunner(SAFETY), environments)
         environments.failed = 5
         counts.restart()
         environments.accept(EpisodeError("fails"))
@@ -268,11 +261,9 @@ def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
 
 
 def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) -> None:
-    config, safety = EnvsConfig(environment="guess", on_error="none"), RewardSafetyConfig()
-
     def work(index: int) -> int:
-        environments, learner = EnvironmentRunner("guess", config), object.__new__(GRPOLearner)
-        learner.step, learner._failures = 1, FailureCounts(RewardRunner(safety), environments)
+        environments, learner = EnvironmentRunner("guess", GUESS), object.__new__(GRPOLearner)
+        learner.step, learner._failures = 1, FailureCounts(RewardRunner(SAFETY), environments)
         learner._metrics = lambda *given: {}  # type: ignore[method-assign]
         environments.failed = index + 1
         learner.stats, scorer = StepStats(), SimpleNamespace(values=lambda groups: None)
