@@ -73,25 +73,22 @@ class Processes:
         self,
         words: Sequence[str],
         count: int,
-        folders: Sequence[Path] = (),
+        folder: Path | None = None,
         environments: Sequence[Mapping[str, str]] = (),
         devices: int = 2,
-        **environment: str,
     ) -> list[subprocess.Popen[str]]:
-        """`python words`, in this folder and with these variables each; the last of them for the rest."""
+        """`python words`, in this folder and with these variables each."""
         common = os.environ | {
             "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}"),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         common |= {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(count)} if count > 1 else {}
+        own = [{NUMBER: str(number)} if count > 1 else {} for number in range(count)]
         return [
             subprocess.Popen(
                 [sys.executable, *words],
-                cwd=folders[min(number, len(folders) - 1)] if folders else None,
-                env=common
-                | ({NUMBER: str(number)} if count > 1 else {})
-                | (environments[number] if environments else {})
-                | environment,
+                cwd=folder,
+                env=common | own[number] | (environments[number] if environments else {}),
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -105,15 +105,6 @@ EVALUATION = [
     "--rollout.max_new_tokens=4",
     "--rollout.max_prompt_length=400",
 ]
-REFUSED = [
-    "--rewards=mine:score",
-    "--max-steps=1",
-    "--prompts-per-step=2",
-    "--evaluation.prompts=2",
-    "--rollout.max-new-tokens=4",
-    "--rollout.max-prompt-length=400",
-    "--training.too-long=drop",
-]
 FRAGILE = """
 import json, os, signal
 from pathlib import Path
@@ -304,14 +295,14 @@ def refused(model: str, folder: Path) -> dict[str, tuple[int, str]]:
     """Train where process 1 has another reward, and where it has the run folder on a disk of its own; return the exit
     code and what the terminal got.
     """
-    told = {}
+    told, train = {}, ["train", "quickstart", f"--model.source={model}", "--rewards=mine:score"]
     for differs, out in (("module", folder / "module" / "run"), ("folder", "run")):
         here, shown = folder / differs / str(distributed.index()), io.StringIO()
         here.mkdir(parents=True)
         sign = "-" if distributed.index() and differs == "module" else ""
         (here / "mine.py").write_text(f"score = lambda completions: [{sign}float(len(c)) for c in completions]\n")
         with chdir(here), redirect_stdout(shown), redirect_stderr(shown):
-            told[differs] = main(["train", "quickstart", f"--model.source={model}", *REFUSED, f"--out={out}"]), shown
+            told[differs] = main([*train, f"--out={out}"]), shown
     return {differs: (code, shown.getvalue()) for differs, (code, shown) in told.items()}
 
 
@@ -449,7 +440,7 @@ def launched(
     (out / "fragile.py").write_text(FRAGILE)
     program, words = [sys.executable, __file__, model, str(out)], [*nanochat, str(out / "run")]
     launch = ["launch", "local", "-n", "2", "--max-restarts", "1", "--logs", str(out / "logs"), *words]
-    started = processes.start(["-c", LAUNCHER, json.dumps(program), *launch], 1, [out])
+    started = processes.start(["-c", LAUNCHER, json.dumps(program), *launch], 1, out)
     return out, processes.end(started, [STOPPED])[0]
 
 
@@ -552,13 +543,13 @@ def test_nanochat_trains_in_two_processes_which_fail_together_and_go_on_together
     tmp_path: Path, launched: tuple[Path, str], nanochat: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process has its own questions, and the first gradient is that of one process. A reward function that breaks
-    in process 1 ends process 0 too, which says why; the resumed run, which one process goes on with behind the signal,
-    is that of one process that was never stopped.
+    in process 1 ends process 0 too, which says why; the resumed run, which one process with two devices goes on with
+    behind the signal, is that of one process that was never stopped.
     """
     (here, shown), straight = launched, tmp_path / "straight"
     broken = shutil.copytree(here / "run", tmp_path / "broken")
     monkeypatch.chdir(here)
-    assert main([*nanochat, str(straight)]) == main(["train", "--resume", str(broken)]) == 0
+    assert main([*nanochat, str(straight)]) == main(["train", "--resume", str(broken), "--mesh.fsdp=2"]) == 0
     assert "process 1 has failed" in shown
     assert "it broke" in shown
     assert "restart 1 of 1" in shown
