@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from covey.monitor.run_files import HEARTBEAT, STACKS
 from covey.monitor.status import read_heartbeat
 from covey.monitor.writer import MetricsWriter
 from covey.run.rl import RLRun
+from covey.run.signals import SIGNALS
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 
@@ -90,21 +92,20 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_step_saves_and_leaves(
-    tmp_path: Path, straight: Path, at_step: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
-) -> None:
+def test_a_signal_ends_the_step_saves_and_leaves(tmp_path: Path, straight: Path, at_step: Any, capsys: Any) -> None:
     """With a code of its own and the command that goes on; gone on with, the run is the one never stopped."""
     stopped = tmp_path / "stopped"
-    at_step(2, lambda: signal.raise_signal(number))
-    assert main(["train", "quickstart", "--out", str(stopped), *SETTINGS]) == STOPPED
-    monkeypatch.undo()
-    told = capsys.readouterr().err
-    assert f"stopped by {number.name}; step 2 is saved" in told
-    assert f"go on with: covey train --resume {stopped}" in told
-    assert weights(stopped)[0] == 2
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was before
-    assert main(["train", "--resume", str(stopped)]) == 0
+    words, before = ["quickstart", "--out", str(stopped), *SETTINGS], {n: signal.getsignal(n) for n in SIGNALS}
+    for step, number in enumerate(SIGNALS, 2):
+        at_step(step, partial(signal.raise_signal, number))
+        assert main(["train", *words]) == STOPPED
+        told = capsys.readouterr().err
+        assert f"stopped by {number.name}; step {step} is saved" in told
+        assert f"go on with: covey train --resume {stopped}" in told
+        assert weights(stopped)[0] == step
+        assert signal.getsignal(number) == before[number]
+        words = ["--resume", str(stopped)]
+    assert main(["train", *words]) == 0
     assert metrics(stopped) == metrics(straight)
     for one, other in zip(weights(stopped)[1], weights(straight)[1], strict=True):
         assert np.array_equal(one, other)
