@@ -54,20 +54,7 @@ def test_first_letter_has_room_for_a_test_of_a_hundred_prompts():
     first = test[:100]
     assert len({row["topic"] for row in first}) > 20, "the first hundred are a fair sample"
     assert {row["letter"] for row in first} == set(first_letter.LETTERS)
-
-
-def test_the_topics_are_plain_and_different():
-    assert 60 <= len(first_letter.TOPICS) == len(set(first_letter.TOPICS)) <= 100
-    shown = {topic for topic, _, _ in first_letter.FEW_SHOT}
-    assert not shown & set(first_letter.TOPICS)
-    assert all(topic == topic.lower() and len(topic.split()) <= 2 for topic in first_letter.TOPICS)
-
-
-def test_the_request_names_topic_and_letter():
-    row = first_letter.make_rows(0)[0][0]
-    request = f"Write one short sentence about {row['topic']} that starts with the letter {row['letter']}."
-    assert question(row) == request
-    assert [m["role"] for m in row["prompt"]] == ["user", "assistant", "user", "assistant", "user"]
+    assert not {topic for topic, _, _ in first_letter.FEW_SHOT} & set(first_letter.TOPICS)
 
 
 # --- numbers
