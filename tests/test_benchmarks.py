@@ -32,6 +32,9 @@ SHAPE = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
@@ -102,7 +105,8 @@ def test_rollouts_draw_the_same_and_have_a_limit(told):
 
 @pytest.mark.slow
 def test_updates_agree_and_have_a_limit(told):
-    found = told("update", "--lora", "2")
+    found = told("update", "--lora", "2", "--only", "no remat")
+    assert list(found["variants"]) == ["dense, no remat", "groups, no remat"]
     assert found["checks"]["grad_norm_difference"] < 1e-5
     assert all(figures["percent_of_peak"] > 0 for figures in found["variants"].values())
 
@@ -156,6 +160,7 @@ def test_memory_is_told_by_phase_and_by_part(capsys):
     from benchmarks.__main__ import main
 
     words = ["--model.source", "scratch:arithmetic-tiny", "--max-steps", "1", "--evaluation.prompts", "1"]
+    words += ["--prompts-per-step", "2", "--num-generations", "2", "--max-sampling-rounds", "1"]
     assert main(["memory", "--recipe", "arithmetic-tiny", *words]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     # A phase that is shorter than the time between two readings has none; those below compile.
@@ -185,8 +190,9 @@ def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monk
 
 
 @pytest.mark.slow
-def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capfd, tmp_path):
+def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capsys, tmp_path):
     from benchmarks import ragged
+    from covey.cli.main import main as covey
 
     rows = [{"question": f"How much is {n} and 1 ?", "answer": f"It is so . #### {n + 1}"} for n in range(8)]
     for name in ("train", "test"):
@@ -194,8 +200,9 @@ def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capf
     fewer = {"grpo.num-generations": 2, "training.prompts-per-step": 2, "evaluation.prompts": 1}
     monkeypatch.setattr(ragged, "SETTINGS", ragged.SETTINGS | {"rollout.max-new-tokens": 8} | fewer)
     monkeypatch.setitem(ragged.SHAPES, "tiny", SHAPE)
+    monkeypatch.setattr(ragged.subprocess, "call", lambda command, **_: covey(command[3:]))  # without another process
     assert ragged.main([str(tmp_path), "--steps", "2"]) == 0
-    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["steps_that_compiled"][0] == 1
     assert all(0 <= share["low"] <= share["mean"] <= share["high"] < 1 for share in told["waste"].values())
     assert {"rollout", "logps", "update"} <= set(told["programs"])
@@ -272,21 +279,6 @@ def test_the_whole_time_counts_start_compiling_and_every_step():
     assert told["from_first_step"] == {1: 10, 3: 13, 5: None}
     assert (told["steps"], told["tokens"], told["processor"]) == (3, 8, 1 + 2 * 13)
     assert (told["programs"], told["from_cache"], told["compile_seconds"]) == (4 * 2, 4, 2)
-
-
-def test_whole_times_are_told_with_ratios_and_without_guesses():
-    from benchmarks.peers.whole import tables, whole
-
-    processes = {"covey": finished(2.0, 8.0, 1.0), "trl": finished(4.0, 1.0)}
-    found = {"cold": {name: whole(process, (1, 2)) for name, process in processes.items()}}
-    from_enter, from_first_step, work = tables(found).values()
-    assert from_enter[0] == ["cache", "", "start", "1 step", "2 steps"]
-    assert from_enter[1:] == [
-        ["cold", "covey", "2", "10", "11"],
-        ["cold", "trl", "4 (2.00×)", "5 (0.50×)", "not measured"],
-    ]
-    assert from_first_step[2] == ["cold", "trl", "1 (0.12×)", "not measured"]
-    assert work[1] == ["cold", "covey", "2", "8", "19", "6", "3", "1.5"]
 
 
 def test_steps_are_limited_by_peer_and_by_cache():
