@@ -39,7 +39,6 @@ def dropout(graph: Any, params: Any) -> jax.Array:
 
 
 LOSSES: dict[str, Callable[[Any, Any], jax.Array]] = {
-    "one loop": total,
     "two loops": lambda graph, params: total(graph, params) + total(graph, params, TOKENS[::-1] + 1),
     "a loop and the weights": lambda graph, params: total(graph, params) + weights(graph, params),
     "only the weights": weights,
@@ -56,10 +55,7 @@ def model(kind: str) -> nnx.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [*(("full", name) for name in LOSSES if name != "dropout"), ("lora", "one loop"), ("lora", "dropout")],
-)
+@pytest.mark.parametrize(("kind", "loss"), [("lora" if name == "dropout" else "full", name) for name in LOSSES])
 def test_sums_are_those_of_plain_gradients(kind: str, loss: str) -> None:
     """Of two micro-batches, whatever else uses the weights of the layers."""
     trained = model(kind)
@@ -74,8 +70,9 @@ def test_sums_are_those_of_plain_gradients(kind: str, loss: str) -> None:
     want = jax.jit(jax.grad(lambda trainable: of(trainable)[0]))(trainable)
     pairs = zip(jax.tree.leaves(layout.as_trainable(sums)), jax.tree.leaves(want), strict=True)
     for got, gradient in pairs:
-        np.testing.assert_allclose(got, 2 * gradient, rtol=1e-5, atol=1e-5 * float(jnp.abs(gradient).max()))
-    assert any(float(jnp.abs(x).max()) > 0.1 for x in sums.loops)
+        wanted = 2 * np.asarray(gradient)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=0.5e-5 * np.abs(wanted).max())
+    assert any(np.abs(x).max() > 0.1 for x in sums.loops)
 
 
 @pytest.mark.slow
