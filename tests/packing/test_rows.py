@@ -283,16 +283,17 @@ def test_loss_and_gradients_equal_the_dense_layout(
     adapters and the base under them.
     """
     graph, params = nnx.split(decoder(4, remat=False))
-    groups = groups_of(SHAPES)
+    shapes = [*SHAPES[:2], (20, [15, 25, 2, 20]), (3, [7])]  # rows of 64 are one block of queries
+    groups, lengths = groups_of(shapes), [n for _, sizes in shapes for n in sizes]
 
     def run(packing: str) -> tuple[float, nnx.State]:
         rows = pack(groups, 64, packing=packing)  # type: ignore[arg-type]
-        inputs = inputs_for(rows, LENGTHS)
+        inputs = inputs_for(rows, lengths)
 
         def loss(params: nnx.State) -> jax.Array:
             scores, algorithm = token_logps(graph, params, rows, 0.9), algorithm_of(GRPOConfig("grpo"))
             total, _ = policy_loss(algorithm, scores.logps, scores.entropy, rows.segment_ids, inputs)
-            return total / len(LENGTHS)
+            return total / len(lengths)
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
