@@ -68,13 +68,6 @@ def test_sharded_checkpoint_gives_the_logits_of_transformers(logits: Logits):
     assert len(list(TINY.glob("*.safetensors"))) > 1
 
 
-def test_the_rotary_base_matters_to_the_golden_numbers(folder: Path, logits: Logits):
-    """A loader that took its RoPE base from a constant would fail above."""
-    golden = np.load(TINY / "logits.npz")
-    config(folder, rope_theta=10_000.0, rope_parameters=None)
-    assert np.abs(logits(weights.load(folder).model, golden["tokens"]) - golden["logits"]).max() > 1e-2
-
-
 def test_one_file_and_many_files_hold_the_same_model(single: Path):
     many, one = weights.load(TINY), weights.load(single)
     assert_equal_state(many.model, one.model)
@@ -259,15 +252,6 @@ def test_a_folder_without_safetensors_says_how_to_make_them(folder: Path):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
     config(folder, vocab_size=200)
     with pytest.raises(WeightsError, match="the tokenizer has 300 tokens and the model embeds 200"):
-        weights.load(folder)
-
-
-def test_an_unknown_family_names_the_known_ones(folder: Path):
-    config(folder, model_type="rwkv")
-    with pytest.raises(
-        WeightsError,
-        match=r"'rwkv' is not supported\n.*gemma2, gemma3, gemma3_text, llama, mistral, nanochat, olmo2, phi3, qwen2",
-    ):
         weights.load(folder)
 
 
