@@ -70,43 +70,47 @@ def test_a_megabyte_of_tags_is_judged():
 
 
 RATIO = [
-    # guess, truth, reward 3, reward 4
-    ("18", "18", 3.0, 1.5),
-    (" 18 ", "18", 1.5, 1.5),
-    ("18", " 18 ", 1.5, 1.5),
-    ("18.00", "18", 0.5, 1.5),
-    ("1000", "1,000", 0.5, 1.5),
-    ("9", "10", 0.5, 0.0),  # 0.9 itself
-    ("11", "10", 0.5, 0.0),  # 1.1 itself, which floats miss for some numbers
-    ("8.99", "10", 0.25, 0.0),
-    ("11.01", "10", 0.25, 0.0),
-    ("7.99", "10", -1.0, 0.0),
-    ("12.01", "10", -1.0, 0.0),
-    ("-10", "10", -1.0, 0.0),
-    ("0", "10", -1.0, 0.0),
-    ("0.0", "0", 0.5, 1.5),
-    ("1", "0", -1.0, 0.0),
-    ("ten", "10", -0.5, 0.0),
-    ("10 dollars", "10", -0.5, 1.5),
-    ("20 or 10", "10", -0.5, 0.0),
-    ("20/2", "10", -0.5, 0.0),
-    ("10", "ten", -0.5, 0.0),
-    ("10", None, 0.0, 0.0),
-    ("10", "", 0.0, 0.0),
-    ("None", None, 0.0, 0.0),
-    ("18", 18, 3.0, 1.5),
-    ("18", 18.0, 0.5, 1.5),
-    ("18", np.int64(18), 3.0, 1.5),
-    ("9" * 5000, "9", -0.5, 0.0),
-    ("inf", "10", -0.5, 0.0),
-    ("__import__('os').getcwd()", "10", -0.5, 0.0),
+    # guess, truth, reward 3, reward 4, close
+    ("18", "18", 3.0, 1.5, 1.0),
+    (" 18 ", "18", 1.5, 1.5, 1.0),
+    ("18", " 18 ", 1.5, 1.5, 1.0),
+    ("18.00", "18", 0.5, 1.5, 1.0),
+    ("1000", "1,000", 0.5, 1.5, 1.0),
+    ("9", "10", 0.5, 0.0, 1.0),  # 0.9 itself
+    ("11", "10", 0.5, 0.0, 1.0),  # 1.1 itself, which floats miss for some numbers
+    ("8.99", "10", 0.25, 0.0, 0.0),
+    ("11.01", "10", 0.25, 0.0, 0.0),
+    ("7.99", "10", -1.0, 0.0, 0.0),
+    ("12.01", "10", -1.0, 0.0, 0.0),
+    ("-10", "10", -1.0, 0.0, 0.0),
+    ("-10.5", "-10", 0.5, 0.0, 1.0),
+    ("0", "10", -1.0, 0.0, 0.0),
+    ("0.0", "0", 0.5, 1.5, 1.0),
+    ("1", "0", -1.0, 0.0, 0.0),
+    ("0.01", "0", -1.0, 0.0, 0.0),
+    ("about $1,050 or so", "1000", -0.5, 0.0, 1.0),
+    ("ten", "10", -0.5, 0.0, 0.0),
+    ("10 dollars", "10", -0.5, 1.5, 1.0),
+    ("20 or 10", "10", -0.5, 0.0, 0.0),
+    ("20/2", "10", -0.5, 0.0, 0.0),
+    ("10", "ten", -0.5, 0.0, 0.0),
+    ("10", None, 0.0, 0.0, 0.0),
+    ("10", "", 0.0, 0.0, 0.0),
+    ("None", None, 0.0, 0.0, 0.0),
+    ("18", 18, 3.0, 1.5, 1.0),
+    ("18", 18.0, 0.5, 1.5, 1.0),
+    ("18", np.int64(18), 3.0, 1.5, 1.0),
+    ("9" * 5000, "9", -0.5, 0.0, 0.0),
+    ("inf", "10", -0.5, 0.0, 0.0),
+    ("__import__('os').getcwd()", "10", -0.5, 0.0, 0.0),
 ]
 
 
-@pytest.mark.parametrize(("guess", "truth", "ratio", "number"), RATIO)
-def test_rewards_3_and_4_line_by_line(guess, truth, ratio, number):
+@pytest.mark.parametrize(("guess", "truth", "ratio", "number", "close"), RATIO)
+def test_rewards_3_and_4_and_whether_an_answer_is_close_line_by_line(guess, truth, ratio, number, close):
     assert answer_ratio(["p"], [tagged(guess)], answer=[truth]) == [ratio]
     assert answer_number(["p"], [tagged(guess)], answer=[truth]) == [number]
+    assert answer_close(["p"], [tagged(guess)], answer=[truth]) == [close]
 
 
 @pytest.mark.parametrize("text", ["18", "<answer>18</answer>", f"So: {tagged('18')}", tagged("18") + tagged("18")])
@@ -121,34 +125,12 @@ def test_reward_3_is_nothing_without_the_layout(text):
         ("<answer>18", 1.5),
         ("<answer>none</answer> 18", 0.0),
         ("<answer></answer><answer>18</answer>", 0.0),
-        ("<answer>17</answer><answer>18</answer>", 0.0),
+        ("<answer>7</answer><answer>18</answer>", 0.0),
     ],
 )
 def test_reward_4_reads_the_first_number_inside_the_tag(text, reward):
     assert answer_number(["p"], [text], answer=["18"]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "close"),
-    [
-        (tagged("18"), "18", 1.0),
-        (tagged("9"), "10", 1.0),
-        (tagged("11"), "10", 1.0),
-        (tagged("8.99"), "10", 0.0),
-        (tagged("11.01"), "10", 0.0),
-        (tagged("-10"), "10", 0.0),
-        (tagged("-10.5"), "-10", 1.0),
-        (tagged("about $1,050 or so"), "1000", 1.0),
-        (tagged("20 or 10"), "10", 0.0),
-        ("<answer>10", "10", 1.0),
-        ("10", "10", 0.0),
-        (tagged("0"), "0", 1.0),
-        (tagged("0.01"), "0", 0.0),
-        (tagged("10"), None, 0.0),
-    ],
-)
-def test_close_is_within_a_tenth(text, truth, close):
-    assert answer_close(["p"], [text], answer=[truth]) == [close]
+    assert answer_close(["p"], [text], answer=["18"]) == [float(reward > 0)]
 
 
 EXACT = [
