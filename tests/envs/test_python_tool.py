@@ -131,6 +131,7 @@ def test_a_program_that_does_not_end_is_ended(
     assert ("before" in outcome.output) == ("before" in program)
 
 
+@pytest.mark.slow
 def test_no_program_outlives_a_killed_run() -> None:
     limits = (
         "from covey.envs.python_tool.sandbox import Limits, run_program\nrun_program('import time; time.sleep(600)', "

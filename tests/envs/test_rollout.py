@@ -32,6 +32,8 @@ from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
 
+pytestmark = pytest.mark.slow  # whichever test is the first compiles the sampler
+
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 PLAIN = Tokenizer.from_folder(TINY)
 CONTROLS = [PLAIN.inner.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "<unk>")]
@@ -100,7 +102,6 @@ def plain_logps(params: Any, tokens: np.ndarray) -> jax.Array:
     return jax.nn.log_softmax(model.logits(hidden)[0])
 
 
-@pytest.mark.slow
 def test_each_token_is_the_models_own_or_the_environments_by_the_template(episodes: list[Completion]) -> None:
     lengths, changed = set(), 0
     for number, c in enumerate(episodes):
@@ -131,7 +132,6 @@ def test_each_token_is_the_models_own_or_the_environments_by_the_template(episod
     assert changed > len(episodes) / 2  # a turn that is encoded anew has other tokens
 
 
-@pytest.mark.slow
 def test_log_probs_behind_a_response_are_those_of_the_whole_sequence(episodes: list[Completion]) -> None:
     """The tokens of the environment are in the cache, at their own positions."""
     for number, c in enumerate(episodes):
