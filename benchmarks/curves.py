@@ -15,17 +15,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from benchmarks import step
 from benchmarks.common import Settings, interleaved, short, spread_of, tell_json
-from benchmarks.rollout import ways
+from benchmarks.rollout import sample, ways
 from benchmarks.sizes import Size
 from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
 from covey.losses.logprobs import token_logps
 from covey.models.config import ModelConfig
+from covey.parallel.programs import abstract
 from covey.registry import install_command
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request
 
 FACTORS = (0.5, 1, 2)
 """Factors of the size along each axis."""
@@ -107,13 +109,13 @@ class _Model:
         self.trainer = trainer_of(settings, remat=True)
         graph = self.trainer.graph
         self.score = jax.jit(lambda params, rows: token_logps(graph, params, rows, 1.0).logps)
-        self.samplers: dict[tuple[int, ...], Sampler] = {}
+        self.engines: dict[tuple[int, ...], Engine] = {}
 
-    def sampler(self, settings: Settings) -> Sampler:
-        if settings.stop_ids not in self.samplers:
-            new = Sampler(self.trainer.graph, settings.stop_ids, ways(settings.shape)["refilled"])
-            self.samplers[settings.stop_ids] = new
-        return self.samplers[settings.stop_ids]
+    def engine(self, settings: Settings) -> Engine:
+        if settings.stop_ids not in self.engines:
+            model = nnx.merge(self.trainer.graph, abstract(self.trainer.params))
+            self.engines[settings.stop_ids] = Engine(model, settings.stop_ids, ways(settings.shape)["refilled"])
+        return self.engines[settings.stop_ids]
 
 
 class _Point:
@@ -134,8 +136,9 @@ class _Point:
     def _sample(self) -> Any:
         shape = self.settings.shape
         requests = [Request(prompt, shape.samples, index) for index, prompt in enumerate(self.settings.prompts())]
-        sampler, config = self.model.sampler(self.settings), ways(shape)["refilled"]
-        return sampler.generate(self.model.trainer.params, requests, config=config)
+        engine = self.model.engine(self.settings)
+        engine.update_weights(self.model.trainer.params)  # an update has donated the last ones
+        return sample(engine, requests, ways(shape)["refilled"])
 
     def _score(self) -> Any:
         return [self.model.score(self.model.trainer.params, rows) for rows in self.rows]

@@ -8,7 +8,6 @@ draws the same tokens, because the noise hangs on prompt, sample and token alone
 from functools import partial
 
 import numpy as np
-from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved
 from benchmarks.decode import limits
@@ -16,31 +15,34 @@ from benchmarks.sizes import Size
 from covey.config.schema import RolloutConfig
 from covey.plan import work
 from covey.plan.roofline import machine_peaks
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
+from covey.types import Completion
 
 
 def measure(settings: Settings) -> Result:
     """Sample P · G completions with each variant."""
-    (graph, params), configs = nnx.split(settings.model()), ways(settings.shape)
+    configs = ways(settings.shape)
     requests = [Request(prompt, settings.shape.samples, index) for index, prompt in enumerate(settings.prompts())]
-    sampler = Sampler(graph, settings.stop_ids, RolloutConfig())
-    runs = {
-        n: partial(sampler.generate, params, requests, config=c)
-        for n, c in configs.items()
-        if n in settings.chosen(configs)
-    }
+    engine = Engine(settings.model(), settings.stop_ids, RolloutConfig())
+    runs = {n: partial(sample, engine, requests, c) for n, c in configs.items() if n in settings.chosen(configs)}
     drawn: dict[str, list[np.ndarray]] = {}
     facts, least = {}, {}
     for name, run in runs.items():
         completions = run()
         drawn[name] = [completion.tokens for group in completions for completion in group]
         least[name] = limit(settings, [[len(c.tokens) for c in group] for group in completions], configs[name].slots)
-        stats = sampler.stats
+        stats = engine.stats
         facts[name] = {"slot_steps": stats.slot_steps, "waste": round(stats.waste, 3)}
     first = next(iter(drawn.values()))
     same = all(np.array_equal(a, b) for other in drawn.values() for a, b in zip(first, other, strict=True))
     tokens = sum(map(len, first))
     return Result(interleaved(runs, settings.repeat), tokens, facts, {"same_tokens": same}, least)
+
+
+def sample(engine: Engine, requests: list[Request], config: RolloutConfig) -> list[list[Completion]]:
+    """Sample with an engine that has these settings from now on."""
+    engine.configure(config)
+    return generate(engine, requests)
 
 
 def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:

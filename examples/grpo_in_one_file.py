@@ -3,7 +3,7 @@
     prompts → G completions of each → rewards → advantages over each group → log-probs of the padded batch [B, T]
     → clipped loss with a KL to the reference → gradient → AdamW → next step
 
-From Covey it uses only the decoder, the loader and the sampler. The rest is written as simply as possible: one sample
+From Covey it uses only the decoder, the loader and the engine. The rest is written as simply as possible: one sample
 per row, padding after it, the logits of all tokens in memory at once. The package computes the same numbers with less
 memory and time, and `tests/test_one_file.py` compares the two. Read this file first, then `covey/rl/learner.py`.
 
@@ -33,7 +33,7 @@ from covey.config.schema import RolloutConfig
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
 
@@ -179,7 +179,7 @@ class GRPO(NamedTuple):
     graph: nnx.GraphDef[Decoder]
     reference: nnx.State
     tokenizer: Tokenizer
-    sampler: Sampler
+    engine: Engine
     reward: Callable[[str, str], float]
     settings: Settings
     params: nnx.State
@@ -191,18 +191,18 @@ def begin(model: Decoder, tokenizer: Tokenizer, reward: Callable[[str, str], flo
     """Prepare to train `model` with a reward of text and answer; the reference keeps the current weights."""
     names = ("seed", "max_prompt_length", "max_new_tokens", "temperature")
     graph, params = nnx.split(model)
-    sampler = Sampler(graph, tokenizer.stop_ids, RolloutConfig(**{name: getattr(settings, name) for name in names}))
-    return GRPO(graph, params, tokenizer, sampler, reward, settings, params, make_optimizer(settings).init(params))
+    engine = Engine(model, tokenizer.stop_ids, RolloutConfig(**{name: getattr(settings, name) for name in names}))
+    return GRPO(graph, params, tokenizer, engine, reward, settings, params, make_optimizer(settings).init(params))
 
 
 def grpo_step(run: GRPO, problems: Sequence[dict[str, str]]) -> tuple[GRPO, dict[str, float], list[list[str]]]:
     """Sample, score and update; return the new run, the metrics, and the texts of each prompt's completions."""
     settings = run.settings
-
     # Sample G completions of each prompt. Seed, number of updates, prompt and sample number determine the noise.
     prompts = [run.tokenizer.encode_prompt(problem["prompt"]) for problem in problems]
     requests = [Request(prompt, settings.num_generations, i, run.updates) for i, prompt in enumerate(prompts)]
-    groups = run.sampler.generate(run.params, requests)
+    run.engine.update_weights(run.params)
+    groups = generate(run.engine, requests)
     texts = [[run.tokenizer.decode(completion.tokens) for completion in group] for group in groups]
 
     # Score each completion, and compare it with the others of its group.

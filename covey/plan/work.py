@@ -151,7 +151,8 @@ def _rollout(
     recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, fixed_shapes: bool, processes: int
 ) -> Phase:
     prompts, samples = math.ceil(recipe.training.prompts_per_step / processes), recipe.grpo.num_generations
-    scheduler = Scheduler([lengths.prompt] * prompts, [samples] * prompts, recipe.rollout, fixed_shapes=fixed_shapes)
+    requests = [lengths.prompt] * prompts, [samples] * prompts
+    scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes)
     slots, rank = min(len(scheduler.slots), prompts * samples), recipe.model.lora.rank
     fed = [(lengths.prompt, max(lengths.completion - 1, 0))] * (prompts * samples)
     flops, read = decoding(config, fed, slots / sizes.copies, rank, sizes.cache_itemsize)

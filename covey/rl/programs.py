@@ -17,7 +17,7 @@ from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import longest_shown, token_values_interval
-from covey.sampling.scheduler import Scheduler
+from covey.sampling.scheduler import Demands, Scheduler
 
 
 class RLPrograms:
@@ -38,7 +38,7 @@ class RLPrograms:
         self.cluster, self.config, self.grpo, self.is_async = cluster, cluster.config, grpo, is_async
         self.trainer = cluster.trainer or cluster.make_trainer(grpo, total_steps)
         self.rollout_params = cluster.rollout.sampling_params()
-        self._sampler, self._algorithm = cluster.rollout.sampler, algorithm_of(grpo)
+        self._engine, self._algorithm = cluster.rollout.engine, algorithm_of(grpo)
 
     def score(self, count: int, length: int) -> Program:
         """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
@@ -60,25 +60,31 @@ class RLPrograms:
 
     def prefill(self, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens."""
-        return self._sampler.programs.prefill_program(self.rollout_params, prompts, length)
+        return self._engine.programs.prefill_program(self.rollout_params, prompts, length)
 
     def insert(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> list[Program]:
         """Return the programs that insert such prompts into slots; see `Programs.insert_programs`."""
-        return self._sampler.programs.insert_programs(self.rollout_params, slots, cache_length, prompts, prompt_length)
+        return self._engine.programs.insert_programs(self.rollout_params, slots, cache_length, prompts, prompt_length)
 
     def decode(self, slots: int, cache_length: int) -> Program:
         """Return the program of a chunk of decode steps for slots with room for `cache_length` tokens each."""
         config, tool = self.config.rollout_config, self.cluster.rollout.tool
         pause_id = None if tool is None else tool.pause_id
-        return self._sampler.programs.decode_program(self.rollout_params, slots, cache_length, config, pause_id)
+        return self._engine.programs.decode_program(self.rollout_params, slots, cache_length, config, pause_id)
 
     def scheduler(self) -> Scheduler:
         """Return the scheduler of a rollout whose prompts are as long as they may be."""
         config, samples = self.config.rollout_config, self.grpo.num_generations
         fraction = -(-self.config.training_config.prompts_per_step // self.num_processes)
         prompts = min(stage_sizes(self.config.training_config, samples).rollout, fraction)
-        lengths = [config.max_prompt_length] * prompts
-        return self._sampler.scheduler(self.rollout_params, lengths, [samples] * prompts, is_async=self.is_async)
+        return Scheduler.fitted(
+            [config.max_prompt_length] * prompts,
+            [samples] * prompts,
+            config,
+            may_resize=self._engine.scheduler.may_resize,
+            fixed_shapes=self._engine.scheduler.fixed_shapes,
+            demands=Demands(is_async=self.is_async),
+        )
 
     @property
     def model(self) -> Decoder:

@@ -19,7 +19,7 @@ from covey.parallel.programs import abstract, takes_shapes
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
 from covey.sampling.calculator import Tool, make_tool
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory, SamePrompt
 from covey.sampling.scheduler import check_length, check_positions
@@ -68,7 +68,8 @@ class Rollout(list[Group]):
 
 
 class RolloutWorker:
-    """Covey's sampler ("vanilla") with a tokenizer.
+    """Covey's engine ("vanilla") with a tokenizer. Between calls the engine sleeps: its cache, and the weights in the
+    form in which it takes them, are freed, so that an update has their memory.
 
     Args:
         model: defines the structure and the initial weights.
@@ -76,11 +77,12 @@ class RolloutWorker:
         config: lengths, temperature, truncation, slots, seed, tool.
         environments: runs the environment in which the model acts, or the tools that it calls, where the text of a
             completion is its last turn; None for completions of one turn.
-        fixed_shapes: see `sampling.engine.Sampler`.
+        fixed_shapes: see `sampling.engine.Engine`.
 
     Attributes:
-        params: current weights; `sampling_params` are those that the sampler takes.
-        sampler: draws the tokens.
+        params: current weights; `sampling_params` are those that the engine takes.
+        version: number of times that they were set.
+        engine: draws the tokens.
         tool: the tool that `config` names; None without one.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
@@ -96,9 +98,10 @@ class RolloutWorker:
         fixed_shapes: bool = False,
     ):
         self._graph, self.params = nnx.split(model)
+        self.version = 0
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
-        graph, self._convert = _conversion(with_rounded_head(model))
-        self.sampler = Sampler(graph, tokenizer.stop_ids, config, fixed_shapes)
+        shapes, self._convert = _conversion(with_rounded_head(model))
+        self.engine = Engine(shapes, tokenizer.stop_ids, config, fixed_shapes)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self.tool = self._prepare(config)
@@ -106,7 +109,7 @@ class RolloutWorker:
     @property
     def stats(self) -> SamplerStats:
         """Statistics of the last call."""
-        return self.sampler.stats
+        return self.engine.stats
 
     @property
     def model(self) -> Decoder:
@@ -149,11 +152,10 @@ class RolloutWorker:
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         shared = episodes.requests if episodes else [SamePrompt(row, 0, samples) for row in range(len(examples))]
         requests = [
-            Request(encode(prompt), one.size, first + one.row, step, one.first)
-            for prompt, one in zip(row_prompts, shared, strict=True)
+            Request(encode(prompt), one.size, first + one.row, step, one.first, responder=episodes or tool, id=number)
+            for number, (prompt, one) in enumerate(zip(row_prompts, shared, strict=True))
         ]
-        params, responder = self.sampling_params(), episodes or tool
-        sampled = self.sampler.generate(params, requests, config=config, responder=responder, progress=progress)
+        sampled = self._sample(requests, config or self.config, progress)
         if episodes:
             episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
@@ -165,6 +167,17 @@ class RolloutWorker:
             for prompt, request, completions, column in zip(row_prompts, requests, sampled, columns, strict=True)
         ]
         return Rollout(groups, self.pad_id)
+
+    def _sample(
+        self, requests: Sequence[Request], config: RolloutConfig, progress: Callable[[int, int], None] | None
+    ) -> list[list[Completion]]:
+        """Wake the engine for the current weights and these settings, sample, and let it sleep."""
+        self.engine.configure(config)
+        self.engine.update_weights(self.sampling_params(), self.version)
+        try:
+            return generate(self.engine, requests, progress)
+        finally:
+            self.engine.sleep()
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
         """Refuse data with a prompt that cannot be sampled, before any sampling. The prompt of an environment is known
@@ -199,10 +212,10 @@ class RolloutWorker:
 
     def update_params(self, params: Any) -> None:
         """Set new weights for the next call: all of them, or some (for example only the adapters)."""
-        self.params = nnx.merge_state(self.params, params)
+        self.params, self.version = nnx.merge_state(self.params, params), self.version + 1
 
     def sampling_params(self) -> Any:
-        """Return the current weights as the sampler's programs take them; of a model of shapes, their shapes."""
+        """Return the current weights as the engine's programs take them; of a model of shapes, their shapes."""
         return self._convert(nnx.split(with_rounded_head(self.model))[1])
 
     def _prepare(self, config: RolloutConfig) -> Tool | None:
@@ -221,8 +234,8 @@ class RolloutWorker:
         return dataclasses.replace(completion, text=read(completion.tokens))
 
 
-def _conversion(model: Decoder) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the graph of the model that samples, and the function that makes its parameters of those of `model`.
+def _conversion(model: Decoder) -> tuple[Decoder, Callable[[Any], Any]]:
+    """Return the model that samples, of shapes, and the function that makes its parameters of those of `model`.
 
     It has a list of layers. A step of decoding reads all weights once, as fast as memory gives them only from arrays of
     their own: from stacks a TPU takes more than twice as long, and a GPU first copies kernels of the MLPs. The list is
@@ -230,9 +243,10 @@ def _conversion(model: Decoder) -> tuple[Any, Callable[[Any], Any]]:
     """
     graph, params = nnx.split(model)
     dtype = sampling_type(model)
+    shapes = abstract(params)
     if not model.stacked:
-        return graph, partial(round_for_sampling, dtype=dtype)
-    stacks, shapes = LayerStacks(model), abstract(params)
+        return nnx.merge(graph, round_for_sampling(shapes, dtype)), partial(round_for_sampling, dtype=dtype)
+    stacks = LayerStacks(model)
     graph = nnx.split(unstack_layers(nnx.merge(graph, shapes)))[0]
 
     def listed(layers: Any) -> Any:
@@ -245,4 +259,4 @@ def _conversion(model: Decoder) -> tuple[Any, Callable[[Any], Any]]:
         layers, rest = stacks.split(params)
         return nnx.merge_state(convert(layers), rest)
 
-    return graph, converted
+    return nnx.merge(graph, converted(shapes)), converted

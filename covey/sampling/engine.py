@@ -1,6 +1,8 @@
 """Sample completions with continuous batching: slots are refilled while others are still decoding.
 
-    schedule → prefill → insert → decode a chunk of steps → collect → schedule …
+    add ─▶ waiting ─▶ schedule ─▶ run: prefill and insert, or decode a chunk of steps ─▶ collect ─▶ finished
+                         ▲                                                                │
+                         └───────────── respond, resume ◀── halt ◀────────────────────────┘
 
 The scheduler decides which slot draws which sample, the model runner runs the programs, and a `Sequence` gathers the
 tokens of each sample. A prompt is prefilled once; its keys and values are copied into the slot of each of its samples.
@@ -10,25 +12,40 @@ drawn in any slot, batch, order or chunk size.
 
 With a responder (a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
 prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
+
+One thread at a time uses an engine. What a responder raises comes out of `step` and cancels its request; the others go
+on. After any other exception, as an interruption, `reset` the engine.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from covey.config.schema import RolloutConfig
+from covey.config.schema import RolloutConfig, SamplingConfig
+from covey.errors import CoveyError, DataError, WeightsError
+from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.parallel.programs import abstract, is_abstract
+from covey.parallel.reshard import flatten
 from covey.sampling import sequence
+from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import Chunk, ModelRunner, SamplerStats
 from covey.sampling.programs import Programs
-from covey.sampling.responder import NewBranch, PendingResponses, Responder, Turn
+from covey.sampling.responder import NewBranch, PendingResponses, Responder, Response, Turn, demands_of
 from covey.sampling.scheduler import Sample, Scheduler, check_length
 from covey.types import Completion
+
+MAX_WAITING = 65_536
+"""Maximum number of requests that wait, unless an engine has another one."""
 
 
 @dataclass(frozen=True)
@@ -41,176 +58,256 @@ class Request:
         index: the prompt's index in the step; with `step` and the sample index it seeds the noise.
         step: the training step (or any other number that distinguishes calls).
         first: number of the first completion among those of the prompt's index.
+        sampling_params: temperature and truncation; None for the engine's.
+        max_new_tokens: maximum number of tokens of a completion; None for the engine's.
+        responder: responds where the model halts; every completion then has a mask.
+        id: id of the request; None for a new one.
     """
 
     prompt: np.ndarray
-    samples: int
-    index: int
+    samples: int = 1
+    index: int = 0
     step: int = 0
     first: int = 0
+    sampling_params: SamplingConfig | None = None
+    max_new_tokens: int | None = None
+    responder: Responder | None = None
+    id: int | None = None
 
 
-class Sampler:
-    """Generate completions in batches from a decoder.
+def check_request(request: Request, name: str, config: RolloutConfig, model: ModelConfig) -> None:
+    """Check that a request, which errors call `name`, can be sampled by an engine with these settings.
 
-    Args:
-        graph: the decoder's `nnx.GraphDef`; each call passes its state, so that new weights need no new sampler.
-        stop_ids: tokens that end a completion; the stop token is kept as its last token.
-        config: lengths, temperature, truncation, slots, seed.
-        fixed_shapes: whether all sizes follow the settings, and other settings of the sampling distribution than those
-            of `config` share a program.
+    Raises:
+        DataError: its prompt has no tokens, too many for the settings or the model, or one that is no token of it.
+        CoveyError: its limit of new tokens is not from 1 to that of the settings, or the noise has no such position.
+    """
+    limit = config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+    if not 0 < limit <= config.max_new_tokens:
+        want = f"from 1 to rollout.max_new_tokens = {config.max_new_tokens}"
+        raise CoveyError(f"{name} has a limit of {limit} new tokens", want=want)
+    if min(place := (request.step, request.index, request.first)) < 0 or max(place) + request.samples > 2**32:
+        raise CoveyError(f"{name} has the step, index and first sample {place}", want="from 0 to 2**32 each")
+    check_length(len(request.prompt), config, f"the prompt of {name}", limit)
+    if (needed := len(request.prompt) + limit) > model.max_positions:
+        want = f"at most {model.max_positions}, the positions that the model was made for"
+        raise DataError(f"the prompt of {name} and its answer may need {needed} tokens", want=want)
+    if wrong := [token for token in (request.prompt.min(), request.prompt.max()) if not 0 <= token < model.vocab_size]:
+        want = f"tokens from 0 to {model.vocab_size - 1}, which the model knows"
+        raise DataError(f"the prompt of {name} has the token {wrong[0]}", want=want)
+
+
+class Finished(NamedTuple):
+    """A completion that has ended, without its text.
+
+    Attributes:
+        request: id of its request.
+        number: its number among the samples of the request.
+        completion: the completion.
+        versions: versions of the weights that drew its first and its last token.
     """
 
-    def __init__(
-        self, graph: nnx.GraphDef[Decoder], stop_ids: Sequence[int], config: RolloutConfig, fixed_shapes: bool = False
-    ):
-        self.graph, self.config, self.fixed_shapes = graph, config, fixed_shapes
-        self.stop_ids = tuple(sorted(stop_ids))
-        self.stats = SamplerStats()
-        self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
-
-    def generate(
-        self,
-        params: Any,
-        requests: Sequence[Request],
-        *,
-        config: RolloutConfig | None = None,
-        responder: Responder | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[list[Completion]]:
-        """Generate all completions, by request and sample index, without their text.
-
-        Args:
-            params: the decoder's state.
-            requests: prompts; lengths may differ.
-            config: settings for this call instead of the sampler's own.
-            responder: responds where the model halts; every completion then has a mask.
-            progress: called with (finished, total) completions after each chunk.
-
-        Errors: DataError for an empty prompt or one longer than `max_prompt_length`.
-        """
-        config = config or self.config
-        for number, request in enumerate(requests, 1):
-            check_length(len(request.prompt), config, f"prompt {number}")
-        is_async, max_num_seqs = (False, None) if responder is None else (responder.is_async, responder.max_num_seqs)
-        sizes = [len(r.prompt) for r in requests], [r.samples for r in requests]
-        scheduler = self.scheduler(params, *sizes, config=config, is_async=is_async, max_num_seqs=max_num_seqs)
-        demands = () if responder is None else (responder.pause_id, responder.turn_limit)
-        size = len(scheduler.slots), scheduler.cache_length
-        runner = ModelRunner(self.programs, params, config, *size, *demands)
-        engine, self.stats, began = Engine(scheduler, runner, requests, responder), runner.stats, time.perf_counter()
-        while scheduler.unfinished:
-            engine.step()
-            if progress is not None:
-                progress(scheduler.finished, len(scheduler.samples))
-        self.stats.seconds = time.perf_counter() - began
-        return [[engine.completion(Sample(i, n)) for n in range(r.samples)] for i, r in enumerate(requests)]
-
-    def scheduler(
-        self,
-        params: Any,
-        prompt_lengths: Sequence[int],
-        num_samples: Sequence[int],
-        *,
-        config: RolloutConfig | None = None,
-        is_async: bool = False,
-        max_num_seqs: int | None = None,
-    ) -> Scheduler:
-        """Return the scheduler of a call; arguments as for `Scheduler`, and whether its responses may come later."""
-        return Scheduler(
-            prompt_lengths,
-            num_samples,
-            config or self.config,
-            resizes=self.programs.cache_layout(params).divided and not is_async,
-            max_num_seqs=max_num_seqs,
-            fixed_shapes=self.fixed_shapes,
-        )
+    request: int
+    number: int
+    completion: Completion
+    versions: tuple[int, int]
 
 
 class Engine:
-    """The sequences of a call, and the steps that finish them.
+    """Sequences of requests, and the steps that finish them.
 
     Args:
-        scheduler: assigns them to slots.
+        model: defines the structure and the first weights; one of shapes has no weights until `update_weights`.
+        stop_ids: tokens that end a completion; the stop token is kept as its last token.
+        config: lengths, temperature, truncation, slots, seed; see `configure`.
+        fixed_shapes: whether all sizes follow the settings, and other settings of the sampling distribution than those
+            of `config` share a program.
+        max_waiting: maximum number of requests that wait.
+
+    Attributes:
+        scheduler: assigns sequences to slots.
         runner: draws their tokens in these slots.
-        requests: their prompts.
-        responder: responds where the model halts.
+        sequences: those that are not finished, by the id of their request and their number.
+        version: version of the weights.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, requests: Sequence[Request], responder: Responder | None
+        self,
+        model: Decoder,
+        stop_ids: Sequence[int],
+        config: RolloutConfig,
+        fixed_shapes: bool = False,
+        max_waiting: int = MAX_WAITING,
     ):
-        self.scheduler, self.runner, self.requests = scheduler, runner, requests
-        self._responses, self._masked = PendingResponses(responder), responder is not None
-        where = {Sample(i, n): (r.step, r.index, r.first + n) for i, r in enumerate(requests) for n in range(r.samples)}
-        keys = sequence.sample_keys(runner.config.seed, np.array(list(where.values()), np.uint32).reshape(-1, 3))
-        self.sequences = {
-            sample: sequence.Sequence(len(requests[sample.request].prompt), key)
-            for sample, key in zip(where, keys, strict=True)
+        graph, params = nnx.split(model)
+        self.stop_ids, self.max_waiting, self.version = tuple(sorted(stop_ids)), max_waiting, 0
+        self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
+        self.scheduler = Scheduler(config, may_resize=CacheLayout.of(model).divided, fixed_shapes=fixed_shapes)
+        self.runner = ModelRunner(self.programs, None if is_abstract(params) else params)
+        self.sequences: dict[int, dict[int, sequence.Sequence]] = {}
+        self._model, self._shapes, self._ids = model.config, flatten(abstract(params)), count()
+        self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
+        self._responses, self._finished = PendingResponses(), list[Finished]()
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Settings of the engine."""
+        return self.scheduler.config
+
+    @property
+    def stats(self) -> SamplerStats:
+        """Statistics since they were set anew."""
+        return self.runner.stats
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a sample waits or runs."""
+        return bool(self.sequences)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait."""
+        return len(self.scheduler.waiting) < self.max_waiting
+
+    def configure(self, config: RolloutConfig) -> None:
+        """Change the settings of an engine without requests, and begin new statistics."""
+        self._check_idle("an engine without requests, for new settings")
+        self.scheduler.config, self.runner.stats = config, SamplerStats()
+
+    def update_weights(self, params: Any, version: int | None = None) -> None:
+        """Take new weights, between two steps. Sequences that are not finished keep their cache, and go on under the
+        new weights; their completions say so by their `versions`.
+
+        Args:
+            params: the decoder's state, all of it.
+            version: number of these weights; by default one more than that of the last ones.
+
+        Raises:
+            WeightsError: an array is missing, or has another shape or type than before.
+        """
+        self._check_weights(params)
+        self.runner.params, self.version = params, self.version + 1 if version is None else version
+        self.scheduler.prefilled = []
+        if not self.unfinished:  # numbers that are not finite would spoil whatever comes into the same slot
+            self.runner.release()
+
+    def sleep(self) -> None:
+        """Free the weights and the cache of an engine without requests, until `update_weights`."""
+        self._check_idle("an engine without requests, to sleep")
+        self.runner.release()
+        self.runner.params = None
+
+    def reset(self) -> None:
+        """Cancel all requests, and free the cache, of which an interrupted program may have left nothing."""
+        for request in list(self.sequences):
+            self.cancel(request)
+        self.runner.release()
+        self._finished.clear()
+
+    def add(self, request: Request) -> int:
+        """Let the samples of a request wait, also while others run; return its id.
+
+        Raises:
+            CoveyError: there is an unfinished request with this id, the queue is full, or `check_request` refuses it.
+                The other requests go on.
+        """
+        number = next(i for i in self._ids if i not in self.sequences) if request.id is None else request.id
+        self._check_place(number)
+        check_request(request, f"request {number}", self.config, self._model)
+        responder, limit = request.responder, request.max_new_tokens or self.config.max_new_tokens
+        sampling_params = SamplingParams.from_config(request.sampling_params or self.config)
+        samples = {
+            n: sequence.Sequence(request.prompt, limit, sampling_params, responder) for n in range(request.samples)
         }
+        if samples:
+            self.sequences[number] = samples
+        self._without_key += [(one, (request.step, request.index, request.first + n)) for n, one in samples.items()]
+        self.scheduler.add(number, len(request.prompt), request.samples, demands_of(responder))
+        return number
 
-    def step(self) -> None:
-        """Take responses that are there, refill free slots, and decode a chunk of steps in those that are active."""
+    def cancel(self, request: int) -> None:
+        """Drop the samples of a request that are not finished, also where they run or wait for a response.
+
+        Raises:
+            CoveyError: there is no unfinished request with this id.
+        """
+        if request not in self.sequences:
+            raise CoveyError(f"there is no request {request}", want="the id of a request that is not finished")
+        del self.sequences[request]
+        self._responses.drop(request)
+        self.runner.halt(self.scheduler.cancel(request))
+
+    def step(self) -> list[Finished]:
+        """Run one batch: prompts that enter free slots, or else a chunk of decode steps. Return the samples that ended.
+
+        Where nothing can run before a response comes, wait for one.
+        """
+        began = time.perf_counter()
+        self._schedule()
+        if self.scheduler.can_admit:
+            self._collect(*self._admit())
+        elif self.scheduler.active:
+            self._collect(*self._decode())
+        self.stats.seconds += time.perf_counter() - began
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _schedule(self) -> None:
+        """Give slots to what can go on, and fit batch and cache to it."""
+        self._make_keys()
+        if self.scheduler.fit():
+            self.runner.allocate(len(self.scheduler.slots), self.scheduler.cache_length)
         self._take_responses(block=self.scheduler.stalled)
-        self._exchange_slots()
-        while self.scheduler.can_admit:
-            self._admit()
-        if self.scheduler.active:
-            self._decode()
-
-    def completion(self, sample: Sample) -> Completion:
-        """Return a finished completion, without its text."""
-        return self.sequences[sample].completion(self.runner.programs.stop_ids, masked=self._masked)
-
-    def _admit(self) -> None:
-        """Insert waiting samples into free slots, with their first tokens."""
-        if batch := self.scheduler.next_prefill():
-            self.runner.prefill([self.requests[i].prompt for i in batch], self.scheduler.prefill_shape)
-        admitted = self.scheduler.admit()
-        chunk = self.runner.insert((slot, row, self.sequences[sample].key) for slot, row, sample in admitted)
-        self._collect({slot: sample for slot, _, sample in admitted}, chunk)
-
-    def _exchange_slots(self) -> None:
-        """Give the slots of samples that wait to others that can be decoded."""
         for slot, sample in self.scheduler.swap_out().items():
-            self.sequences[sample].swapped = self.runner.swap_out(slot)
+            self._sequence(sample).swapped = self.runner.swap_out(slot)
         for slot, sample in self.scheduler.swap_in().items():
-            self.runner.swap_in(slot, self.sequences[sample].swapped)
-            self.sequences[sample].swapped = None
-
-    def _decode(self) -> None:
-        """Append the responses of the samples in slots, and decode a chunk of steps."""
+            self.runner.swap_in(slot, self._sequence(sample).swapped)
+            self._sequence(sample).swapped = None
         while (slots := self.scheduler.resize()) is not None:
             self.runner.resize(slots, self.scheduler.cache_length)
-        active = {slot: self.sequences[sample] for slot, sample in self.scheduler.active.items()}
-        self.runner.resume({slot: s.response for slot, s in active.items() if s.response is not None})
-        for resumed in active.values():
-            resumed.response = None
-        began = time.perf_counter()
-        chunk = self.runner.decode()
-        self.runner.stats.decode_seconds += time.perf_counter() - began
-        self._collect(self.scheduler.active, chunk)
 
-    def _collect(self, active: Mapping[int, Sample], chunk: Chunk) -> None:
+    def _admit(self) -> tuple[Mapping[int, Sample], Chunk]:
+        """Insert waiting samples into free slots, with their first tokens."""
+        if batch := self.scheduler.next_prefill():
+            prompts = [next(iter(self.sequences[request].values())).prompt for request in batch]
+            self.runner.prefill(prompts, self.scheduler.prefill_shape)
+        admitted = self.scheduler.admit()
+        samples = {one.slot: one.sample for one in admitted}
+        return samples, self.runner.insert({one.slot: one.row for one in admitted}, self._in_slots(samples))
+
+    def _decode(self) -> tuple[Mapping[int, Sample], Chunk]:
+        """Append the responses of the samples in slots, and decode a chunk of steps."""
+        active = self._in_slots(self.scheduler.active)
+        self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
+        began = time.perf_counter()
+        chunk = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
+        self.stats.decode_seconds += time.perf_counter() - began
+        return self.scheduler.active, chunk
+
+    def _collect(self, samples: Mapping[int, Sample], chunk: Chunk) -> None:
         """Collect the tokens of a chunk, and ask for responses to the samples that have halted."""
-        for slot, sample in active.items():
+        for slot, sample in samples.items():
             if chunk.counts[slot]:
-                self.sequences[sample].extend(chunk.of(slot))
+                self._sequence(sample).extend(chunk.of(slot), self.version)
         self.scheduler.update(chunk.counts)
-        for slot, sample in active.items():
+        for slot, sample in samples.items():
             if not chunk.active[slot]:
                 self.scheduler.pause(sample)
-                self._responses.submit(self._turn(sample))
+                with self._cancelling(sample.request):
+                    self._responses.submit(self._turn(sample), self._sequence(sample).responder)
         self._take_responses(block=False)
 
     def _turn(self, sample: Sample) -> Turn:
-        tokens = self.sequences[sample].tokens
-        return Turn(sample, tokens, self.runner.config.max_new_tokens - len(tokens))
+        halted = self._sequence(sample)
+        return Turn(sample, halted.tokens, halted.limit - halted.num_tokens)
 
     def _take_responses(self, *, block: bool) -> None:
         """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
-        for sample, response in self._responses.collect(block=block):
-            remaining = self._turn(sample).remaining_tokens
+        for sample, answer in self._responses.collect(block=block):
+            with self._cancelling(sample.request):
+                response = answer.result() if isinstance(answer, Future) else answer
+            halted = self._sequence(sample)
+            remaining = halted.limit - halted.num_tokens
             if isinstance(response, NewBranch):
                 assert 0 < len(response.tokens) < remaining, "a branch has room for its next turn"
                 self._resume(sample, response, response.tokens)
@@ -218,13 +315,12 @@ class Engine:
                 self._resume(sample, response, response)
             else:
                 if response is not None:
-                    self.sequences[sample].append(response[:remaining])
-                self.scheduler.finish(sample)
-                self.sequences[sample].swapped = None
+                    halted.append(response[:remaining])
+                self._finish(sample)
 
-    def _resume(self, sample: Sample, response: np.ndarray | NewBranch, tokens: np.ndarray) -> None:
+    def _resume(self, sample: Sample, response: Response, tokens: np.ndarray) -> None:
         """Let a sample go on behind `tokens`, in a new branch if the response is one."""
-        resumed = self.sequences[sample]
+        resumed = self._sequence(sample)
         before = resumed.length
         if isinstance(response, NewBranch):
             assert 0 <= response.kept < before, "a branch drops tokens"
@@ -232,3 +328,89 @@ class Engine:
         resumed.append(tokens)
         resumed.response = response
         self.scheduler.resume(sample, resumed.length - before)
+
+    def _finish(self, sample: Sample) -> None:
+        """Free the slot of a sample and let the next step return its completion."""
+        self.scheduler.finish(sample)
+        samples = self.sequences[sample.request]
+        ended = samples.pop(sample.number)
+        if not samples:
+            del self.sequences[sample.request]
+        self._finished.append(Finished(*sample, ended.completion(self.stop_ids), ended.versions))
+
+    def _sequence(self, sample: Sample) -> sequence.Sequence:
+        return self.sequences[sample.request][sample.number]
+
+    def _in_slots(self, samples: Mapping[int, Sample]) -> dict[int, sequence.Sequence]:
+        return {slot: self._sequence(sample) for slot, sample in samples.items()}
+
+    def _make_keys(self) -> None:
+        """Make the random keys of the samples that were added since the last step."""
+        if self._without_key:
+            rows = np.array([where for _, where in self._without_key], np.uint32)
+            for (one, _), key in zip(self._without_key, sequence.sample_keys(self.config.seed, rows), strict=True):
+                one.key = key
+            self._without_key = []
+
+    @contextmanager
+    def _cancelling(self, request: int) -> Iterator[None]:
+        """Cancel a request whose responder raises."""
+        try:
+            yield
+        except BaseException:
+            self.cancel(request)
+            raise
+
+    def _check_place(self, number: int) -> None:
+        """Refuse one more request, with this id."""
+        if self.runner.params is None:
+            raise CoveyError("the engine has no weights", fix="update_weights first; a model of shapes brings none")
+        if number in self.sequences:
+            raise CoveyError(
+                f"there is an unfinished request {number} already", fix="another id; or None, for a new one"
+            )
+        if not self.has_room:
+            want = f"at most max_waiting = {self.max_waiting:,}"
+            raise CoveyError(f"{self.max_waiting:,} requests wait already", want=want, fix="add it after some steps")
+
+    def _check_idle(self, what: str) -> None:
+        """Refuse what only an engine without requests can do."""
+        if self.unfinished:
+            fix = "step until none is unfinished; or cancel or reset"
+            raise CoveyError(f"the engine has {len(self.sequences):,} unfinished requests", want=what, fix=fix)
+
+    def _check_weights(self, params: Any) -> None:
+        """Refuse weights that the programs were not made for."""
+        new = flatten(params)
+        for name in self._shapes.keys() | new.keys():
+            want, got = (_describe(arrays.get(name)) for arrays in (self._shapes, new))
+            if want != got:
+                raise WeightsError(f"new weights have {got} as {name}", want=want, fix="weights of the engine's model")
+
+
+def _describe(array: Any) -> str:
+    return "no array" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def generate(
+    engine: Engine, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None
+) -> list[list[Completion]]:
+    """Sample with an engine that has no other requests; return the completions by request and number. An exception
+    resets the engine.
+
+    Args:
+        progress: called with (finished, total) completions after each step.
+    """
+    engine.configure(engine.config)
+    left, ids, done = deque(requests), list[int](), dict[tuple[int, int], Completion]()
+    try:
+        while left or engine.unfinished:
+            while left and engine.has_room:
+                ids.append(engine.add(left.popleft()))
+            done |= {(one.request, one.number): one.completion for one in engine.step()}
+            if progress is not None:
+                progress(len(done), sum(request.samples for request in requests))
+    except BaseException:
+        engine.reset()
+        raise
+    return [[done[number, n] for n in range(r.samples)] for number, r in zip(ids, requests, strict=True)]

@@ -7,6 +7,7 @@ the last one kept are also kept.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -36,7 +37,9 @@ class SamplingParams(SamplingConfig):
 
 
 class TracedSamplingParams(NamedTuple):
-    """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`."""
+    """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`. Each is a
+    number for all rows, or an array [S] with that of each row.
+    """
 
     temperature: Any
     top_k: Any
@@ -48,6 +51,11 @@ class TracedSamplingParams(NamedTuple):
         """Return the numbers of `params`."""
         of_type = {"top_k": np.int32}
         return cls(*(of_type.get(name, np.float32)(getattr(params, name)) for name in cls._fields))
+
+    @classmethod
+    def stack(cls, rows: Sequence[SamplingParams]) -> "TracedSamplingParams":
+        """Return the numbers of each row."""
+        return cls(*map(np.stack, zip(*map(cls.of, rows), strict=True)))
 
 
 Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
@@ -75,7 +83,7 @@ def draw(
 
 def _draw_traced(logits: Float[Array, "S V"], uniform: Float[Array, "S"], numbers: TracedSamplingParams) -> Draw:
     greedy = numbers.temperature == 0
-    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, numbers.temperature)
+    scaled = logits.astype(jnp.float32) / _column(jnp.where(greedy, 1.0, numbers.temperature))
     total, kept = jax.nn.logsumexp(scaled, axis=-1), _truncate_traced(scaled, numbers)
     kept_total = jax.nn.logsumexp(kept, axis=-1)
     mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
@@ -91,9 +99,10 @@ def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams)
 
     def keep(on: Array, threshold: Any, values: Array) -> Array:
         def truncated(values: Array) -> Array:
-            return jnp.where(values >= threshold(values)[:, None], values, _LOWEST)
+            kept = jnp.where(values >= threshold(values)[:, None], values, _LOWEST)
+            return jnp.where(on[:, None], kept, values) if on.ndim else kept
 
-        kept: Array = jax.lax.cond(on, truncated, lambda values: values, values)
+        kept: Array = jax.lax.cond(on.any() if on.ndim else on, truncated, lambda values: values, values)
         return kept
 
     def kth_largest(values: Array) -> Array:
@@ -103,6 +112,11 @@ def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams)
     kept = keep(top_k_on, kth_largest, scaled)
     kept = keep(numbers.top_p < 1, lambda values: nucleus_threshold(values, numbers.top_p), kept)
     return keep(numbers.min_p > 0, lambda values: values.max(-1) + jnp.log(numbers.min_p), kept)
+
+
+def _column(numbers: Array) -> Array:
+    """Return numbers of rows as a column beside arrays [S, V]; one number as it is."""
+    return numbers[:, None] if numbers.ndim else numbers
 
 
 def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:

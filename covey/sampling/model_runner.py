@@ -1,22 +1,22 @@
-"""Decode batch of a call: its slots with their KV cache, and the programs that are run on them.
+"""Decode batch of an engine: its slots with their KV cache, and the programs that are run on them.
 
 Only the KV cache stays on the device: the few numbers of each slot pass through the host between chunks, where samples
 are admitted, resumed and moved without a program.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
-from covey.config.schema import RolloutConfig
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.programs import Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
-from covey.sampling.sequence import SampledTokens, uniform_noise
+from covey.sampling.sequence import SampledTokens, Sequence, uniform_noise
 
 
 @dataclass
@@ -63,11 +63,10 @@ class SamplerStats:
 
 
 class SwappedSlot(NamedTuple):
-    """Content of a slot: each layer's blocks [1, ...], the state of the slot and its random key."""
+    """Content of a slot: each layer's blocks [1, ...], and the state of the slot."""
 
     cache: list[LayerCache]
     slot: Slots
-    key: np.ndarray
 
 
 class Chunk(NamedTuple):
@@ -89,39 +88,36 @@ class Chunk(NamedTuple):
 
 
 class ModelRunner:
-    """Runs the programs of a decoder on the slots of a call, and on the prompts that were prefilled last.
+    """Runs the programs of a decoder on slots, and on the prompts that were prefilled last.
 
     Args:
         programs: those of the decoder.
-        params: the decoder's state.
-        config: settings of the call.
-        slots: number of slots.
+
+    Attributes:
+        params: the decoder's state; None without weights.
+        slots: state of each slot.
         cache_length: number of tokens for which each slot has room.
-        pause_id: token behind which a slot halts, beside the stop tokens; None for none.
-        turn_limit: maximum number of tokens that a slot draws before it halts.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        params: Any,
-        config: RolloutConfig,
-        slots: int,
-        cache_length: int,
-        pause_id: int | None = None,
-        turn_limit: int | None = None,
-    ):
-        self.programs, self.params, self.config = programs, params, config
-        self.sampling_params = SamplingParams.from_config(config)
-        self.pause_id, self.turn_limit = pause_id, turn_limit or config.max_new_tokens
-        self.slots = empty_slots(slots)
-        self.keys = np.zeros((slots, 2), np.uint32)
-        self.cache, self.cache_length = programs.empty_cache(params, slots, 0, cache_length), cache_length
-        self.prefix: Prefix
-        self.prefix_lengths: np.ndarray
+    def __init__(self, programs: Programs, params: Any):
+        self.programs, self.params = programs, params
         self.stats = SamplerStats()
+        self.release()
 
-    def prefill(self, prompts: Sequence[np.ndarray], shape: tuple[int, int]) -> None:
+    def release(self) -> None:
+        """Free the cache and forget all slots."""
+        self.slots, self.cache, self.cache_length = empty_slots(0), list[LayerCache](), 0
+        self.prefix: Prefix | None = None
+        self.prefix_lengths = np.zeros(0, np.int32)
+
+    def allocate(self, slots: int, cache_length: int) -> None:
+        """Empty all slots, and make a cache unless that which is there has these sizes."""
+        if (slots, cache_length) != (len(self.slots.token), self.cache_length):
+            self.release()
+            self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
+        self.slots, self.cache_length = empty_slots(slots), cache_length
+
+    def prefill(self, prompts: Collection[np.ndarray], shape: tuple[int, int]) -> None:
         """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
         tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
         for row, prompt in enumerate(prompts):
@@ -131,55 +127,86 @@ class ModelRunner:
         self.stats.prompt_tokens += sum(map(len, prompts))
         self.stats.prefill_cells += tokens.size
 
-    def insert(self, admitted: Iterable[tuple[int, int, np.ndarray]]) -> Chunk:
-        """Insert prefilled prompts and draw the first tokens: slot, row of the prompt, and random key of each."""
+    def insert(self, rows: Mapping[int, int], sequences: Mapping[int, Sequence]) -> Chunk:
+        """Insert prefilled prompts and draw the first tokens: row of the prompt, and sequence, of each slot."""
         size = len(self.slots.token)
         inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
-        for slot, row, key in admitted:
-            inserted[slot], prompt[slot], self.keys[slot] = True, row, key
-        tokens = self._insert(prompt, inserted, uniform_noise(self.keys, np.zeros(size, np.int32)))
-        self._start(inserted, self.prefix_lengths[prompt], np.asarray(tokens[0]))
+        for slot, row in rows.items():
+            inserted[slot], prompt[slot] = True, row
+        noise = uniform_noise(self._keys(sequences), np.zeros(size, np.int32))
+        tokens = self._insert(prompt, inserted, noise, self._sampling_params(sequences))
+        self._start(sequences, inserted, self.prefix_lengths[prompt], np.asarray(tokens[0]))
         self.stats.first_tokens += int(inserted.sum())
         return self._chunk(tuple(x[None] for x in map(np.asarray, tokens)), inserted[None])
 
-    def _insert(self, prompt: np.ndarray, inserted: np.ndarray, noise: np.ndarray) -> tuple[Any, ...]:
+    def _insert(
+        self,
+        prompt: np.ndarray,
+        inserted: np.ndarray,
+        noise: np.ndarray,
+        sampling_params: SamplingParams | TracedSamplingParams,
+    ) -> tuple[Any, ...]:
         """Insert the prefilled `prompt[s]` into each slot that is `inserted`; return the first tokens."""
-        programs = self.programs
+        programs, prefix = self.programs, self.prefix
+        assert prefix is not None, "prompts are prefilled before they are inserted"
         if programs.compiled_sampling_params is not None:
-            traced = TracedSamplingParams.of(self.sampling_params)
-            self.cache, tokens = programs.admit(self.cache, self.prefix, prompt, inserted, noise, traced)
+            if isinstance(sampling_params, SamplingParams):
+                sampling_params = TracedSamplingParams.of(sampling_params)
+            self.cache, tokens = programs.admit(self.cache, prefix, prompt, inserted, noise, sampling_params)
             return tuple(tokens)
-        for blocks, new in zip(self.cache, self.prefix.cache, strict=True):
+        for blocks, new in zip(self.cache, prefix.cache, strict=True):
             blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
-        return tuple(programs.draw_first(self.prefix.logits, prompt, noise, sampling_params=self.sampling_params))
+        traced = isinstance(sampling_params, TracedSamplingParams)
+        draw_first = programs.draw_first_traced if traced else programs.draw_first
+        return tuple(draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params))
 
-    def decode(self) -> Chunk:
-        """Run a chunk of decode steps."""
-        index = self.slots.num_tokens[:, None] + np.arange(self.config.decode_chunk)
-        decode, noise = self.programs.decode_with(self.sampling_params), uniform_noise(self.keys[:, None], index)
-        self.cache, slots, tokens, valid, steps = decode(
-            self.params, self.cache, self.slots, noise, pause_id=self.pause_id
-        )
+    def _keys(self, sequences: Mapping[int, Sequence]) -> UInt32[np.ndarray, "S 2"]:
+        """Return the random key of the sequence in each slot; 0 in the others."""
+        keys = np.zeros((len(self.slots.token), 2), np.uint32)
+        for slot, one in sequences.items():
+            keys[slot] = one.key
+        return keys
+
+    def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
+        """Return the settings that these sequences share; where they differ, the numbers of each slot."""
+        different = {one.sampling_params for one in sequences.values()}
+        if len(different) == 1:
+            return different.pop()
+        default = next(iter(sequences.values()))
+        slots = range(len(self.slots.token))
+        return TracedSamplingParams.stack([sequences.get(slot, default).sampling_params for slot in slots])
+
+    def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Chunk:
+        """Run a chunk of decode steps for the sequences in slots that are active."""
+        index = self.slots.num_tokens[:, None] + np.arange(steps)
+        noise = uniform_noise(self._keys(sequences)[:, None], index)
+        decode = self.programs.decode_with(self._sampling_params(sequences))
+        self.cache, slots, tokens, valid, steps = decode(self.params, self.cache, self.slots, noise, pause_id=pause_id)
         self.slots = jax.tree.map(np.array, slots)
         self.stats.slot_steps += int(steps) * len(self.slots.token)
         self.stats.chunks += 1
         return self._chunk(tokens, np.asarray(valid))
 
-    def resume(self, responses: Mapping[int, np.ndarray | NewBranch]) -> None:
-        """Append a response, int32 [n], to each of these slots, which have halted, and let them go on. A new branch
-        drops the last tokens of the slot first.
+    def resume(self, sequences: Mapping[int, Sequence]) -> None:
+        """Append the responses of sequences that have halted in these slots, and let them go on. A new branch drops the
+        last tokens of the slot first.
         """
         slots, cached = self.slots, {}
-        for slot, response in responses.items():
+        for slot, resumed in sequences.items():
+            response = resumed.response
             if isinstance(response, NewBranch):
                 count, tokens, slots.length[slot] = len(response.tokens), response.tokens, response.kept
             else:
                 count, tokens = len(response), np.append(slots.token[slot], response)
             cached[slot], slots.token[slot] = tokens[:-1], tokens[-1]
             slots.num_tokens[slot] += count
-            slots.active[slot] = True
-            slots.limit[slot] = min(slots.num_tokens[slot] + self.turn_limit, self.config.max_new_tokens)
+            slots.active[slot], slots.limit[slot] = True, resumed.turn_end
+            resumed.response = None
         self._append({slot: tokens for slot, tokens in cached.items() if len(tokens)})
+
+    def halt(self, slots: list[int]) -> None:
+        """Decode these slots no further."""
+        self.slots.active[slots] = False
 
     def _append(self, tokens: Mapping[int, np.ndarray]) -> None:
         """Append `tokens`, int32 [n], to the cache of each slot, piece by piece."""
@@ -204,18 +231,21 @@ class ModelRunner:
     def swap_out(self, slot: int) -> SwappedSlot:
         """Return a copy of the content of a slot, which `swap_in` restores in any slot, bit for bit."""
         state = jax.tree.map(lambda x: x[slot], self.slots)
-        return SwappedSlot(self.programs.take(self.cache, np.int32(slot)), state, self.keys[slot].copy())
+        return SwappedSlot(self.programs.take(self.cache, np.int32(slot)), state)
 
     def swap_in(self, slot: int, swapped: SwappedSlot) -> None:
         """Restore a swapped slot in a free one; the cache must not have been resized since."""
         self.cache = self.programs.put(self.cache, swapped.cache, np.int32(slot))
-        for array, value in zip((*self.slots, self.keys), (*swapped.slot, swapped.key), strict=True):
+        for array, value in zip(self.slots, swapped.slot, strict=True):
             array[slot] = value
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
-        """Keep only the slots at `indices`, in that order, each with room for `cache_length` tokens."""
-        if len(indices) < len(self.slots.token):
-            self.slots, self.keys = jax.tree.map(lambda x: x[indices], (self.slots, self.keys))
+        """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those
+        that there were are free.
+        """
+        if len(indices) != (old := len(self.slots.token)):
+            self.slots = jax.tree.map(lambda x: x[indices], self.slots)
+            self.slots.active[old:] = False
             for blocks in self.cache:  # one block after the other: the whole cache is never there twice
                 for i, block in enumerate(blocks):
                     blocks[i] = self.programs.keep(block, indices)
@@ -224,11 +254,15 @@ class ModelRunner:
             self.cache = [old + more for old, more in zip(self.cache, new, strict=True)]
             self.cache_length = cache_length
 
-    def _start(self, inserted: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+    def _start(
+        self, sequences: Mapping[int, Sequence], inserted: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> None:
         """Let the slots that were `inserted` begin after prompts of these lengths with these first tokens."""
-        limit = min(self.turn_limit, self.config.max_new_tokens)
+        limit = np.ones_like(tokens)
+        for slot, one in sequences.items():
+            limit[slot] = one.turn_end
         active = ~np.isin(tokens, self.programs.stop_ids) & (limit > 1)
-        new = Slots(lengths, tokens, np.full_like(tokens, 1), active, np.full_like(tokens, limit))
+        new = Slots(lengths, tokens, np.ones_like(tokens), active, limit)
         for array, value in zip(self.slots, new, strict=True):
             array[inserted] = value[inserted]
 

@@ -82,6 +82,7 @@ class Programs:
         self.graph, self.stop_ids, self.compiled_sampling_params = graph, stop_ids, compiled_sampling_params
         self.prefill = jax.jit(partial(prefill, graph))
         self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
+        self.draw_first_traced = jax.jit(draw_first)
         self.insert = jax.jit(insert_block, donate_argnums=0)
         self.admit = jax.jit(admit, donate_argnums=0)
         self.keep = jax.jit(keep_rows)
@@ -92,15 +93,13 @@ class Programs:
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
         self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames="pause_id", donate_argnums=1)
 
-    def decode_with(self, sampling_params: SamplingParams) -> Any:
+    def decode_with(self, sampling_params: SamplingParams | TracedSamplingParams) -> Any:
         """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
+        if isinstance(sampling_params, TracedSamplingParams):
+            return partial(self.decode_traced, sampling_params=sampling_params)
         if self.compiled_sampling_params in (None, sampling_params):
             return partial(self.decode, sampling_params=sampling_params)
         return partial(self.decode_traced, sampling_params=TracedSamplingParams.of(sampling_params))
-
-    def cache_layout(self, params: Any) -> CacheLayout:
-        """Return the layout of the KV cache on the decoder's platform."""
-        return CacheLayout.of(nnx.merge(self.graph, params))
 
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from covey.sampling.scheduler import Sample
+from covey.sampling.scheduler import NO_DEMANDS, Demands, Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Prompt
 
@@ -136,29 +136,33 @@ class ResponderFactory(Protocol):
     def count_elsewhere(self, failures: int) -> None: ...
 
 
+def demands_of(responder: Responder | None) -> Demands:
+    """Return what a responder asks of the batch."""
+    if responder is None:
+        return NO_DEMANDS
+    return Demands(responder.pause_id, responder.is_async, responder.max_num_seqs)
+
+
 class PendingResponses:
-    """Turns that a responder has not answered yet.
+    """Turns that responders have not answered yet."""
 
-    Args:
-        responder: answers them; None answers every turn with the end of the completion.
-    """
-
-    def __init__(self, responder: Responder | None):
-        self._responder = responder
+    def __init__(self) -> None:
         self._responses: dict[Sample, Response | Future[Response]] = {}
 
-    def submit(self, turn: Turn) -> None:
-        """Ask for the response to a turn."""
-        self._responses[turn.sample] = None if self._responder is None else self._responder.answer(turn)
+    def submit(self, turn: Turn, responder: Responder | None) -> None:
+        """Ask for the response to a turn; without a responder it is the end of the completion."""
+        self._responses[turn.sample] = None if responder is None else responder.answer(turn)
 
-    def collect(self, *, block: bool) -> Iterator[tuple[Sample, Response]]:
+    def collect(self, *, block: bool) -> "Iterator[tuple[Sample, Response | Future[Response]]]":
         """Yield each sample whose response is there, with it; with `block`, wait for one if there is none."""
         futures = [response for response in self._responses.values() if isinstance(response, Future)]
         if block and len(futures) == len(self._responses):
             wait(futures, return_when=FIRST_COMPLETED)
         for sample, response in list(self._responses.items()):
-            if not isinstance(response, Future):
-                yield sample, self._responses.pop(sample)  # type: ignore[misc]
-            elif response.done():
+            if not isinstance(response, Future) or response.done():
                 del self._responses[sample]
-                yield sample, response.result()
+                yield sample, response
+
+    def drop(self, request: int) -> None:
+        """Forget the turns of a request: nobody waits for their responses."""
+        self._responses = {sample: it for sample, it in self._responses.items() if sample.request != request}

@@ -5,16 +5,19 @@ admitted to the slot of each of its samples. Free slots are refilled as long as 
 shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
 programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
-Accelerators keep batch and cache as they begin: a free slot costs them next to nothing, and a program minutes. In a run
-of training, whose evaluations have other numbers of prompts than its steps, all sizes follow the settings there.
+Sizes are fitted to the requests that wait when none is begun, and grow with those that come later. Accelerators keep
+batch and cache as they begin: a free slot costs them next to nothing, and a program minutes. There a request that does
+not fit waits until none is begun. In a run of training, whose evaluations have other numbers of prompts than its
+steps, all sizes follow the settings there.
 
 The first functions hold the limits on the lengths of a prompt and its completion, and the sizes of buffers.
 
 Plain Python without JAX: the device follows what is decided here (see `model_runner`).
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +37,9 @@ MIN_CACHE_TOKENS = 16384
 """Size of the KV cache in tokens over all slots that is not divided into steps of growth."""
 
 
-def check_length(size: int, config: RolloutConfig, name: str) -> None:
-    """Check that a prompt of `size` tokens can be sampled; `name` is the prompt's in the error.
+def check_length(size: int, config: RolloutConfig, name: str, limit: int | None = None) -> None:
+    """Check that a prompt of `size` tokens can be sampled; `name` is the prompt's in the error. `limit` is that of new
+    tokens, by default `max_new_tokens`.
 
     Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
@@ -47,7 +51,7 @@ def check_length(size: int, config: RolloutConfig, name: str) -> None:
             want=f"at most rollout.max_prompt_length = {config.max_prompt_length}",
             fix=f"--rollout.max-prompt-length {size}; a shorter prompt; or --training.too-long drop or truncate",
         )
-    needed = size + config.max_new_tokens
+    needed = size + (limit or config.max_new_tokens)
     if config.kv_cache_size is not None and needed > config.kv_cache_size:
         raise DataError(
             f"{name} and its answer may need {needed} tokens",
@@ -113,7 +117,7 @@ def block_lengths(length: int) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """One completion to sample: the index of its request, and its number among the samples of the request."""
+    """One completion to sample: the id of its request, and its number among the samples of the request."""
 
     request: int
     number: int
@@ -127,59 +131,90 @@ class Admission(NamedTuple):
     sample: Sample
 
 
+class Demands(NamedTuple):
+    """What a request asks of the whole batch: only requests with equal demands run side by side.
+
+    Attributes:
+        pause_id: token behind which slots halt, beside the stop tokens; None for none.
+        is_async: whether responses may come later: no size may depend on the time at which they come.
+        max_num_seqs: maximum number of samples that are begun and not finished; None for the number of slots. Those
+            that wait for a response may be more than there are slots.
+    """
+
+    pause_id: int | None = None
+    is_async: bool = False
+    max_num_seqs: int | None = None
+
+
+NO_DEMANDS = Demands()
+"""Demands of a request without a responder."""
+
+
+@dataclass
+class Queued:
+    """A request with samples that have not begun: those from `next` on."""
+
+    prompt_length: int
+    samples: int
+    demands: Demands
+    next: int = 0
+
+
 class Scheduler:
     """Assignment of samples to slots.
 
     Args:
-        prompt_lengths: number of prompt tokens of each request.
-        num_samples: number of completions of each request.
-        config: slots, decode chunk, maximum size of the KV cache.
-        resizes: whether batch and cache follow the samples; otherwise the cache has room for the longest at once.
-        max_num_seqs: maximum number of samples that are begun and not finished; by default the number of slots. Those
-            that wait for a response may be more than there are slots.
+        config: slots, decode chunk, maximum lengths, maximum size of the KV cache.
+        may_resize: whether batch and cache may follow the samples; otherwise the cache has room for the longest at
+            once.
         fixed_shapes: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may
             be.
 
     Attributes:
+        waiting: requests with samples that have not begun, by id.
+        demands: those of the samples that are begun.
         slots: the sample in each slot, None in a free one.
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
-        prefill_shape: number of prompts that are prefilled together, and the length to which they are padded.
         prefilled: requests that were prefilled last.
         paused: samples that wait for a response.
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
     """
 
-    def __init__(
-        self,
+    def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
+        self.config, self.fixed_shapes, self.may_resize = config, fixed_shapes, may_resize and not fixed_shapes
+        self.waiting: dict[int, Queued] = {}
+        self.demands = NO_DEMANDS
+        self.slots: list[Sample | None] = []
+        self.lengths, self.cache_length = np.zeros(0, np.int64), 0
+        self.prefilled: list[int] = []
+        self.paused: set[Sample] = set()
+        self.swapped: dict[Sample, int] = {}
+        self._ready: set[Sample] = set()
+        self._num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
+
+    @classmethod
+    def fitted(
+        cls,
         prompt_lengths: Sequence[int],
         num_samples: Sequence[int],
         config: RolloutConfig,
         *,
-        resizes: bool = True,
-        max_num_seqs: int | None = None,
+        may_resize: bool = True,
         fixed_shapes: bool = False,
-    ):
-        self.config, self.prompt_lengths, self.resizes = config, prompt_lengths, resizes and not fixed_shapes
-        self.samples = [Sample(request, n) for request, count in enumerate(num_samples) for n in range(count)]
-        self.waiting = deque(self.samples)
-        self._longest_prompt = longest = config.max_prompt_length if fixed_shapes else max(prompt_lengths, default=1)
-        rows = PREFILL_BATCH if fixed_shapes else min(PREFILL_BATCH, power_of_two(len(prompt_lengths)))
-        self.prefill_shape = rows, length_bucket(longest, smallest=16)
-        self.prefilled = range(0)
-        slots = config.slots if fixed_shapes else min(config.slots, power_of_two(len(self.samples)))
-        self.slots: list[Sample | None] = [None] * slots
-        self.lengths = np.zeros(len(self.slots), np.int64)
-        self.cache_length = self._cache_size(longest, len(self.slots))
-        self.paused: set[Sample] = set()
-        self.swapped: dict[Sample, int] = {}
-        self.max_num_seqs = max(len(self.slots), max_num_seqs or 0)
-        self._ready: deque[Sample] = deque()
+        demands: Demands = NO_DEMANDS,
+    ) -> "Scheduler":
+        """Return a scheduler in which requests with prompts of these lengths and so many samples wait."""
+        scheduler = cls(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
+        for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
+            scheduler.add(request, *sizes, demands)
+        scheduler.fit()
+        return scheduler
 
     @property
     def unfinished(self) -> bool:
         """Whether a sample waits or runs."""
-        return bool(self.waiting or self.running or self.swapped)
+        return bool(self.waiting or self.num_live)
 
     @property
     def stalled(self) -> bool:
@@ -202,19 +237,29 @@ class Scheduler:
         return [slot for slot, sample in enumerate(self.slots) if sample is None]
 
     @property
-    def finished(self) -> int:
-        """Number of finished samples."""
-        return len(self.samples) - len(self.waiting) - self.num_live
-
-    @property
     def num_live(self) -> int:
         """Number of samples that are begun and not finished."""
         return len(self.running) + len(self.swapped)
 
     @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of samples that are begun and not finished."""
+        return max(len(self.slots), self.demands.max_num_seqs or 0)
+
+    @property
     def can_admit(self) -> bool:
         """Whether a sample waits, may begin, and a slot is free."""
-        return bool(self.waiting and self.free and self.num_live < self.max_num_seqs)
+        return bool(self.waiting and self.free and self.num_live < self.max_num_seqs and self._fits(self._first))
+
+    @property
+    def resizes(self) -> bool:
+        """Whether batch and cache follow the samples."""
+        return self.may_resize and not self.demands.is_async
+
+    @property
+    def prefill_shape(self) -> tuple[int, int]:
+        """Number of prompts that are prefilled together, and the length to which they are padded."""
+        return self._prefill_rows, length_bucket(self._longest_prompt, smallest=16)
 
     @property
     def longest_cache(self) -> int:
@@ -225,24 +270,90 @@ class Scheduler:
     def _longest_sample(self) -> int:
         return self._longest_prompt + self.config.max_new_tokens
 
-    def next_prefill(self) -> range:
+    @property
+    def _first(self) -> int:
+        """Id of the request whose sample begins next."""
+        return next(iter(self.waiting))
+
+    def add(self, request: int, prompt_length: int, samples: int, demands: Demands = NO_DEMANDS) -> None:
+        """Let the samples of a request wait."""
+        self._is_fitted = self._is_fitted and self.unfinished
+        if request in self.prefilled:  # an earlier request with this id
+            self.prefilled = []
+        if samples:
+            self.waiting[request] = Queued(prompt_length, samples, demands)
+            self._num_waiting += samples
+        if self._is_fitted and self.resizes:
+            self._longest_prompt = max(self._longest_prompt, prompt_length)
+
+    def fit(self) -> bool:
+        """Choose all sizes by the requests that wait, at the beginning and whenever none is begun and the first does
+        not fit; return whether they were chosen.
+        """
+        if self.num_live or not self.waiting or (self._is_fitted and self._fits(self._first)):
+            return False
+        config, longest = self.config, max(queued.prompt_length for queued in self.waiting.values())
+        self._is_fitted, self.prefilled, self.demands = True, [], self.waiting[self._first].demands
+        self._longest_prompt = config.max_prompt_length if self.fixed_shapes else longest
+        self._prefill_rows = self._wanted_rows
+        slots = config.slots if self.fixed_shapes else self._wanted_slots
+        self.slots, self.lengths = [None] * slots, np.zeros(slots, np.int64)
+        self.cache_length = self._cache_size(self._longest_prompt, slots)
+        return True
+
+    @property
+    def _wanted_rows(self) -> int:
+        return PREFILL_BATCH if self.fixed_shapes else min(PREFILL_BATCH, power_of_two(len(self.waiting)))
+
+    @property
+    def _wanted_slots(self) -> int:
+        return min(self.config.slots, power_of_two(self.num_live + self._num_waiting))
+
+    def _fits(self, request: int) -> bool:
+        """Return whether a request may run beside those that are begun."""
+        queued = self.waiting[request]
+        return queued.demands == self.demands and (self.resizes or queued.prompt_length <= self._longest_prompt)
+
+    def next_prefill(self) -> list[int]:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""
-        first = self.waiting[0].request
-        if first in self.prefilled:
-            return range(0)
-        self.prefilled = range(first, min(first + self.prefill_shape[0], len(self.prompt_lengths)))
+        if self._first in self.prefilled:
+            return []
+        self._prefill_rows = max(self._prefill_rows, self._wanted_rows)
+        self.prefilled = list(islice(takewhile(self._fits, self.waiting), self._prefill_rows))
         return self.prefilled
 
     def admit(self) -> list[Admission]:
         """Move waiting samples of the prefilled requests to free slots."""
         admitted = []
         for slot in self.free[: self.max_num_seqs - self.num_live]:
-            if self.waiting and self.waiting[0].request in self.prefilled:
-                sample = self.slots[slot] = self.waiting.popleft()
-                # One less than the prompt: `update` counts the first token, which is not in the cache yet.
-                self.lengths[slot] = self.prompt_lengths[sample.request] - 1
-                admitted.append(Admission(slot, self.prefilled.index(sample.request), sample))
+            if not self.waiting or (request := self._first) not in self.prefilled:
+                break
+            # One less than the prompt: `update` counts the first token, which is not in the cache yet.
+            self.lengths[slot] = self.waiting[request].prompt_length - 1
+            sample = self.slots[slot] = self._begin(request)
+            admitted.append(Admission(slot, self.prefilled.index(request), sample))
         return admitted
+
+    def _begin(self, request: int) -> Sample:
+        """Take the next sample of a request that waits."""
+        queued = self.waiting[request]
+        sample = Sample(request, queued.next)
+        queued.next, self._num_waiting = queued.next + 1, self._num_waiting - 1
+        if queued.next == queued.samples:
+            del self.waiting[request]
+        return sample
+
+    def cancel(self, request: int) -> list[int]:
+        """Remove all samples of a request; return the slots that they had."""
+        if (queued := self.waiting.pop(request, None)) is not None:
+            self._num_waiting -= queued.samples - queued.next
+        slots = [slot for slot, sample in self.running.items() if sample.request == request]
+        for slot in slots:
+            self.slots[slot] = None
+        self.swapped = {sample: length for sample, length in self.swapped.items() if sample.request != request}
+        for samples in (self.paused, self._ready):
+            samples.difference_update([sample for sample in samples if sample.request == request])
+        return slots
 
     def update(self, new_tokens: np.ndarray, finished: Iterable[int] = ()) -> None:
         """Count the tokens that each slot has drawn, int [S], and free the slots of `finished` samples."""
@@ -263,7 +374,7 @@ class Scheduler:
         self.paused.remove(sample)
         if sample in self.swapped:
             self.swapped[sample] += appended
-            self._ready.append(sample)
+            self._ready.add(sample)
         else:
             self.lengths[self.slot_of(sample)] += appended
 
@@ -274,40 +385,50 @@ class Scheduler:
             self.slots[self.slot_of(sample)] = None
 
     def swap_out(self) -> dict[int, Sample]:
-        """Take paused samples out of the slots that others could use; return them by slot."""
-        others = len(self._ready) + min(len(self.waiting), self.max_num_seqs - self.num_live)
-        paused = [(slot, sample) for slot, sample in self.running.items() if sample in self.paused]
-        leaving = dict(paused[: max(others - len(self.free), 0)])
+        """Take paused samples out of the slots that others could use, the last ones first; return them by slot."""
+        others = len(self._ready) + min(self._num_waiting, self.max_num_seqs - self.num_live)
+        paused = [(sample, slot) for slot, sample in self.running.items() if sample in self.paused]
+        last = sorted(paused, reverse=True)[: max(others - len(self.free), 0)]
+        leaving = {slot: sample for sample, slot in last}
         for slot, sample in leaving.items():
             self.swapped[sample], self.slots[slot] = int(self.lengths[slot]), None
         return leaving
 
     def swap_in(self) -> dict[int, Sample]:
-        """Give free slots to swapped samples that can go on; return them by slot."""
-        returning = {slot: self._ready.popleft() for slot in self.free[: len(self._ready)]}
+        """Give free slots to swapped samples that can go on, the first ones first; return them by slot."""
+        returning = dict(zip(self.free, sorted(self._ready), strict=False))
+        self._ready -= set(returning.values())
         for slot, sample in returning.items():
             self.slots[slot], self.lengths[slot] = sample, self.swapped.pop(sample)
         return returning
 
     def resize(self) -> np.ndarray | None:
-        """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples left.
+        """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples.
 
-        Once no sample waits, each call shrinks the batch to its next smaller size if that holds all running samples.
-        Returns the indices of the slots that stay, in their new order, or None when neither size changes.
+        While samples wait, the batch grows to the size that holds them too, and the cache to that of their prompts.
+        Once none waits, each call shrinks the batch to its next smaller size if that holds all running samples.
+        Returns the slots whose content the slots are to have, those of running samples first if these are fewer; None
+        when neither size changes.
         """
         if not self.resizes:
             return None
         running, size = list(self.running), len(self.slots)
-        smaller = smaller_batch(size)
-        if not self.waiting and max(len(running), MIN_SLOTS) <= smaller:
-            size = smaller
-        length = max(self.cache_length, self._cache_size(int(self.lengths[running].max()), size))
+        longest = int(self.lengths[running].max(initial=self._longest_prompt if self.waiting else 0))
+        if self.waiting:
+            size = max(size, self._wanted_slots)
+        elif max(len(running), MIN_SLOTS) <= smaller_batch(size):
+            size = smaller_batch(size)
+        length = max(self.cache_length, self._cache_size(longest, size))
         if (size, length) == (len(self.slots), self.cache_length):
             return None
-        indices = np.array((running + self.free)[:size] if size < len(self.slots) else range(size))
-        self.slots, self.lengths = [self.slots[slot] for slot in indices], self.lengths[indices]
-        self.cache_length = length
-        return indices
+        return self._resize_to(size, length, running)
+
+    def _resize_to(self, size: int, cache_length: int, running: list[int]) -> np.ndarray:
+        old, self.cache_length = len(self.slots), cache_length
+        indices = (running + self.free)[:size] if size < old else [*range(old), *[0] * (size - old)]
+        self.slots = [self.slots[slot] for slot in indices[:old]] + [None] * (size - old)
+        self.lengths = self.lengths[indices]
+        return np.array(indices)
 
     def _cache_size(self, length: int, slots: int) -> int:
         """Return the size of the KV cache in tokens per slot for `length` tokens and the next chunk's steps.

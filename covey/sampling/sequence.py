@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, UInt32
 
+from covey.sampling.logits import SamplingParams
+from covey.sampling.responder import Responder
 from covey.types import Branch, Completion, FinishReason
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -31,17 +33,26 @@ class Sequence:
     """A prompt with one completion so far.
 
     Args:
-        prompt_length: number of its tokens.
-        key: random key, uint32 [2].
+        prompt: int32 [n].
+        limit: maximum number of tokens of the completion.
+        sampling_params: settings of its distribution.
+        responder: responds where the model halts.
 
     Attributes:
+        key: random key, uint32 [2].
+        num_tokens: number of tokens of the completion so far.
+        versions: versions of the weights that drew the first and the last token.
         branches: branches that the responder has begun.
         response: what goes into the cache before the next token is drawn; None for nothing.
         swapped: content of its slot while another sequence has that; None otherwise.
     """
 
-    def __init__(self, prompt_length: int, key: UInt32[np.ndarray, "2"]):
-        self.key, self.branches = key, [Branch(0, prompt_length)]
+    def __init__(
+        self, prompt: np.ndarray, limit: int, sampling_params: SamplingParams, responder: Responder | None = None
+    ):
+        self.prompt, self.limit, self.sampling_params, self.responder = prompt, limit, sampling_params, responder
+        self.key = np.zeros(2, np.uint32)
+        self.branches, self.num_tokens, self.versions = [Branch(0, len(prompt))], 0, (0, 0)
         self.response: Any = None
         self.swapped: Any = None
         self._parts: list[SampledTokens] = []
@@ -56,10 +67,17 @@ class Sequence:
     def length(self) -> int:
         """Number of tokens: those of the last branch, and those that it kept."""
         last = self.branches[-1]
-        return last.kept + len(self.tokens) - last.start
+        return last.kept + self.num_tokens - last.start
 
-    def extend(self, new: SampledTokens) -> None:
-        """Add tokens that the model drew."""
+    @property
+    def turn_end(self) -> int:
+        """Number of tokens of the completion at which the turn that begins now ends."""
+        limit = None if self.responder is None else self.responder.turn_limit
+        return min(self.num_tokens + (limit or self.limit), self.limit)
+
+    def extend(self, new: SampledTokens, version: int = 0) -> None:
+        """Add tokens that the model drew with weights of this version."""
+        self.versions = (self.versions[0] if self.num_tokens else version), version
         self._extend(new, drawn=True)
 
     def append(self, tokens: np.ndarray) -> None:
@@ -69,16 +87,17 @@ class Sequence:
 
     def branch(self, kept: int) -> None:
         """Begin a branch that keeps so many tokens of the sequence so far."""
-        self.branches.append(Branch(len(self.tokens), kept))
+        self.branches.append(Branch(self.num_tokens, kept))
 
-    def completion(self, stop_ids: Collection[int], *, masked: bool) -> Completion:
-        """Return the finished completion, without its text; `masked` with a mask of the tokens that the model drew."""
+    def completion(self, stop_ids: Collection[int]) -> Completion:
+        """Return the finished completion, without its text; with a responder it has a mask of the model's tokens."""
         parts = SampledTokens(*map(np.concatenate, zip(*self._parts, strict=True)))
         finish = FinishReason.STOP if int(parts.ids[-1]) in stop_ids else FinishReason.LENGTH
-        mask = np.concatenate(self._drawn) if masked else None
+        mask = None if self.responder is None else np.concatenate(self._drawn)
         return Completion(*parts, finish, mask=mask, branches=tuple(self.branches[1:]) or None)
 
     def _extend(self, new: SampledTokens, *, drawn: bool) -> None:
+        self.num_tokens += len(new.ids)
         self._parts.append(new)
         self._drawn.append(np.full(len(new.ids), drawn))
 

@@ -25,7 +25,7 @@ from covey.packing.rows import Rows, pack
 from covey.parallel.reshard import flatten
 from covey.rl.inference import RowScorer
 from covey.rl.rollout import RolloutWorker
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import MicroBatch, Trainer
 
@@ -106,18 +106,18 @@ def test_the_sampler_gets_rounded_kernels_and_adapters(
     for linear in projections(model).values():
         linear.lora.b[...] = jnp.full_like(linear.lora.b[...], 0.3)
     worker = RolloutWorker(model, Tokenizer.from_folder(TINY), config)
-    sampled = worker.sampler.generate
+    update = worker.engine.update_weights
 
-    def generate(params: Any, *args: Any, **options: Any) -> Any:
+    def noted(params: Any, version: int) -> None:
         adapters = {x.dtype for name, x in flatten(params).items() if ".lora." in name}
         seen.append((kernel_types(params), adapters, flatten(params)["head.embedding"].dtype))
-        return sampled(params, *args, **options)
+        update(params, version)
 
-    monkeypatch.setattr(worker.sampler, "generate", generate)
+    monkeypatch.setattr(worker.engine, "update_weights", noted)
     rounded = worker.generate(["b"], 2)[0].completions
-    plain = Sampler(nnx.split(worker.model)[0], worker.sampler.stop_ids, config)
+    plain = Engine(worker.model, worker.engine.stop_ids, config)
     request = Request(np.asarray(worker.tokenizer.encode_prompt("b"), np.int32), 2, 0)
-    (unrounded,) = plain.generate(worker.params, [request])
+    (unrounded,) = generate(plain, [request])
     for got, want in zip(rounded, unrounded, strict=True):
         np.testing.assert_array_equal(got.tokens, want.tokens)
         np.testing.assert_array_equal(got.logps, want.logps)

@@ -25,7 +25,7 @@ from covey.models.loading import weights
 from covey.models.loading.config_fields import check_config
 from covey.models.loading.hf_config import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.sequence import sample_keys, uniform_noise
 from covey.types import Completion, FinishReason, Group
@@ -94,8 +94,7 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     model = golden_model(name).model
     prompt, likeliest = INPUTS["groups"][0]["prompt"], np.load(GOLDEN / "families.npz")[f"{name}/greedy"]
     config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=2, seed=5)
-    graph, params = nnx.split(model)
-    completions = Sampler(graph, (), config).generate(params, [Request(np.array(prompt, np.int32), 2, 3, step=4)])[0]
+    (completions,) = generate(Engine(model, (), config), [Request(np.array(prompt, np.int32), 2, 3, step=4)])
     drawn = np.stack([completion.tokens for completion in completions])
     assert drawn[0].tolist() != drawn[1].tolist()
     tokens = np.zeros((5, TIME), np.int32)  # the program of the test of logits

@@ -329,7 +329,7 @@ def test_every_role_is_loaded_from_a_source_with_its_tokenizer_and_the_dtypes_as
     sources = {role: str(TINY) for role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE)}
     made = RLCluster.load(**sources, cluster_config=config(), param_dtype="bfloat16")
     assert made.tokenizer.vocab_size == made.actor.config.vocab_size == 300
-    assert len(made.tokenizer.stop_ids) == len(made.rollout.sampler.stop_ids) == 2
+    assert len(made.tokenizer.stop_ids) == len(made.rollout.engine.stop_ids) == 2
     assert not set(pointers(made.actor).values()) & set(pointers(made.inference.params["reference"]).values())
     for role in (Role.REFERENCE, Role.CRITIC):
         dtypes = {str(x.dtype) for x in jax.tree.leaves(made.inference.params[role])}

@@ -103,7 +103,7 @@ def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
     """The programs of a prepared learner, by the names of `Program`, from now on recorded."""
     cluster = learner.cluster
     assert cluster.trainer is not None
-    update, sampler = cluster.trainer.programs, cluster.rollout.sampler.programs
+    update, sampler = cluster.trainer.programs, cluster.rollout.engine.programs
     places = {
         "score": (cluster.scorer, "_score"),
         "gradients": (update, "accumulate"),

@@ -23,9 +23,10 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import RolloutConfig
 from covey.parallel import flatten
 from covey.plan import plan
+from covey.rl import rollout as rollout_worker
 from covey.run import inference, load_model, preview, rl, sft
 from covey.run.load_model import load_for
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
@@ -76,7 +77,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     later = iter([False])
 
-    def generate(self: Any, params: Any, requests: Sequence[Request], **_: Any) -> list[list[Completion]]:
+    def generate(engine: Any, requests: Sequence[Request], progress: Any) -> list[list[Completion]]:
         texts.extend(read(request.prompt) for request in requests)
         if next(later, True):
             raise SeenError
@@ -88,7 +89,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise SeenError
 
     learnt = sft_learner.groups_of
-    monkeypatch.setattr(Sampler, "generate", generate)
+    monkeypatch.setattr(rollout_worker, "generate", generate)
     monkeypatch.setattr(sft_learner, "groups_of", groups_of)
     return texts
 

@@ -29,7 +29,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.sequence import sample_keys
 from covey.text.tokenizer import Tokenizer
@@ -248,8 +248,9 @@ TALK = {
     **dict.fromkeys("0123456789", "+-*/EEEEEE123"), **dict.fromkeys("+-*/.", "123456789"), "S": "123456789", "E": "xS",
     "P": "xSSSE", "x": "SSSE", "O": "1", "e": "1", " ": "S", "T": "x", "@": "S",
 }  # fmt: skip
-GRAPH, PARAMS = nnx.split(following(TALK, 4.5, attention=True))
-SHARED = Sampler(GRAPH, TOKENIZER.stop_ids, RolloutConfig())  # one for all, so that its programs are compiled once
+TALKER = following(TALK, 4.5, attention=True)
+GRAPH, PARAMS = nnx.split(TALKER)
+SHARED = Engine(TALKER, TOKENIZER.stop_ids, RolloutConfig())  # one for all, so that its programs are compiled once
 LIMIT, STEP = 48, 1
 BASE: dict[str, Any] = {"max_new_tokens": LIMIT, "temperature": 0.9, "top_k": 20, "slots": 16, "tool": "calculator"}
 TOOL = make_tool(TOKENIZER, RolloutConfig(**BASE))
@@ -261,7 +262,13 @@ def requests() -> list[Request]:
 
 
 def sample(wanted: list[Request], tool: Tool | None = TOOL, **settings: Any) -> list[list[Completion]]:
-    return SHARED.generate(PARAMS, wanted, config=RolloutConfig(**{**BASE, **settings}), responder=tool)
+    return run([dataclasses.replace(one, responder=tool) for one in wanted], RolloutConfig(**{**BASE, **settings}))
+
+
+def run(wanted: list[Request], config: RolloutConfig, params: Any = PARAMS) -> list[list[Completion]]:
+    SHARED.configure(config)
+    SHARED.update_weights(params)
+    return generate(SHARED, wanted)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -324,7 +331,7 @@ def test_completions_known_beforehand(links: list[str], stream: str, cut: bool) 
     _, params = nnx.split(following(successors, 9.0, attention=False))
     for limit in range(1 if cut else len(stream), len(stream) + 1):
         config = RolloutConfig(max_new_tokens=limit, temperature=0.0, slots=1, decode_chunk=4)
-        ((got,),) = SHARED.generate(params, [Request(ids("x"), 1, 0)], config=config, responder=TOOL)
+        ((got,),) = run([Request(ids("x"), responder=TOOL)], config, params)
         assert short(got.tokens) == stream[:limit]
         assert got.mask.tolist() == known_mask(stream[:limit])
         assert got.finish is (FinishReason.STOP if stream[:limit].endswith("T") else FinishReason.LENGTH)

@@ -17,7 +17,7 @@ from covey.models.decoder import Decoder
 from covey.parallel import make_mesh, shardings
 from covey.sampling import cache, programs
 from covey.sampling.cache import LayerCache
-from covey.sampling.engine import Request, Sampler
+from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.programs import Programs
 from covey.types import Completion, FinishReason
 
@@ -35,8 +35,7 @@ def build() -> Decoder:
 
 
 MODEL = build()
-GRAPH, PARAMS = nnx.split(MODEL)
-SHARED = Sampler(GRAPH, STOPS, RolloutConfig())  # one for all, so that its programs are compiled once
+SHARED = Engine(MODEL, STOPS, RolloutConfig())  # one for all, so that its programs are compiled once
 
 
 def requests(samples: int = 3, step: int = 0) -> list[Request]:
@@ -47,8 +46,8 @@ def requests(samples: int = 3, step: int = 0) -> list[Request]:
 
 def sample(wanted: list[Request], **settings: object) -> list[list[Completion]]:
     base = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 32}
-    config = RolloutConfig(**{**base, **settings})  # type: ignore[arg-type]
-    return SHARED.generate(PARAMS, wanted, config=config)
+    SHARED.configure(RolloutConfig(**{**base, **settings}))  # type: ignore[arg-type]
+    return generate(SHARED, wanted)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -85,14 +84,16 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
     model = build()
     model.platform = platform
-    params = jax.device_put(PARAMS, shardings(PARAMS, make_mesh((2, 2)))) if meshed else PARAMS
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 4}
     config = RolloutConfig(**settings, max_prompt_length=32)
-    sampler = Sampler(nnx.split(model)[0], STOPS, config, fixed_shapes=True)
-    monkeypatch.setattr(sampler.programs, "keep", None)  # nothing is resized
-    same(sampler.generate(params, requests(1)), sample(requests(1)))
-    assert sampler.programs.prefill._cache_size() == 1
-    assert sampler.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
+    engine = Engine(model, STOPS, config, fixed_shapes=True)
+    if meshed:
+        params = nnx.split(model)[1]
+        engine.update_weights(jax.device_put(params, shardings(params, make_mesh((2, 2)))))
+    monkeypatch.setattr(engine.programs, "keep", None)  # nothing is resized
+    same(generate(engine, requests(1)), sample(requests(1)))
+    assert engine.programs.prefill._cache_size() == 1
+    assert engine.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
 
 
 @jax.jit
@@ -158,31 +159,31 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
 def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     """The trap: a batch that waits for its slowest row."""
     stops = range(0, 300, 15)  # many, so that lengths are ragged
-    sampler = Sampler(GRAPH, stops, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
-    groups = sampler.generate(PARAMS, requests(8))
+    engine = Engine(MODEL, stops, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
+    groups = generate(engine, requests(8))
     lengths = np.array([len(c.tokens) for group in groups for c in group])
     padded = sum(int(lengths[i : i + 8].max()) for i in range(0, len(lengths), 8)) * 8
-    assert sampler.stats.tokens == lengths.sum()
-    assert sampler.stats.slot_steps < 0.8 * padded
+    assert engine.stats.tokens == lengths.sum()
+    assert engine.stats.slot_steps < 0.8 * padded
 
 
 @pytest.mark.slow
 def test_few_programs_are_compiled_and_attention_covers_the_live_length_only() -> None:
     """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []
-    sampler = Sampler(GRAPH, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
-    inner = sampler.programs.decode
+    engine = Engine(MODEL, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
+    inner = engine.programs.decode
 
     def noted(params: Any, cache: list[LayerCache], *args: Any, **settings: Any) -> Any:
         seen.append(sum(block.length for block in cache[0]))
         return inner(params, cache, *args, **settings)
 
-    sampler.programs.decode = noted  # type: ignore[assignment]
+    engine.programs.decode = noted  # type: ignore[assignment]
     for step in range(4):
-        sampler.generate(PARAMS, requests(1, step))
+        generate(engine, requests(1, step))
     assert set(seen) == {64}
     assert inner._cache_size() <= 3
-    assert sampler.programs.prefill._cache_size() == 1
+    assert engine.programs.prefill._cache_size() == 1
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import pytest
 from covey.config.schema import RolloutConfig
 from covey.sampling.scheduler import (
     MIN_SLOTS,
+    NO_DEMANDS,
     PREFILL_BATCH,
     Admission,
+    Demands,
     Sample,
     Scheduler,
     block_lengths,
@@ -19,7 +21,7 @@ from covey.sampling.scheduler import (
 
 
 def made(prompts: list[int], samples: int = 1, **settings: int) -> Scheduler:
-    return Scheduler(prompts, [samples] * len(prompts), RolloutConfig(**settings))
+    return Scheduler.fitted(prompts, [samples] * len(prompts), RolloutConfig(**settings))
 
 
 def fill(scheduler: Scheduler) -> list[Admission]:
@@ -35,7 +37,7 @@ def fill(scheduler: Scheduler) -> list[Admission]:
 
 def test_samples_are_admitted_in_order_with_the_rows_of_their_prompts() -> None:
     scheduler = made([5, 3], samples=3, slots=8)
-    assert scheduler.next_prefill() == range(2)
+    assert scheduler.next_prefill() == [0, 1]
     admitted = scheduler.admit()
     assert [a.sample for a in admitted] == [Sample(r, n) for r in range(2) for n in range(3)]
     assert [a.slot for a in admitted] == list(range(6))
@@ -50,16 +52,15 @@ def test_a_prompt_is_prefilled_once_however_many_slots_there_are() -> None:
             order += [a.sample for a in scheduler.admit()]
         scheduler.update(np.zeros(2, int), [min(scheduler.running)])
     assert prefilled == list(range(11))
-    assert order == scheduler.samples
-    assert scheduler.finished == 33
+    assert order == [Sample(request, n) for request in range(11) for n in range(3)]
 
 
 def test_prefilled_prompts_come_in_batches_and_rows_count_within_a_batch() -> None:
     scheduler = made([4] * (PREFILL_BATCH + 2), slots=32)
-    assert scheduler.next_prefill() == range(PREFILL_BATCH)
-    assert scheduler.next_prefill() == range(0)
+    assert scheduler.next_prefill() == list(range(PREFILL_BATCH))
+    assert scheduler.next_prefill() == []
     assert len(scheduler.admit()) == PREFILL_BATCH
-    assert scheduler.next_prefill() == range(PREFILL_BATCH, PREFILL_BATCH + 2)
+    assert scheduler.next_prefill() == [PREFILL_BATCH, PREFILL_BATCH + 1]
     assert [a.row for a in scheduler.admit()] == [0, 1]
 
 
@@ -70,14 +71,14 @@ def test_only_free_slots_are_refilled() -> None:
     scheduler.update(np.ones(4, int), [1, 3])
     assert scheduler.free == [1, 3]
     assert fill(scheduler) == [Admission(1, 4, Sample(4, 0)), Admission(3, 5, Sample(5, 0))]
-    assert scheduler.finished == 2
+    assert scheduler.num_live == 4
     assert scheduler.lengths.tolist() == [5, 4, 5, 4]
 
 
 def test_requests_without_samples_are_passed_over() -> None:
-    scheduler = Scheduler([2, 3, 4], [0, 2, 0], RolloutConfig())
+    scheduler = Scheduler.fitted([2, 3, 4], [0, 2, 0], RolloutConfig())
     assert [a.sample for a in fill(scheduler)] == [Sample(1, 0), Sample(1, 1)]
-    assert not Scheduler([], [], RolloutConfig()).unfinished
+    assert not Scheduler.fitted([], [], RolloutConfig()).unfinished
 
 
 def test_the_batch_shrinks_once_none_wait_and_keeps_what_runs() -> None:
@@ -123,7 +124,7 @@ def test_the_batch_shrinks_step_by_step() -> None:
 def test_the_cache_grows_in_few_steps_to_its_limit_and_always_holds_the_next_chunk(
     limit: int | None, sizes: list[int]
 ) -> None:
-    scheduler = Scheduler(
+    scheduler = Scheduler.fitted(
         [30, 50],
         [128, 128],
         RolloutConfig(max_prompt_length=50, max_new_tokens=100, slots=256, decode_chunk=8, kv_cache_size=limit),
@@ -146,32 +147,32 @@ def test_a_small_cache_has_room_for_the_longest_sample_at_once() -> None:
 
 def test_a_batch_that_is_not_resized_has_room_for_the_longest_sample() -> None:
     config = RolloutConfig(max_prompt_length=256, max_new_tokens=512, slots=32, decode_chunk=8)
-    scheduler = Scheduler([30, 250], [16, 16], config, resizes=False)
+    scheduler = Scheduler.fitted([30, 250], [16, 16], config, may_resize=False)
     assert scheduler.cache_length == scheduler.longest_cache == 768
     fill(scheduler)
     scheduler.update(np.full(32, 500), range(31))
     assert scheduler.resize() is None
     limited = RolloutConfig(max_prompt_length=256, max_new_tokens=512, kv_cache_size=762)
-    assert Scheduler([250], [1], limited, resizes=False).cache_length == 762
+    assert Scheduler.fitted([250], [1], limited, may_resize=False).cache_length == 762
 
 
 @pytest.mark.parametrize(
     ("how", "prefill", "decode", "keep"),
-    [({"resizes": True}, 2, 5, 4), ({"resizes": False}, 2, 2, 0), ({"fixed_shapes": True}, 1, 1, 0)],
+    [({"may_resize": True}, 2, 5, 4), ({"may_resize": False}, 2, 2, 0), ({"fixed_shapes": True}, 1, 1, 0)],
 )
 def test_few_programs_serve_a_ragged_run(how: dict[str, bool], prefill: int, decode: int, keep: int) -> None:
     """30 steps on prompts and completions of all lengths: programs count once for each set of shapes."""
     counts = programs_of_a_run(**how)
     assert [counts.get(name, 0) for name in ("prefill", "first", "decode", "keep")] == [prefill, 1, decode, keep]
-    if how.get("resizes"):
+    if how.get("may_resize"):
         assert (counts["empty"], counts["insert"]) == (1, 1)
 
 
 def test_fixed_shapes_follow_the_settings_alone() -> None:
     config = RolloutConfig(max_prompt_length=100, max_new_tokens=50, slots=16)
     one, many = (
-        Scheduler([3], [1], config, fixed_shapes=True),
-        Scheduler([90] * 40, [2] * 40, config, fixed_shapes=True),
+        Scheduler.fitted([3], [1], config, fixed_shapes=True),
+        Scheduler.fitted([90] * 40, [2] * 40, config, fixed_shapes=True),
     )
     for scheduler in (one, many):
         assert (len(scheduler.slots), scheduler.cache_length, scheduler.prefill_shape) == (16, 256, (8, 128))
@@ -182,7 +183,7 @@ def programs_of_a_run(**how: bool) -> dict[str, int]:
     programs: set[tuple[object, ...]] = set()
     for _ in range(30):
         prompts = rng.lognormal(4.6, 0.35, 8).astype(int).clip(20, 250).tolist()
-        scheduler = Scheduler(prompts, [8] * 8, config, **how)
+        scheduler = Scheduler.fitted(prompts, [8] * 8, config, **how)
         programs |= programs_of(scheduler, np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
     return {str(name): sum(name == key[0] for key in programs) for name, *_ in programs}
 
@@ -231,7 +232,7 @@ def test_it_is_plain_python() -> None:
 
 
 def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
-    scheduler = Scheduler([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), resizes=False, max_num_seqs=3)
+    scheduler = Scheduler.fitted([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), demands=Demands(None, True, 3))
     scheduler.next_prefill()
     first, second = [admission.sample for admission in scheduler.admit()]
     scheduler.update(np.ones(2, int))
@@ -249,11 +250,11 @@ def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
     assert scheduler.lengths[1] == 5 + 7
     assert scheduler.active == {0: third, 1: first}
     scheduler.finish(second)
-    assert (scheduler.num_live, scheduler.finished) == (2, 1)
+    assert scheduler.num_live == 2
 
 
 def test_no_more_samples_begin_than_may_be_live() -> None:
-    scheduler = Scheduler([5] * 4, [1] * 4, RolloutConfig(slots=2), resizes=False, max_num_seqs=2)
+    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 2))
     scheduler.next_prefill()
     for admission in scheduler.admit():
         scheduler.pause(admission.sample)
@@ -276,3 +277,59 @@ def test_a_cache_that_grows_keeps_its_blocks() -> None:
         assert sum(block_lengths(size)) == size
         assert sum(block_lengths(size + 5)) == size + 5
     assert len(block_lengths(sizes[-1])) == 14
+
+
+def test_sizes_grow_with_requests_that_come_later() -> None:
+    scheduler = made([4], samples=2, slots=8)
+    fill(scheduler)
+    assert (scheduler.resize(), scheduler.prefill_shape) == (None, (1, 16))
+    for request in (1, 2):
+        scheduler.add(request, 200, 2)
+    grown = scheduler.resize()
+    assert grown is not None
+    assert grown[:2].tolist() == [0, 1]
+    assert (len(grown), len(scheduler.slots), scheduler.cache_length) == (8, 8, 1024)
+    assert scheduler.running == {0: Sample(0, 0), 1: Sample(0, 1)}
+    assert scheduler.next_prefill() == [1, 2]
+    assert scheduler.prefill_shape == (2, 256)
+    assert not scheduler.fit()
+
+
+@pytest.mark.parametrize(("length", "demands"), [(17, NO_DEMANDS), (4, Demands(pause_id=5))])
+def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, demands: Demands) -> None:
+    scheduler = Scheduler.fitted([16], [1], RolloutConfig(slots=4, max_new_tokens=8), may_resize=False)
+    fill(scheduler)
+    scheduler.add(1, length, 2, demands)
+    assert not scheduler.can_admit
+    assert not scheduler.fit()
+    scheduler.update(np.zeros(1, int), [0])
+    assert scheduler.fit()
+    assert (scheduler.can_admit, len(scheduler.slots), scheduler.demands) == (True, 2, demands)
+
+
+def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
+    """Not in that of the clock: responses that come together in another order change nothing."""
+    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler.next_prefill()
+    for _ in range(2):
+        for admission in scheduler.admit():
+            scheduler.pause(admission.sample)
+        scheduler.swap_out()
+    assert list(scheduler.swapped) == [Sample(1, 0), Sample(0, 0)]
+    for request in (1, 0):
+        scheduler.resume(Sample(request, 0), 2)
+    assert scheduler.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
+    assert scheduler.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
+
+
+def test_a_cancelled_request_leaves_no_sample_behind() -> None:
+    scheduler = Scheduler.fitted([5] * 3, [2] * 3, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler.next_prefill()
+    for admission in scheduler.admit():
+        scheduler.pause(admission.sample)
+    scheduler.swap_out()
+    scheduler.resume(Sample(0, 1), 2)
+    assert [scheduler.cancel(request) for request in (0, 2)] == [[], []]
+    assert [admission.sample for admission in scheduler.admit()] == [Sample(1, 0), Sample(1, 1)]
+    assert scheduler.cancel(1) == [0, 1]
+    assert not scheduler.unfinished

@@ -1,9 +1,13 @@
 """The tokens of a sequence, and its random numbers, which are those of `jax.random`, bit for bit."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
+from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import Chunk
 from covey.sampling.sequence import SampledTokens, Sequence, sample_keys, uniform_noise
 from covey.types import FinishReason
@@ -34,8 +38,8 @@ def sampled(*ids: int) -> SampledTokens:
     return SampledTokens(tokens, logps, logps / 2)
 
 
-def a_sequence() -> Sequence:
-    return Sequence(3, np.zeros(2, np.uint32))
+def a_sequence(responder: Any = None) -> Sequence:
+    return Sequence(np.zeros(3, np.int32), 64, SamplingParams(), responder)
 
 
 def test_a_chunk_gives_each_slot_the_tokens_that_it_drew() -> None:
@@ -51,7 +55,7 @@ def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
     cut.extend(sampled(1))
     cut.extend(SampledTokens(np.array([2**24 + 1, 2**31 - 1], np.int32), logps, logps))
     stopped.extend(sampled(3, STOP))
-    first, second = (one.completion((STOP,), masked=False) for one in (cut, stopped))
+    first, second = (one.completion((STOP,)) for one in (cut, stopped))
     assert (first.tokens.tolist(), first.finish, first.mask) == ([1, 2**24 + 1, 2**31 - 1], FinishReason.LENGTH, None)
     assert first.logps[1:].tobytes() == logps.tobytes()
     assert [first.tokens.dtype, first.logps.dtype, first.sampler_logps.dtype] == [np.int32, np.float32, np.float32]
@@ -59,14 +63,14 @@ def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
 
 
 def test_appended_tokens_are_masked_and_a_branch_counts_what_it_kept() -> None:
-    resumed = a_sequence()
+    resumed = a_sequence(SimpleNamespace())
     resumed.extend(sampled(1, 7))
     resumed.append(np.array([4, 5], np.int32))
     assert resumed.length == 3 + 4
     resumed.branch(2)
     resumed.extend(sampled(3, STOP))
     assert resumed.length == 2 + 2
-    completion = resumed.completion((STOP,), masked=True)
+    completion = resumed.completion((STOP,))
     assert completion.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
     assert completion.mask is not None
     assert completion.mask.tolist() == [True, True, False, False, True, True]
