@@ -62,7 +62,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     lines = [f'{{"prompt": "Say {word}."}}\n' for word in ("one", "two", "three", "four", "five", "six")]
     (folder / "data.jsonl").write_text("".join(lines))
     (folder / "letters.py").write_text(
-        "def share(completions):\n    return [sum(c < 'n' for c in t) for t in completions]\n"
+        "import os\n\ndef share(completions):\n    return [sum(c < 'n' for c in t) for t in completions]\n\n"
+        "def leave(completions):\n    os._exit(0)\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -139,8 +140,7 @@ CHILDREN = """
                 send(signal.SIGSTOP, *moment)
             send(signal.SIGKILL, *kill)
             os.dup2(2, 1)  # what the command prints is no answer
-            main(words)
-            os._exit(0)
+            os._exit(main(words))
         for before, _ in halts:
             os.waitpid(child, os.WUNTRACED)
             shutil.copytree(out, f"{out}-{before}")
@@ -150,36 +150,40 @@ CHILDREN = """
 
 
 @pytest.fixture(scope="module")
-def killed(place: Path, straight: Any, bucket: Any) -> dict[str, Path]:
-    """Moment → the run folder as it was then; the last of each folder's moments is that of the kill. One process has
+def children(place: Path, straight: Any, bucket: Any) -> str:
+    """What runs wrote that are halted and killed at moments, or whose reward function ends the process. One process has
     imported everything, and those that train are its children.
     """
     straight("full, sync")  # compiles what the children find
-    near, far = place / "near", place / "far"
-    moments = {near: [("samples", 3), ("save", 4), ("metrics", 5)], far: [("commit", 4)]}
-    more = {near: (), far: (f"training.checkpoint_path={bucket.address}/runs",)}
-    jobs = [(str(out), moments[out], command(out, *WAYS["full, sync"], *more[out])) for out in moments]
+    jobs = [
+        ("near", [("samples", 3), ("save", 4), ("metrics", 5)], ()),
+        ("far", [("commit", 4)], (f"training.checkpoint_path={bucket.address}/runs",)),
+        ("left", [("save", STEPS)], ("rewards=letters:leave",)),
+    ]
+    lines = [
+        json.dumps((name, moments, command(Path(name), *WAYS["full, sync"], *more))) for name, moments, more in jobs
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILDREN)],
-        input="".join(json.dumps(job) + "\n" for job in jobs),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-c", textwrap.dedent(CHILDREN)], input="\n".join(lines), capture_output=True, text=True
     )
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * 2
-    return {"samples": place / "near-samples", "save": place / "near-save", "metrics": near, "commit": far}
+    assert done.stdout.split() == [str(-signal.SIGKILL), str(-signal.SIGKILL), "2"], done.stderr
+    return done.stderr
+
+
+KILLED = {"samples": "near-samples", "save": "near-save", "metrics": "near", "commit": "far"}
+"""Moment → run folder as it was then; the last of each folder's moments is that of the kill."""
 
 
 @pytest.mark.parametrize(("before", "step"), [("save", 4), ("metrics", 5), ("samples", 3), ("commit", 4)])
 def test_killed_between_metrics_and_save(
-    before: str, step: int, bucket: Any, killed: dict[str, Path], straight: Any
+    before: str, step: int, bucket: Any, place: Path, children: str, straight: Any
 ) -> None:
     """Metrics of step 4 without its checkpoint; a checkpoint without metrics after it; half of the rows of a step; the
     arrays of step 4 in a bucket, without its digests.
     """
     from benchmarks.soak import differences, steps_of
 
-    out = killed[before]
+    out = place / KILLED[before]
     assert steps_of(out) >= min(step, 4)
     if before == "commit":
         assert f"{bucket.address[5:]}/runs/far/00000004/arrays/commit_success.txt" in bucket.objects
@@ -187,6 +191,11 @@ def test_killed_between_metrics_and_save(
             assert saves.steps() == [2]
     run.resume(out)
     assert differences(straight("full, sync"), out) == []
+
+
+def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(place: Path, children: str) -> None:
+    assert "the reward function 'leave' raised SystemExit: os._exit(0)" in children
+    assert not (place / "left" / "metrics.jsonl").exists()
 
 
 def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(

@@ -348,17 +348,6 @@ def test_a_module_that_exits_while_it_is_imported_is_a_mistake(tmp_path: Path) -
     assert "importing 'exiting_rewards' failed: SystemExit: os._exit(0)" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(tmp_path: Path) -> None:
-    (tmp_path / "exiting_rewards.py").write_text("import os\n\ndef share(completions):\n    os._exit(0)\n")
-    settings = ["rollout.max_new_tokens=8", "rollout.max_prompt_length=32", "rollout.slots=8", "evaluation.prompts=2"]
-    settings += ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
-    words = [f"model.source={TINY}", "rewards=exiting_rewards:share", "evaluation.accuracy=", "evaluation.format="]
-    done = in_a_process(tmp_path, "-m", "covey", "train", "quickstart", *words, *settings)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "the reward function 'share' raised SystemExit: os._exit(0)" in done.stderr
-
-
 # --- what raises, and what answers nonsense
 
 
