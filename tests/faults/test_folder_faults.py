@@ -383,12 +383,12 @@ def test_a_finished_run_of_epochs_says_so_too(tmp_path: Path, monkeypatch: pytes
 def test_what_may_change_may_be_given_beside_resume(copied: Path, capsys: Any) -> None:
     """It is told, and written into the recipe; the rest of the recipe is kept."""
     then = recipe.load(copied)
-    assert main(["train", "--resume", str(copied), "--max-steps", "6", "--grpo.epsilon=0.1"]) == 0
+    assert main(["train", "--resume", str(copied), "--max-steps", "6", "--actor-optimizer.learning-rate=2e-3"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "training.max_steps was 4, is 6" in shown
-    assert "grpo.epsilon was None, is 0.1" in shown
-    changed = replace(then.training, max_steps=6), replace(then.grpo, epsilon=0.1)
-    assert recipe.load(copied) == replace(then, training=changed[0], grpo=changed[1])
+    assert "training.actor_optimizer.learning_rate was 0.001, is 0.002" in shown
+    faster = replace(then.training.actor_optimizer, learning_rate=2e-3)
+    assert recipe.load(copied) == replace(then, training=replace(then.training, max_steps=6, actor_optimizer=faster))
     assert steps_in(copied / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert json.loads((copied / "summary.json").read_text())["steps"] == 6
 

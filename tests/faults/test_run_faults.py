@@ -339,8 +339,7 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Watchdog, "phase", noted)
     monkeypatch.setattr(Watchdog, "__init__", made)
-    more = ("training.max_steps=1", "training.checkpoint_every_n_steps=1", "grpo.beta=0.1")
-    run.train(ready(*more, "training.watchdog_seconds=77"), tmp_path / "run")
+    run.train(ready("training.max_steps=1", "training.watchdog_seconds=77"), tmp_path / "run")
     assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
     assert limits == [77]
     beat = read_heartbeat(tmp_path / "run")
