@@ -19,21 +19,17 @@ from covey.models.quantised import QuantisedKernel
 from covey.parallel import flatten
 from covey.run.load_model import load_source
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TESTS = Path(__file__).parents[1]
+TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
-    "rollout.max_new_tokens=6",
-    "rollout.max_prompt_length=32",
+    *(TESTS / "faults" / "small_run.txt").read_text().split(),
     "data.task=jsonl",
-    f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}",
-    "rollout.slots=8",
+    f"data.path={TESTS / 'letters.jsonl'}",
     "rollout.temperature=2",
-    "training.prompts_per_step=2",
     "training.actor_optimizer.learning_rate=1e-2",
     "training.checkpoint_every_n_steps=1",
-    "grpo.num_generations=4",
     "grpo.beta=0.04",
-    "evaluation.prompts=4",
     "model.lora.rank=4",
 ]
 

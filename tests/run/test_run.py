@@ -27,20 +27,15 @@ from covey.monitor.writer import MetricsWriter
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TESTS = Path(__file__).parents[1]
+TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
-    "rollout.max_new_tokens=8",
-    "rollout.max_prompt_length=32",
-    "rollout.slots=8",
+    *(TESTS / "faults" / "small_run.txt").read_text().split(),
     "training.max_steps=6",
-    "training.prompts_per_step=2",
     "training.checkpoint_every_n_steps=3",
-    "training.actor_optimizer.learning_rate=1e-3",
     "training.max_to_keep=9",
-    "grpo.num_generations=4",
-    "evaluation.prompts=8",
     "data.task=jsonl",
-    f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}",
+    f"data.path={TESTS / 'letters.jsonl'}",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]

@@ -205,16 +205,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-@pytest.mark.parametrize("command", ["rollout", "rewards"])
-def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(command: str, asked: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "use", [lambda ready: run.play(ready, 1), lambda ready: inference.sample_training_prompts(ready, 1)]
+)
+def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""
     scratch = recipe.load("arithmetic-tiny", ["seed=7", "model.source=scratch:arithmetic-tiny"])
-    use = (
-        (lambda: run.play(scratch, 1))
-        if command == "rollout"
-        else (lambda: inference.sample_training_prompts(scratch, 1))
-    )
     with suppress(SeenError):
-        use()
+        use(scratch)
     begun, drawn = (arrays(model) for model in (load_for(scratch)[0], asked[0]))
     assert all(np.array_equal(x, drawn[name]) for name, x in begun.items())
