@@ -121,11 +121,6 @@ def test_chat_prompts_stay_message_lists(data):
     assert as_rows(data) == [{"prompt": CHAT}]
 
 
-def test_a_chat_of_several_turns_is_one_prompt():
-    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
-    assert as_rows([{"prompt": chat, "answer": "4"}]) == [{"prompt": chat, "answer": "4"}]
-
-
 def test_columns_keep_their_types_and_single_values_hold_for_all():
     data = {"prompt": ["a", "b"], "n": np.array([1, 2]), "x": np.float32([0.5, 0.25]), "level": "easy", "none": None}
     rows = as_rows(data)
@@ -133,13 +128,20 @@ def test_columns_keep_their_types_and_single_values_hold_for_all():
     assert type(rows[1]["n"]) is int
 
 
-def test_what_a_frame_misses_is_none() -> None:
-    """Pandas writes NaN for it, which a reward function would take for a number."""
-    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["4", None], "n": [1.0, None], "chat": [CHAT, None]})
-    assert as_rows(frame) == [
+KEPT = {
+    "several turns": [{"prompt": [{"role": "system", "content": "Be brief."}, *CHAT], "answer": "4"}],
+    "lists, which are no batches": [{"prompt": "a", "choices": ["x", "y", "z"]}],
+    "bytes that are no text": [{"prompt": "a", "image": b"\xff\xfe"}],
+    "None, for which pandas has NaN": [
         {"prompt": "a", "answer": "4", "n": 1.0, "chat": CHAT},
         {"prompt": "b", "answer": None, "n": None, "chat": None},
-    ]
+    ],
+}
+
+
+@pytest.mark.parametrize("rows", KEPT.values(), ids=KEPT)
+def test_values_of_rows_stay_as_they_are(rows):
+    assert as_rows(rows) == as_rows(pandas.DataFrame(rows)) == rows
 
 
 def test_examples_come_from_frames_and_tables_too() -> None:
@@ -169,14 +171,6 @@ SHAREGPT = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 )
 def test_a_chat_without_a_prompt_is_asked_up_to_its_answer(data, answered) -> None:
     assert as_rows(data) == [{"prompt": CHAT, "completion": "4"} if answered else {"prompt": CHAT}]
-
-
-def test_lists_inside_rows_are_not_taken_for_batches():
-    assert as_rows([{"prompt": "a", "choices": ["x", "y", "z"]}]) == [{"prompt": "a", "choices": ["x", "y", "z"]}]
-
-
-def test_bytes_that_are_no_text_stay_bytes():
-    assert as_rows([{"prompt": "a", "image": b"\xff\xfe"}])[0]["image"] == b"\xff\xfe"
 
 
 REFUSED = {
