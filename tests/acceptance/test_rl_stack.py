@@ -153,38 +153,12 @@ def half(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [0.5] * len(completions)
 
 
-def number(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """`says 3` is worth 3."""
-    return [float(text.split()[1]) for text in completions]
-
-
-@pytest.mark.parametrize(("weights", "totals"), [(None, [0.5, 1.5, 2.5]), ((2.0, 0.1), [1.0, 1.1, 1.2])])
-def test_the_total_reward_is_the_sum_of_all_functions_by_weights_of_1(
-    played: Callable, weights: Any, totals: list[float]
-) -> None:
-    (record,) = played(prompts=2, samples=3, reward_weights=weights).train(2, [half, number]).records
-    assert [group.prompt for group in record.groups] == ["p0", "p1"]
-    for group in record.groups:
-        np.testing.assert_allclose(group.rewards, totals)
-        assert group.rewards_by_function["half"].tolist() == [0.5] * 3
-        assert group.rewards_by_function["number"].tolist() == [0.0, 1.0, 2.0]
-
-
 def test_the_names_users_know(played: Callable) -> None:
     config = GRPOConfig(beta=0.08, num_generations=4)
     assert (algorithm_of(config).beta, config.num_generations) == (0.08, 4)
     assert 0.02 <= algorithm_of(GRPOConfig()).beta <= 0.08
     assert GRPOLearner(rl_cluster=played(), reward_fns=half, grpo_config=config).reward_fns == [half]
-    assert GRPOLearner(rl_cluster=played(), reward_funcs=[half, number]).reward_fns == [half, number]
-
-
-def test_the_advantage_uses_bessel_and_1e_4(played: Callable) -> None:
-    (record,) = played(prompts=2, samples=4).train(2).records
-    for group in record.groups:
-        r = np.asarray(group.rewards)
-        deviation = np.sqrt(((r - r.mean()) ** 2).sum() / 3)
-        np.testing.assert_allclose(group.advantages, (r - r.mean()) / (deviation + 1e-4), rtol=1e-6)
-        assert deviation > 0.5
+    assert GRPOLearner(rl_cluster=played(), reward_funcs=half).reward_fns == [half]
 
 
 def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> None:
@@ -196,15 +170,6 @@ def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> N
     ):
         np.testing.assert_array_equal(advantage[number >= 0], advantages[number[number >= 0]])
         assert not advantage[place < 0].any()
-
-
-@pytest.mark.parametrize(("updates", "stored"), [(1, False), (2, True)])
-def test_with_one_update_per_batch_there_is_no_stored_old_log_prob(
-    played: Callable, updates: int, stored: bool
-) -> None:
-    cluster = played(prompts=2, updates=updates).train(2)
-    assert bool(cluster.samples("old_logps")) == stored
-    assert all((batch.inputs.old_logps is not None) == stored for update in cluster.updates for batch in update)
 
 
 def test_samples_that_are_masked_whole_contribute_0_to_a_step(played: Callable) -> None:

@@ -235,11 +235,6 @@ def test_every_evaluation_asks_for_the_same_noise() -> None:
     assert EVALUATION_STEP > 10**9  # no step of a run
 
 
-def test_an_unknown_judge_is_answered() -> None:
-    with pytest.raises(RecipeError, match="starts_with_letter"):
-        evaluate(Canned(), EXAMPLES, EvalConfig(accuracy="starts_with_leter"), ROLLOUT)
-
-
 def test_an_evaluation_in_which_nothing_was_scored_has_a_reward_that_says_so() -> None:
     """Legal, if sad: NaN in the summary, and no warning from inside NumPy."""
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT, [lambda completions: [None] * len(completions)])

@@ -162,29 +162,23 @@ def test_the_error_states_unit_arithmetic_and_what_would_do() -> None:
     assert caught.value.where == "training.train_micro_batch_size"
 
 
-def test_a_size_given_in_samples_is_told_in_prompts() -> None:
-    with pytest.raises(RecipeError, match="32 samples would be 4 prompts"):
-        stage_sizes(training(8, rollout=32), num_generations=8)
-
-
-@pytest.mark.parametrize(("bad", "nearest"), [(9, "8"), (10**9, "8")])
-@pytest.mark.parametrize("stage", STAGES)
-def test_sizes_out_of_range_are_refused_with_the_nearest(stage: str, bad: int, nearest: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{stage}_micro_batch_size {bad} prompts[\s\S]*fix: {nearest},"):
-        stage_sizes(training(8, **{stage: bad}), 4)
-
-
 @pytest.mark.parametrize("bad", [2.5, "4", 4.0, 0, -3])
 def test_a_size_that_is_no_number_of_prompts_is_refused(bad: object) -> None:
     with pytest.raises(RecipeError, match=r"rollout_micro_batch_size is .*\n  wanted: (a whole number|at least 1)"):
         stage_sizes(replace(training(8), rollout_micro_batch_size=bad), 4)
 
 
-def test_all_sizes_that_do_not_fit_are_told_at_once() -> None:
-    with pytest.raises(RecipeError, match=r"2 problems[\s\S]*rollout_micro_batch_size[\s\S]*train_micro_batch_size"):
-        stage_sizes(training(8, rollout=9, ref_logps=3, train=99), 4)
-
-
-def test_of_many_divisors_the_nearest_are_shown() -> None:
-    with pytest.raises(RecipeError, match=r"divide the step evenly: 120, 144, 180, 240, 360, 720\n"):
-        stage_sizes(training(720, train=721), 1)
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "samples", "words"),
+    [
+        (8, {"rollout": 32}, 8, "32 samples would be 4 prompts"),
+        (8, {"rollout": 9, "ref_logps": 3, "train": 99}, 4, r"2 problems[\s\S]*rollout_micro[\s\S]*train_micro"),
+        (720, {"train": 721}, 1, r"divide the step evenly: 120, 144, 180, 240, 360, 720\n"),
+        *((8, {stage: 9}, 4, rf"{stage}_micro_batch_size 9 prompts[\s\S]*fix: 8,") for stage in STAGES),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_at_once_with_those_that_would(
+    prompts: int, sizes: dict[str, int], samples: int, words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        stage_sizes(training(prompts, **sizes), samples)
