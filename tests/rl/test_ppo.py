@@ -170,6 +170,17 @@ def test_a_mask_of_another_length_never_broadcasts() -> None:
         token_rewards(np.ones(1), three, one)
 
 
+def test_a_tools_tokens_earn_nothing_and_cost_no_kl() -> None:
+    """The reward is that of the last drawn token; nothing is earned by an answer that the model drew nothing of."""
+    policy, reference = [np.array([-1.0, -90.0, -2.0])], [np.array([-1.5, -2.0, -2.5])]
+    [got] = kl_penalty(policy, reference, "k1", 0.1, [np.array([True, False, True])])
+    np.testing.assert_allclose(got, [0.05, 0.0, 0.05])
+    masks = [np.array([True, True, False]), np.array([False, False]), np.zeros(0, bool)]
+    penalties = [np.array([0.1, 0.2, 70.0]), np.array([5.0, 5.0]), np.zeros(0)]
+    rewards = token_rewards(np.array([1.0, 2.0, 3.0]), penalties, masks)
+    assert [r.round(9).tolist() for r in rewards] == [[-0.1, 0.8, 0.0], [0.0, 0.0], []]
+
+
 def test_group_advantages_take_the_kl_of_the_drawn_tokens_alone() -> None:
     """RLOO: the answers' rewards are equal, and so are their log-ratios where the model drew: nothing is left."""
     logps, ref, drawn = [-1.0, -50.0, -2.0], [-1.5, -3.0, -2.5], [True, False, True]
