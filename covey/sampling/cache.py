@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -196,6 +196,25 @@ def _write(
     return block.map(write, Block(k, v, block.layout))
 
 
+def _write_in_order(
+    block: Block, k: Float[Array, "n K W"], v: Float[Array, "n K W"], at: Int[Array, "n"], slot: Int[Array, ""]
+) -> Block:
+    """Write keys and values at the adjacent positions `at` of a block's only slot. XLA for TPUs scatters, as `_write`
+    does, into another order of an array, and would copy the whole cache into it and back.
+    """
+    time, end = jnp.arange(block.length), at[0] + (at < block.length).sum()
+
+    def write(x: Array, axis: int, new: Array) -> Array:
+        order = (1, 0, 2) if axis == 2 else (1, 2, 0)
+        padding = [(block.length, block.length) if i == axis - 1 else (0, 0) for i in range(3)]
+        padded = jnp.pad(new.transpose(order).astype(x.dtype), padding)
+        moved = jax.lax.dynamic_slice_in_dim(padded, block.length - at[0], block.length, axis - 1)
+        here = (time >= at[0]) & (time < end)
+        return jnp.where(here[:, None] if axis == 2 else here, moved, x)
+
+    return block.map(write, Block(k, v, block.layout))
+
+
 class BlockAttention(NamedTuple):
     """Attention over the positions of one block: output, maximum of the scores, and sum of exp(score - maximum)."""
 
@@ -264,14 +283,19 @@ def _insert_in_place(
     cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
 ) -> list[LayerCache]:
     """Return `insert_prompts` of layers with one block, where each device inserts into its own slots."""
-    keys, insert = cache[0][0].keys, _insert_slots
-    mesh = jax.typeof(keys).sharding.mesh
+    insert, (mesh, rows, heads) = _insert_slots, _slot_axes(cache)
     if not mesh.empty:
-        rows, heads = sharding_of(CACHE_AXES, keys.shape, mesh).spec[:2]
         slots, prompts, numbers = PartitionSpec(rows, heads), PartitionSpec(None, heads), PartitionSpec(rows)
         specs = (slots, prompts, numbers, numbers)
         insert = jax.shard_map(insert, mesh=mesh, in_specs=specs, out_specs=slots, check_vma=False)
     return insert(cache, prefix, prompt, inserted)
+
+
+def _slot_axes(cache: list[LayerCache]) -> tuple[AbstractMesh, Any, Any]:
+    """Return the mesh of a cache, and the mesh axes that divide its slots and its heads."""
+    keys = cache[0][0].keys
+    mesh = jax.typeof(keys).sharding.mesh
+    return (mesh, None, None) if mesh.empty else (mesh, *sharding_of(CACHE_AXES, keys.shape, mesh).spec[:2])
 
 
 def _insert_slots(
@@ -312,7 +336,25 @@ def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted:
 
 def take_slot(cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
     """Return a copy of the cache of one slot."""
-    rows: list[LayerCache] = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
+    take, (mesh, rows, heads) = partial(_take_rows, None), _slot_axes(cache)
+    if rows is not None and not cache[0][0].layout.divided:
+        specs = PartitionSpec(rows, heads), PartitionSpec()
+        take = partial(_take_rows, rows)
+        take = jax.shard_map(take, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, heads), check_vma=False)
+    return take(cache, slot)
+
+
+def _take_rows(axes: Any, cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
+    """Return the row of a slot, which one of the devices along `axes` has: the compiler would gather all slots."""
+
+    def take(x: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(x, slot % len(x) if axes else slot, 1)
+        if not axes:
+            return row
+        each = jax.lax.all_gather(row, axes, tiled=True)
+        return jax.lax.dynamic_slice_in_dim(each, slot // len(x), 1)
+
+    rows: list[LayerCache] = jax.tree.map(take, cache)
     return rows
 
 
@@ -351,13 +393,16 @@ def append(
     """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
     on, for each of the first `rows`.
     """
-    model = nnx.merge(graph, params)
+    model, divided = nnx.merge(graph, params), cache[0][0].layout.divided
 
     def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
         positions = start[row] + jnp.arange(tokens.shape[1])
-        attend = append_attention(slots[row], positions, count[row])
-        _, cache = model(tokens[row][None], positions[None], attend, cache)
-        return keep_sharding(cache, model.embed.embedding[...])
+        # XLA for TPUs writes tokens to a copy of an array in another order: of the slot, not of the whole cache.
+        held, slot = (cache, slots[row]) if divided else (take_slot(cache, slots[row]), jnp.int32(0))
+        attend = append_attention(slot, positions, count[row])
+        _, held = model(tokens[row][None], positions[None], attend, held)
+        appended = held if divided else put_slot(cache, held, slots[row])
+        return keep_sharding(appended, model.embed.embedding[...])
 
     appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
     return appended
@@ -371,7 +416,8 @@ def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: In
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
         starts = np.cumsum([0, *(block.length for block in cache)])[:-1]
-        blocks = [_write(block, k[0], v[0], written - start, slot) for block, start in zip(cache, starts, strict=True)]
+        write = _write if cache[0].layout.divided else _write_in_order
+        blocks = [write(block, k[0], v[0], written - start, slot) for block, start in zip(cache, starts, strict=True)]
         keys = jnp.concatenate([_time_at(-1, block.keys[slot], block.layout.keys) for block in blocks], axis=-1)
         values = jnp.concatenate([_time_at(-2, block.values[slot], block.layout.values) for block in blocks], axis=-2)
         distance = positions[:, None] - jnp.arange(keys.shape[-1])

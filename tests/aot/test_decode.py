@@ -1,9 +1,10 @@
-"""A chunk of decode steps and the admission of prompts, as the compilers for v5e and for an H100 leave them."""
+"""The programs that write to the cache, as the compilers for v5e and for an H100 leave them."""
 
 import importlib.util
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,3 +105,22 @@ def test_admitting_prompts_copies_no_cache(
     writes = Program(text).of("fusion", "dynamic-update-slice")
     written = [x for x in writes if x.bytes >= cache // (2 * LAYERS)]
     assert [x.loops for x in written] == [(None,)] * 2 * LAYERS  # as often as prompts are inserted
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "kv_heads", "width"), [(1, 1, 2, 64), (1, 1, 4, 128), (2, 2, 8, 128), (1, 4, 8, 256)]
+)
+def test_appending_tokens_copies_no_cache(
+    topology: Callable[[str], Any], rows: int, columns: int, kv_heads: int, width: int
+) -> None:
+    """The tokens of a response are written in place too: what is copied is at most one slot."""
+    graph, params = decoder(8, kv_heads, width, topology("v5e:2x2").devices, rows, columns)
+    programs = Programs(graph, (2,))
+    cache = programs.decode_program(params, SLOTS, 2048, ROLLOUT).args[1]
+    numbers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    slots, tokens = numbers((SLOTS,)), numbers((SLOTS, 64))
+    compiled = programs.append.lower(params, cache, slots, tokens, slots, slots, numbers(())).compile()
+    block = SLOTS // rows * 2048 * kv_heads // columns * width
+    assert copies(compiled.as_text(), block) == []
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * LAYERS * block * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < LAYERS * block

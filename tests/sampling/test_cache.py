@@ -19,6 +19,7 @@ from covey.sampling.cache import (
     insert_block,
     insert_prompts,
     keep_rows,
+    take_slot,
 )
 
 SLOTS, TIME = 4, 256
@@ -94,6 +95,9 @@ def test_prompts_are_inserted_into_their_slots_alone(mesh: tuple[int, int] | Non
     want = old.copy()
     want[:, :, [0, 2, 3]] = new[:, :, [2, 0, 1], ..., :128]
     np.testing.assert_array_equal([[block.keys, block.values] for (block,) in inserted], want)
+    for slot in range(SLOTS):
+        taken = jax.jit(take_slot)(inserted, np.int32(slot))
+        np.testing.assert_array_equal([[block.keys, block.values] for (block,) in taken], want[:, :, slot : slot + 1])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The sampler's claims: nothing about a sample depends on how it was scheduled, and its log-probs are the trainer's."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -233,3 +234,25 @@ def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.Mon
     made.clear()
     same(limited, sample(tall, decode_chunk=32))
     assert max(made) == 128
+
+
+@pytest.mark.parametrize(("width", "meshed"), [(8, False), (128, False), (8, True)])
+def test_an_accelerator_appends_what_a_cpu_does(width: int, meshed: bool) -> None:
+    """Pieces of two responses behind what their slots hold, up to the end of the cache and not beyond it."""
+
+    def appended(platform: str) -> list[np.ndarray]:
+        model = Decoder(replace(CONFIG, head_dim=width), rngs=nnx.Rngs(0))
+        model.platform = platform
+        graph, params = nnx.split(model)
+        params = jax.device_put(params, shardings(params, make_mesh((2, 2)))) if meshed else params
+        append, tokens = Programs(graph, STOPS).append, np.arange(64, dtype=np.int32).reshape(4, 16)
+        kept = Programs(graph, STOPS).empty_cache(params, 4, 0, 128)
+        for start in (0, 16, 112, 120):
+            rows = (np.array(x, np.int32) for x in ([3, 1, 0, 0], tokens, [start] * 4, [16, 9, 5, 5]))
+            kept = append(params, kept, *rows, np.int32(2))
+        time_last = [block.map(lambda x, axis: x if axis == 3 else x.swapaxes(2, 3)) for (block,) in kept]
+        return [np.asarray(x) for x in jax.tree.leaves(time_last)]
+
+    for got, want in zip(appended("tpu"), appended("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        assert np.unique(np.argwhere(got)[:, 0]).tolist() == [1, 3]
