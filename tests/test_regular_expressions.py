@@ -272,23 +272,24 @@ def uses() -> list[Use]:
 
 def find_uses() -> Iterator[Use]:
     """Yield every regular expression in the package."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    calls = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)
-             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]  # fmt: skip
+    nodes = {path: [*ast.walk(ast.parse(path.read_text("utf-8")))] for path in sorted(PACKAGE.rglob("*.py"))}
+    calls = [
+        (path, node, node.func)
+        for path, inside in nodes.items()
+        for node in inside
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*MODES, "compile")
+    ]
     by_name: dict[str, set[str]] = {}
-    for _, node in calls:
-        assert isinstance(node.func, ast.Attribute)
-        if node.func.attr in MODES:
-            by_name.setdefault(ast.unparse(node.func.value).rpartition(".")[2], set()).add(MODES[node.func.attr])
-    names = {node.value: ast.unparse(node.targets[0]) for tree in trees.values() for node in ast.walk(tree)
-             if isinstance(node, ast.Assign)}  # fmt: skip
-    for path, node in calls:
-        assert isinstance(node.func, ast.Attribute)
-        kind = node.func.attr
-        if ast.unparse(node.func.value) != "re" or kind not in (*MODES, "compile"):
+    for _, _, method in calls:
+        if method.attr in MODES:
+            by_name.setdefault(ast.unparse(method.value).rpartition(".")[2], set()).add(MODES[method.attr])
+    assignments = (node for inside in nodes.values() for node in inside if isinstance(node, ast.Assign))
+    names = {node.value: ast.unparse(node.targets[0]) for node in assignments if isinstance(node.value, ast.Call)}
+    for path, node, method in calls:
+        if ast.unparse(method.value) != "re":
             continue
         named = by_name.get(names.get(node, ""), {"search", "fullmatch"})
-        modes = frozenset(named if kind == "compile" else {MODES[kind]})
+        modes = frozenset(named if method.attr == "compile" else {MODES[method.attr]})
         where = f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
         yield Use(where, _text(node.args[0]), modes, _flags(node), ast.unparse(node.args[0]))
 
