@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import PromptLoader
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.lora import with_lora
 from covey.monitor.record import StepRecord
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -135,18 +133,6 @@ def tokenizer() -> Tokenizer:
 def base() -> Decoder:
     """For reading only: a trainer would use up its arrays."""
     return Decoder(CONFIG, rngs=nnx.Rngs(0), remat=False)
-
-
-@pytest.fixture
-def decoder(base: Decoder) -> Callable[..., Decoder]:
-    """`decoder(lora=0)`: a copy of its own."""
-
-    def make(lora: int = 0) -> Decoder:
-        graph, params = nnx.split(base)
-        model = nnx.merge(graph, jax.tree.map(lambda x: x.copy(), params))
-        return with_lora(model, LoRAConfig(rank=lora)) if lora else model
-
-    return make
 
 
 @pytest.fixture

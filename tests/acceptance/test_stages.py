@@ -1,4 +1,4 @@
-"""Stages with a micro-batch size of their own: each behaviour by its name."""
+"""The loop, and its stages with a micro-batch size of their own: each behaviour by its name."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,13 +6,19 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.errors import RewardError
+from covey.parallel import make_mesh
 from covey.rl import run_ahead
 from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.roles import Role
 from covey.rl.run_ahead import DataQueue
 from covey.rl.stage_sizes import StageSizes
 
@@ -26,6 +32,10 @@ def named(*sizes: int) -> list[list[str]]:
     """p0, p1, ... in parts of `sizes`."""
     prompts = (f"p{i}" for i in range(sum(sizes)))
     return [list(islice(prompts, size)) for size in sizes]
+
+
+def on(device: int) -> Any:
+    return make_mesh((1,), ("fsdp",), [jax.devices()[device]])
 
 
 # Sizes
@@ -220,3 +230,80 @@ def test_max_tokens_per_micro_batch_splits_a_slice_further(played: Callable, mon
     monkeypatch.setattr(cluster.inference, "ref_logps", ref_logps)
     learner.train(cluster.loader(3))
     assert (parts, slices) == ([64] * 6, [64])
+
+
+# The loop
+
+
+def test_a_step_is_rollouts_rewards_advantages_mu_updates_and_weight_sync(played: Callable) -> None:
+    order = played(prompts=2, updates=2, batches=2).train(2).order()
+    assert order == ["rollout", "reward", "ref_logps", "old_logps", *["train", "update"] * 2, "sync"] * 2
+
+
+def test_an_eval_set_is_evaluated_as_often_as_asked(played: Callable) -> None:
+    made = played(prompts=2, batches=4, eval_every_n_steps=2)
+    made.learner().train(made.loader(2), [{"prompt": "held out", "answer": "x"}] * 3)
+    assert ["eval/reward" in record.metrics for record in made.records] == [False, True, False, True]
+
+
+def test_roles_on_one_mesh_run_in_turn(played: Callable) -> None:
+    made = played(prompts=2, meshes={Role.ACTOR: on(0)}).train(2)
+    assert {note.thread for note in made.notes} == {"MainThread"}
+
+
+def test_when_actor_and_rollout_live_apart_a_producer_thread_fills_the_queue(played: Callable) -> None:
+    made = played(prompts=2, meshes={Role.ACTOR: on(0), Role.ROLLOUT: on(1)}).train(2)
+    threads = {note.what: note.thread for note in made.notes}
+    assert threads["rollout"] == threads["reward"] != "MainThread"
+    assert {threads[what] for what in ("ref_logps", "train", "update", "sync")} == {"MainThread"}
+
+
+@pytest.mark.parametrize(("train", "accumulation"), [(1, 6), (4, 2), (6, 1)])
+def test_the_queue_size_is_accumulation_steps_plus_2(
+    played: Callable, monkeypatch: pytest.MonkeyPatch, train: int, accumulation: int
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(run_ahead, "DataQueue", lambda maxsize: sizes.append(maxsize) or DataQueue(maxsize))
+    played(prompts=6, train=train, queueing="async").train(6)
+    assert sizes == [accumulation + 2]
+
+
+def test_a_run_chooses_what_its_line_shows(played: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    made = played(prompts=2, show=("kl",))
+    made.learner(observers=None).train(made.loader(2))
+    assert "kl 0" in capsys.readouterr().out
+
+
+# The GRPO step
+
+
+def half(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def test_the_names_users_know(played: Callable) -> None:
+    config = GRPOConfig(beta=0.08, num_generations=4)
+    assert (algorithm_of(config).beta, config.num_generations) == (0.08, 4)
+    assert 0.02 <= algorithm_of(GRPOConfig()).beta <= 0.08
+    assert GRPOLearner(rl_cluster=played(), reward_fns=half, grpo_config=config).reward_fns == [half]
+    assert GRPOLearner(rl_cluster=played(), reward_funcs=half).reward_fns == [half]
+
+
+def test_the_advantage_stands_at_each_token_of_its_sample(played: Callable) -> None:
+    cluster = played(prompts=2, samples=3).train(2)
+    ((batch,),) = cluster.updates
+    advantages = np.concatenate([group.advantages for group in cluster.records[0].groups])
+    for number, place, advantage in zip(
+        *np.moveaxis(batch.rows.scatter_index, -1, 0), batch.inputs.advantage, strict=True
+    ):
+        np.testing.assert_array_equal(advantage[number >= 0], advantages[number[number >= 0]])
+        assert not advantage[place < 0].any()
+
+
+def test_samples_that_are_masked_whole_contribute_0_to_a_step(played: Callable) -> None:
+    """Every second completion was cut off: masked, it has no weight and still counts in the mean."""
+    ((batch,),) = played(prompts=2, samples=4, mask_truncated=True).train(2).updates
+    number = batch.rows.scatter_index[..., 0]
+    assert not batch.inputs.weight[number % 2 == 1].any()
+    assert (batch.inputs.weight[(number >= 0) & (number % 2 == 0)] > 0).all()
+    assert batch.denominator == 8.0

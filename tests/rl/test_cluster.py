@@ -1,5 +1,7 @@
 """The models by role: what they share, where they live, and that nobody works with stale or borrowed weights."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,23 +14,27 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, PPOConfig, RLTrainingConfig, RolloutConfig
-from covey.errors import NumbersError, RecipeError, RewardError, WeightsError
+from covey.errors import DataError, NumbersError, RecipeError, RewardError, WeightsError
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.losses.value import ValueInputs
 from covey.models.decoder import Decoder
 from covey.models.export.files import export_parameters
-from covey.models.lora import with_lora
+from covey.models.lora import split_trainable, with_lora
+from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
-from covey.parallel import flatten, make_mesh, mesh_of
+from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
+from covey.train.trainer import Trainer
 from covey.types import Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
@@ -93,6 +99,66 @@ def tokens(groups: Sequence[Group]) -> list[list[int]]:
 
 def difference(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True))
+
+
+# --- models by role
+
+
+def on(*devices: int) -> Any:
+    return make_mesh((len(devices),), ("fsdp",), [jax.devices()[i] for i in devices])
+
+
+def test_the_cluster_owns_models_by_role_and_the_tokenizer_they_share(cluster: Callable, decoder: Callable) -> None:
+    assert {str(role) for role in Role} == {"actor", "rollout", "reference", "critic", "reward"}
+    models = {"actor": decoder(), "critic": make_value_model(decoder()), "reward": make_value_model(decoder())}
+    made = cluster(models=models, algorithm="ppo", num_generations=1)
+    assert made.rollout.tokenizer is made.tokenizer
+    assert all(made.inference.has(role) for role in (Role.REFERENCE, Role.CRITIC, Role.REWARD))
+    assert type(made.trainer) is type(made.critic_trainer) is Trainer
+    assert made.trainer is not made.critic_trainer
+
+
+def test_each_role_lives_on_its_mesh_and_a_model_on_another_mesh_is_moved(cluster: Callable, decoder: Callable) -> None:
+    meshes = {Role.ACTOR: on(0, 1), Role.ROLLOUT: on(2), Role.REFERENCE: on(3)}
+    graph, params = nnx.split(decoder())
+    elsewhere = nnx.merge(graph, reshard(params, NamedSharding(on(2, 3), PartitionSpec())))
+    made = cluster(meshes=meshes, models={"actor": elsewhere})
+    held = {Role.ACTOR: made.trainer.params, Role.ROLLOUT: made.rollout.params}
+    held[Role.REFERENCE] = made.inference.params[Role.REFERENCE]
+    for role, state in held.items():
+        assert mesh_of(state) == meshes[role]
+        for name, x in flatten(state).items():
+            np.testing.assert_array_equal(x, flatten(params)[name])
+
+
+@pytest.mark.slow
+def test_rewards_can_be_asked_for_as_soon_as_the_cluster_exists(decoder: Callable) -> None:
+    """What the models given can answer needs no learner and no algorithm."""
+    reward = make_value_model(decoder())
+    reward.score[...] = jax.numpy.full(32, -0.2)
+    made = RLCluster(actor=decoder(), reward=reward, tokenizer=TOKENIZER, cluster_config=config())
+    one, other, same = made.get_rewards([[1, 2]] * 3, [[3], [4, 5], [3]])
+    assert one == pytest.approx(same, abs=1e-5)
+    assert one != other
+
+
+def test_close_lets_go_of_every_array(cluster: Callable, decoder: Callable) -> None:
+    made = cluster(models={"actor": decoder(), "reward": make_value_model(decoder())})
+    held = [weakref.ref(x) for x in jax.tree.leaves((made.trainer.params, made.inference.params))]
+    made.close()
+    gc.collect()
+    assert not any(ref() for ref in held)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_sync_hands_over_the_arrays_on_one_mesh_and_copies_them_to_another(cluster: Callable, apart: bool) -> None:
+    made = cluster(meshes={Role.ACTOR: on(0), Role.ROLLOUT: on(1)} if apart else {}, beta=0.0)
+    made.trainer.trainable = jax.tree.map(lambda x: x + 1, made.trainer.trainable)
+    made.sync_weights()
+    assert (pointers(made.rollout.params) == pointers(made.trainer.params)) != apart
+    assert mesh_of(made.rollout.params) == (on(1) if apart else None)
+    for name, x in flatten(made.rollout.params).items():
+        np.testing.assert_array_equal(x, flatten(made.trainer.params)[name])
 
 
 # --- what is shared
@@ -380,6 +446,49 @@ def test_a_missing_column_is_told_before_anything_is_sampled(cluster: Callable) 
 def test_a_group_of_one_is_refused(cluster: Callable) -> None:
     with pytest.raises(RecipeError, match="num_generations is 1"):
         GRPOLearner(rl_cluster=cluster(beta=0.0), reward_fns=prefers_long, grpo_config=GRPOConfig(num_generations=1))
+
+
+# --- the rollout worker
+
+
+@pytest.fixture
+def worker(decoder: Callable) -> RolloutWorker:
+    return RolloutWorker(decoder(lora=2), TOKENIZER, RolloutConfig(max_prompt_length=16, max_new_tokens=4))
+
+
+@pytest.mark.slow
+def test_rollout_gives_text_tokens_left_padded_prompts_and_log_probs(worker: RolloutWorker) -> None:
+    texts = ["hello there", "a"]
+    out = worker.generate(texts, config=worker.config)
+    assert [len(x) for x in out.logps] == [len(x) for x in out.tokens]
+    assert (worker.pad_id, worker.eos_id) == (TOKENIZER.pad_id, TOKENIZER.eos_id)
+    assert list(out.text) == [worker.tokenizer.decode(x) for x in out.tokens]
+    prompts = [worker.tokenizer.encode_prompt(p).tolist() for p in texts]
+    width = max(map(len, prompts))
+    assert np.asarray(out.prompt_tokens).tolist() == [[worker.pad_id] * (width - len(p)) + p for p in prompts]
+    logps = worker.get_per_token_logps(prompts, out.tokens)
+    np.testing.assert_allclose(np.concatenate(logps), np.concatenate(out.logps), atol=1e-5)
+
+
+def test_rollout_update_params_takes_all_or_lora_alone(worker: RolloutWorker, decoder: Callable) -> None:
+    worker.update_params(jax.tree.map(lambda x: x + 1, worker.params))
+    assert float(flatten(worker.params)["norm.scale"][0]) == 2.0
+    assert pointers(worker.model) == pointers(worker.params)
+    _, adapters, _ = split_trainable(decoder(lora=2))
+    before = pointers(worker.params)
+    worker.update_params(jax.tree.map(jax.numpy.ones_like, adapters))
+    after = flatten(worker.params)
+    assert after.keys() == before.keys()
+    held = pointers(worker.params)
+    for name, at in before.items():
+        assert (after[name] == 1).all() if ".lora." in name else held[name] == at
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_size", "max_prompt_length"])
+def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: RolloutWorker, setting: str) -> None:
+    """The prompt has 8 tokens, and the answer may have 4."""
+    with pytest.raises(DataError, match=setting):
+        worker.generate([{"prompt": "hello there"}], 1, config=replace(worker.config, **{setting: 5}))
 
 
 # --- layers in stacks
