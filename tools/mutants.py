@@ -100,13 +100,7 @@ TESTS = {
 that is named runs also if it is marked slow.
 """
 
-WIDE = (
-    "tests/losses",
-    "tests/packing",
-    "tests/rl",
-    "tests/faults/test_number_faults.py",
-    "tests/acceptance",
-)
+WIDE = ("tests/losses", "tests/packing", "tests/rl", "tests/faults/test_number_faults.py")
 """Tests that `--wide` runs on survivors."""
 
 EQUIVALENT = {
