@@ -11,12 +11,28 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import common, curves, ragged, restarts, sizes, step
+from benchmarks.__main__ import main
+from benchmarks.layouts import CASES, LAYOUTS, MESHES, resumes
+from benchmarks.memory import Phase, selected
+from benchmarks.memory_events import live_bytes
+from benchmarks.peers.__main__ import compare, tell
+from benchmarks.peers.__main__ import main as peers_main
+from benchmarks.peers.checkpoint import write
+from benchmarks.peers.runner import _environment, turns
+from benchmarks.peers.whole import Clock, whole
+from benchmarks.peers.work import PAD, SHARE, STOP, Work
+from benchmarks.restarts import _parser, command, draw_kills
+from benchmarks.sizes import size_of
+from covey.cli.main import main as covey
+from covey.config import recipe
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.loading.weights import load
@@ -35,18 +51,11 @@ SHAPE = {
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-
-
 # --- the parts
 
 
 @pytest.fixture
 def smallest(monkeypatch):
-    from benchmarks import sizes
-
     size = sizes.Size(MODEL, 2, 4, prompt_length=16, mean_length=8, max_new_tokens=24, slots=4)
     monkeypatch.setitem(sizes.SIZES, "smallest", size)
     monkeypatch.setattr(roofline, "STREAMED", 2**20)
@@ -57,7 +66,6 @@ def smallest(monkeypatch):
 @pytest.fixture
 def told(smallest, capsys):
     """The line of JSON of a part."""
-    from benchmarks.__main__ import main
 
     def measured(part, *words):
         assert main([part, "--size", "smallest", "--repeat", "1", *words]) == 0
@@ -113,8 +121,6 @@ def test_updates_agree_and_have_a_limit(told):
 
 @pytest.mark.slow
 def test_a_repetition_is_the_same_step_and_compiles_nothing(smallest):
-    from benchmarks import common, step
-
     settings = common.Settings("smallest", True, 0, 1, smallest)
     way, words, compiled = step.Way(settings), step.prompts(settings), []
 
@@ -142,23 +148,17 @@ def test_a_second_start_finds_what_the_first_compiled(told, monkeypatch, tmp_pat
 
 
 def test_buffers_that_arrays_share_count_once():
-    from benchmarks.memory_events import live_bytes
-
     array = jax.device_put(np.zeros(1000, np.float32))
     assert live_bytes([array, array, jnp.ones(1000, jnp.float32)]) == 8000
 
 
 def test_phases_are_told_at_their_first_time_and_at_their_peak():
-    from benchmarks.memory import Phase, selected
-
     phases = [Phase(name, 1.0, 1.0, peak, 1.0, 0.0) for name, peak in [("a", 2.0), ("b", 1.0), ("a", 1.0), ("a", 3.0)]]
     assert selected(phases) == [phases[0], phases[1], phases[3]]
 
 
 @pytest.mark.slow
 def test_memory_is_told_by_phase_and_by_part(capsys):
-    from benchmarks.__main__ import main
-
     words = ["--model.source", "scratch:arithmetic-tiny", "--max-steps", "1", "--evaluation.prompts", "1"]
     words += ["--prompts-per-step", "2", "--num-generations", "2", "--max-sampling-rounds", "1"]
     assert main(["memory", "--recipe", "arithmetic-tiny", *words]) == 0
@@ -172,8 +172,6 @@ def test_memory_is_told_by_phase_and_by_part(capsys):
 
 @pytest.mark.slow
 def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monkeypatch, capsys, tmp_path):
-    from benchmarks import common, curves
-
     monkeypatch.setattr(curves, "FACTORS", (2,))
     monkeypatch.setattr(curves, "MAXIMA", (1, 2))
     monkeypatch.setattr(curves, "AXES", {name: curves.AXES[name] for name in ("prompt length",)})
@@ -191,16 +189,13 @@ def test_curves_cost_every_axis_and_longer_maxima_change_no_token(smallest, monk
 
 @pytest.mark.slow
 def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, capsys, tmp_path):
-    from benchmarks import ragged
-    from covey.cli.main import main as covey
-
     rows = [{"question": f"How much is {n} and 1 ?", "answer": f"It is so . #### {n + 1}"} for n in range(8)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fewer = {"grpo.num-generations": 2, "training.prompts-per-step": 2, "evaluation.prompts": 1}
     monkeypatch.setattr(ragged, "SETTINGS", ragged.SETTINGS | {"rollout.max-new-tokens": 8} | fewer)
     monkeypatch.setitem(ragged.SHAPES, "tiny", SHAPE)
-    monkeypatch.setattr(ragged.subprocess, "call", lambda command, **_: covey(command[3:]))  # without another process
+    monkeypatch.setattr(ragged.subprocess, "call", lambda words, **_: covey(words[3:]))  # without another process
     assert ragged.main([str(tmp_path), "--steps", "2"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["steps_that_compiled"][0] == 1
@@ -212,8 +207,6 @@ def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, caps
 
 
 def test_a_recipe_is_a_size():
-    from benchmarks.sizes import size_of
-
     size = size_of("arithmetic-tiny", ["--model.source", "scratch:arithmetic-tiny", "--model.lora.rank", "4"])
     assert (size.model.hidden_size, size.model.num_layers) == (320, 2)
     assert (size.prompts, size.samples, size.prompt_length, size.max_new_tokens) == (48, 8, 6, 3)
@@ -221,8 +214,6 @@ def test_a_recipe_is_a_size():
 
 
 def test_the_model_of_a_run_is_the_one_it_began_with(tmp_path):
-    from benchmarks.sizes import size_of
-
     run = tmp_path / "sft"
     run.mkdir()
     (run / "recipe.yaml").write_text(
@@ -232,8 +223,6 @@ def test_the_model_of_a_run_is_the_one_it_began_with(tmp_path):
 
 
 def test_a_size_that_is_none_is_answered(capsys):
-    from benchmarks.__main__ import main
-
     assert main(["decode", "--size", "smolm2"]) == 2
     assert "there is no size or recipe 'smolm2'" in (said := capsys.readouterr().err)
     assert "did you mean 'smollm2'" in said
@@ -246,9 +235,6 @@ def test_a_size_that_is_none_is_answered(capsys):
 
 @pytest.mark.slow
 def test_peers_take_the_same_steps_in_turn(capsys):
-    from benchmarks.peers.__main__ import compare, tell
-    from benchmarks.peers.work import Work
-
     sizes = {"prompts": 2, "samples": 2, "prompt_length": 4, "max_prompt_length": 8, "max_new_tokens": 6}
     work = Work("smallest", "lora", "fixed", 500, **sizes, lora_rank=2, micro_prompts=2)
     tell(compare(work, SHAPE, 2, {"covey": sys.executable}), work)
@@ -264,16 +250,12 @@ def test_peers_take_the_same_steps_in_turn(capsys):
 
 def finished(start, *seconds):
     """A process that took steps of so many seconds."""
-    from types import SimpleNamespace
-
     programs = {"compiled": 2, "from_cache": 1, "compile_seconds": 0.5}
     steps = [{"seconds": s, "lengths": [3, 5], "cores": 2.0, **programs} for s in seconds]
     return SimpleNamespace(start=start, facts={"processor": 1.0, **programs}, steps=steps)
 
 
 def test_the_whole_time_counts_start_compiling_and_every_step():
-    from benchmarks.peers.whole import whole
-
     told = whole(finished(4.0, 10.0, 1.0, 2.0), (1, 3, 5))
     assert told["from_enter"] == {0: 4, 1: 14, 3: 17, 5: None}
     assert told["from_first_step"] == {1: 10, 3: 13, 5: None}
@@ -282,9 +264,6 @@ def test_the_whole_time_counts_start_compiling_and_every_step():
 
 
 def test_steps_are_limited_by_peer_and_by_cache():
-    from benchmarks.peers.runner import turns
-    from benchmarks.peers.whole import Clock
-
     clock = Clock((1, 100), at_most={"tunix": 20}, warm_steps=50)
     steps = {cache: [clock.steps(name, cache) for name in ("covey", "tunix")] for cache in clock.caches}
     assert steps == {"cold": [100, 20], "warm": [50, 20]}
@@ -292,8 +271,6 @@ def test_steps_are_limited_by_peer_and_by_cache():
 
 
 def test_a_cache_goes_to_the_library_that_has_one(monkeypatch, tmp_path):
-    from benchmarks.peers.runner import _environment
-
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "the/user's")
     names = ("COVEY_CACHE", "JAX_COMPILATION_CACHE_DIR")
     monkeypatch.delenv("COVEY_CACHE", raising=False)
@@ -304,19 +281,14 @@ def test_a_cache_goes_to_the_library_that_has_one(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words", [["--whole", "0"], ["--whole", "1,200"], ["--at-most", "torch=3"]])
 def test_steps_that_cannot_be_taken_are_refused(words, capsys):
-    from benchmarks.peers.__main__ import main
-
     with pytest.raises(SystemExit):
-        main(words)
+        peers_main(words)
     assert re.search("the data last for 127|no peer is called torch", capsys.readouterr().err)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.0, 0.02, 0.3])
 def test_the_stop_token_has_its_probability_at_every_step(tmp_path, probability):
-    from benchmarks.peers.checkpoint import write
-    from benchmarks.peers.work import PAD, STOP
-
     write(tmp_path, SHAPE, probability)
     loaded = load(tmp_path)
     assert loaded.tokenizer.stop_ids == (STOP,)
@@ -330,8 +302,6 @@ def test_the_stop_token_has_its_probability_at_every_step(tmp_path, probability)
 
 
 def test_ragged_lengths_are_a_third_of_the_most():
-    from benchmarks.peers.work import SHARE, Work
-
     work = Work.of("tiny", "lora", "ragged")
     drawn = np.random.default_rng(0).geometric(work.stop_probability, 100_000)
     assert np.minimum(drawn, work.max_new_tokens).mean() == pytest.approx(SHARE * work.max_new_tokens, rel=0.02)
@@ -342,9 +312,6 @@ def test_ragged_lengths_are_a_third_of_the_most():
 
 
 def test_the_cases_of_the_layouts_cover_every_pair_and_are_recipes():
-    from benchmarks.layouts import CASES, LAYOUTS, MESHES, resumes
-    from covey.config import recipe
-
     values = [("GRPO", "PPO", "SFT"), ("LoRA", "full"), tuple(MESHES)]
     rows = [(case.algorithm, case.weights, case.mesh) for case in CASES]
     for one, other in itertools.combinations(range(3), 2):
@@ -359,8 +326,6 @@ def test_the_cases_of_the_layouts_cover_every_pair_and_are_recipes():
 
 
 def test_kills_hit_every_rank_and_come_in_the_order_of_their_steps():
-    from benchmarks.restarts import _parser, command, draw_kills
-
     asked = _parser().parse_args([])
     kills = draw_kills(asked)
     assert len(kills) == 20
@@ -372,8 +337,6 @@ def test_kills_hit_every_rank_and_come_in_the_order_of_their_steps():
 
 def test_a_run_of_an_earlier_call_is_not_taken_for_the_killed_one(tmp_path, monkeypatch):
     """The trap: two finished runs of other settings were compared, without a kill."""
-    from benchmarks import restarts
-
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.setenv(name, "")
     (tmp_path / "killed-4-processes-6-steps-2-seed-0").mkdir()
@@ -395,7 +358,6 @@ sys.exit(launch(command, LocalOptions(max_restarts=2, logs="."), (sys.executable
 @pytest.mark.slow
 def test_the_rank_that_was_drawn_is_killed(tmp_path, monkeypatch):
     """The trap: process 0 alone is there already, and is taken for all of them."""
-    from benchmarks import restarts
 
     def run(words, log):
         with log.open("wb") as file:
