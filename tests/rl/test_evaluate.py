@@ -208,10 +208,16 @@ def test_contradictions_in_a_recipe_are_told(settings: list[str], part: str) -> 
 
 
 @pytest.mark.parametrize(("prompts", "asked"), [(2, 2), (3, 3), (100, 3), (0, 3)])
-def test_zero_prompts_means_all_of_them(prompts: int, asked: int) -> None:
-    model = Canned()
-    evaluate(model, EXAMPLES, EvalConfig(prompts=prompts), ROLLOUT)
-    assert [e["prompt"] for e in model.asked[0]["examples"]] == ["p0", "p1", "p2"][:asked]
+def test_the_sampler_is_asked_for_prompts_settings_and_the_same_noise(prompts: int, asked: int) -> None:
+    """Zero prompts are all of them."""
+    model, config = Canned(), EvalConfig(prompts=prompts, samples=2, temperature=0.0)
+    for _ in range(2):
+        evaluate(model, EXAMPLES, config, ROLLOUT)
+    first, second = model.asked
+    assert first == second
+    assert [e["prompt"] for e in first["examples"]] == ["p0", "p1", "p2"][:asked]
+    assert (first["config"].temperature, first["samples"], first["step"]) == (0.0, 2, EVALUATION_STEP)
+    assert EVALUATION_STEP > 10**9  # no step of a run
 
 
 def test_settings_of_the_evaluation_replace_those_of_the_rollout() -> None:
@@ -220,19 +226,6 @@ def test_settings_of_the_evaluation_replace_those_of_the_rollout() -> None:
     assert (greedy.temperature, greedy.top_k, greedy.top_p) == (0.0, 0, 0.95)
     assert (greedy.max_new_tokens, greedy.seed) == (7, 3)
     assert evaluation_rollout(EvalConfig(top_p=0.5), ROLLOUT).top_p == 0.5
-    model = Canned()
-    evaluate(model, EXAMPLES, EvalConfig(samples=2, temperature=0.0), ROLLOUT)
-    assert model.asked[0]["config"].temperature == 0.0
-    assert model.asked[0]["samples"] == 2
-
-
-def test_every_evaluation_asks_for_the_same_noise() -> None:
-    model = Canned()
-    for _ in range(2):
-        evaluate(model, EXAMPLES, BOTH, ROLLOUT)
-    assert [asked["step"] for asked in model.asked] == [EVALUATION_STEP, EVALUATION_STEP]
-    assert model.asked[0]["config"] == model.asked[1]["config"]
-    assert EVALUATION_STEP > 10**9  # no step of a run
 
 
 def test_an_evaluation_in_which_nothing_was_scored_has_a_reward_that_says_so() -> None:

@@ -178,24 +178,20 @@ def test_groups_of_equal_rewards_are_replaced_until_the_batch_is_full(fed: Calla
     ]  # fmt: skip
 
 
-def test_when_the_budget_is_spent_tied_groups_fill_the_batch_and_are_counted(fed: Callable) -> None:
-    rows, spare = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [row("tied too", (0.5, 0.5))] * 9
-    batches, learner = fed(rows, spare, max_sampling_rounds=3)
-    assert prompts(batches) == ["good", "tied"]
-    assert counted(learner) == (2, 2, 1)
-    assert batches[0].groups[1].advantages.tolist() == [0.0, 0.0]
-
-
-def test_data_that_end_stop_the_search(fed: Callable) -> None:
-    batches, learner = fed([row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))], [], max_sampling_rounds=9)
-    assert prompts(batches) == ["good", "tied"]
-    assert counted(learner) == (0, 0, 1)
-
-
-def test_one_round_replaces_nothing(fed: Callable) -> None:
-    batches, learner = fed([row("tied", (1.0, 1.0))], [row("new", (0.0, 1.0))])
-    assert prompts(batches) == ["tied"]
-    assert counted(learner) == (0, 0, 0)
+@pytest.mark.parametrize(
+    ("spare", "rounds", "counts"),
+    [(9, 3, (2, 2, 1)), (0, 9, (0, 0, 1)), (9, 1, (0, 0, 0))],
+    ids=["the budget is spent", "the data end", "one round"],
+)
+def test_tied_groups_that_nothing_replaces_fill_the_batch_and_are_counted(
+    fed: Callable, spare: int, rounds: int, counts: tuple[int, int, int]
+) -> None:
+    rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))]
+    (batch,), learner = fed(rows, [row("tied too", (0.5, 0.5))] * spare, max_sampling_rounds=rounds)
+    assert prompts([batch]) == (["tied", "good"] if rounds == 1 else ["good", "tied"])
+    assert counted(learner) == counts
+    (tied,) = [g for g in batch.groups if g.prompt == "tied"]
+    assert tied.advantages.tolist() == [0.0, 0.0]
 
 
 def test_the_experience_of_some_prompts_is_collected_at_once(fed: Callable) -> None:

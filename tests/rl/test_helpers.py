@@ -3,7 +3,6 @@
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,10 +195,3 @@ def test_the_page_lists_every_function_with_its_arguments() -> None:
     for name, arguments in calls.items():
         parameters = inspect.signature(getattr(covey, name)).parameters.values()
         assert arguments == ", ".join(re.sub(r":.*?( = |$)", lambda m: m[1].strip(), str(p)) for p in parameters)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page_runs() -> None:
-    names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", page(), re.S)[0], names)
-    assert names["logps"].shape == (2, 3)

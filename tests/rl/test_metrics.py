@@ -64,11 +64,6 @@ def test_every_name_and_value_by_hand() -> None:
     assert all(type(value) is float for value in got.values())
 
 
-def test_completions_of_equal_tokens_are_one() -> None:
-    groups = [group([1.0] * 4, [3, 3, 5, 3]), group([1.0] * 4, [1, 1, 1, 1])]
-    assert group_metrics(groups)["completions/distinct_ratio"] == (2 / 4 + 1 / 4) / 2
-
-
 @pytest.mark.slow
 def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> None:
     """By the sampler's own draws, from 3 of 20 tokens; what a tool put there was not drawn and does not count."""
@@ -96,6 +91,10 @@ CASES = {
     "a function that scored nothing": (
         [group([1.0, 0.0], [3, 3], never=[NAN, NAN])],
         {"rewards/never/mean": NAN, "rewards/never/std": 0.0},
+    ),
+    "completions of equal tokens, which are one": (
+        [group([1.0] * 4, [3, 3, 5, 3]), group([1.0] * 4, [1, 1, 1, 1])],
+        {"completions/distinct_ratio": (2 / 4 + 1 / 4) / 2},
     ),
     "ties, whatever rounding does to their mean": (
         [group([0.1] * 3, [1] * 3), group([0.7] * 3, [1] * 3)],

@@ -431,24 +431,18 @@ def test_a_file_where_a_step_goes_is_named_when_it_is_saved(saved: Checkpointer,
     assert saved.steps() == [1, 2]
 
 
-def folder_for_sums(step: Path) -> None:
-    (step / "SHA256SUMS").unlink()
-    (step / "SHA256SUMS").mkdir()
-
-
-def sums_that_are_no_text(step: Path) -> None:
-    (step / "SHA256SUMS").write_bytes(b"\xff\xfe\n")
-
-
-def nothing_at_all(step: Path) -> None:
-    shutil.rmtree(step)
-    step.mkdir()
-    (step / "SHA256SUMS").touch()
-
-
-@pytest.mark.parametrize("spoil", [folder_for_sums, sums_that_are_no_text, nothing_at_all])
-def test_a_seal_that_is_none_is_damage_and_the_last_whole_step_is_named(saved: Checkpointer, spoil: Any) -> None:
-    spoil(saved.folder / "00000002")
+@pytest.mark.parametrize("seal", ["a folder", "no text", "empty, and nothing beside it"])
+def test_a_seal_that_is_none_is_damage_and_the_last_whole_step_is_named(saved: Checkpointer, seal: str) -> None:
+    sums = saved.folder / "00000002" / "SHA256SUMS"
+    sums.unlink()
+    if seal == "a folder":
+        sums.mkdir()
+    elif seal == "no text":
+        sums.write_bytes(b"\xff\xfe\n")
+    else:
+        shutil.rmtree(sums.parent)
+        sums.parent.mkdir()
+        sums.touch()
     with pytest.raises(ResumeError, match="checkpoint 2 is damaged: ") as caught:
         saved.restore()
     assert caught.value.fix.startswith("remove this folder to go on from 1")
