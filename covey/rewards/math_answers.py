@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RewardError
-from covey.rewards.call import LOST, Completions, texts
+from covey.rewards.call import LOST, Completions, Outcome, texts
 from covey.rewards.numbers import as_number
-from covey.rewards.workers import Worker
+from covey.rewards.workers import START_SECONDS, Worker
 
 TIMEOUT = 5.0
 """Maximum seconds for one answer."""
@@ -73,13 +73,19 @@ def _score(text: str, truth: Any) -> float:
 
 def _equal(answer: str, truth: str) -> float | None:
     """Return 1.0 or 0.0, or None when the process died or was killed."""
-    outcome = _PROCESS.call(FUNCTION, {"answers": [answer], "truth": [truth]}, 1, TIMEOUT, threading.Event())
+    if _PROCESS.pid is None:
+        _call([], [], START_SECONDS)  # what the process imports is no part of the time for an answer
+    outcome = _call([answer], [truth], TIMEOUT)
     if outcome.values is not None:
         return float(outcome.values[0])
     failure = outcome.failure
     if failure is not None and failure.kind != LOST:
         raise RewardError(f"math-verify {failure.what}", where=failure.where, fix=failure.fix)
     return None
+
+
+def _call(answers: list[str], truth: list[str], seconds: float) -> Outcome:
+    return _PROCESS.call(FUNCTION, {"answers": answers, "truth": truth}, len(answers), seconds, threading.Event())
 
 
 _PROCESS = Worker()
@@ -92,13 +98,15 @@ MEMORY = 2 << 30
 
 def equal(answers: Sequence[str], truth: Sequence[str]) -> list[float]:
     """Return 1.0 for each answer that is mathematically equal to its reference, else 0.0."""
+    import math_verify  # noqa: F401  # late, as the package may be missing; before the limit, which counts from here
+
     _limit()
     return [float(_is_equal(answer, reference)) for answer, reference in zip(answers, truth, strict=True)]
 
 
 def _is_equal(answer: str, reference: str) -> bool:
     """Compare without the package's time limits, which are signals: the parent process enforces the limit."""
-    from math_verify import parse, verify  # late, as the package may be missing
+    from math_verify import parse, verify
     from sympy import Rational
 
     read = functools.partial(parse, parsing_timeout=None)

@@ -62,7 +62,7 @@ def test_answers_are_compared_as_mathematics() -> None:
 @pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "\\binom{10^9}{5 \\cdot 10^8}", "(" * 3000 + "1" + ")" * 3000])
 def test_an_answer_that_takes_too_long_is_wrong(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those around it are not: the process is killed, and another one reads on."""
-    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+    monkeypatch.setattr(module, "TIMEOUT", 0.5)  # less than the process takes to import sympy
     start = time.monotonic()
     assert math_verify(["?"] * 3, ["\\boxed{42}", f"\\boxed{{{answer}}}", "\\boxed{42}"], ["42"] * 3) == [1.0, 0.0, 1.0]
     assert time.monotonic() - start < 60
