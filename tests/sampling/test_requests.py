@@ -86,10 +86,11 @@ def same(a: Completion, b: Completion, *, atol: float = 0.0) -> None:
 @pytest.mark.parametrize("fixed_shapes", [True, False])
 def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shapes: bool) -> None:
     """With fixed shapes bit for bit. Sizes that grow round otherwise, and the tokens are the same."""
-    engine, wanted, ended = fresh(fixed_shapes=fixed_shapes), requests(9), list[Finished]()
+    engine, wanted, ended = fresh(fixed_shapes=fixed_shapes), requests(9, 1), list[Finished]()
     for request in wanted:
         engine.add(request)
         ended += engine.step()
+        assert engine.runner.slots.active.sum() == len(engine.scheduler.active), "no other slot draws"
     done = {(one.request, one.number): one for one in ended} | finish(engine)
     first = min(request for request, _ in done)
     for number, request in enumerate(wanted):
@@ -117,6 +118,7 @@ def test_requests_added_and_cancelled_at_random_change_no_other(fixed_shapes: bo
                 by_id[engine.add(request)] = request
         if engine.sequences and rng.random() < 0.15:
             engine.cancel(int(rng.choice(list(engine.sequences))))
+        assert engine.runner.slots.active.sum() == len(engine.scheduler.active), "no other slot draws"
         done |= {(one.request, one.number): one for one in engine.step()}
     whole = [number for number, request in by_id.items() if all((number, n) in done for n in range(request.samples))]
     assert 30 < len(whole) < 60
