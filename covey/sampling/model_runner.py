@@ -134,10 +134,10 @@ class ModelRunner:
         for slot, row in rows.items():
             inserted[slot], prompt[slot] = True, row
         noise = uniform_noise(self._keys(sequences), np.zeros(size, np.int32))
-        tokens = self._insert(prompt, inserted, noise, self._sampling_params(sequences))
-        self._start(sequences, inserted, self.prefix_lengths[prompt], np.asarray(tokens[0]))
+        tokens = jax.device_get(self._insert(prompt, inserted, noise, self._sampling_params(sequences)))
+        self._start(sequences, inserted, self.prefix_lengths[prompt], tokens[0])
         self.stats.first_tokens += int(inserted.sum())
-        return self._chunk(tuple(x[None] for x in map(np.asarray, tokens)), inserted[None])
+        return self._chunk(tuple(x[None] for x in tokens), inserted[None])
 
     def _insert(
         self,
@@ -181,11 +181,12 @@ class ModelRunner:
         index = self.slots.num_tokens[:, None] + np.arange(steps)
         noise = uniform_noise(self._keys(sequences)[:, None], index)
         decode = self.programs.decode_with(self._sampling_params(sequences))
-        self.cache, slots, tokens, valid, steps = decode(self.params, self.cache, self.slots, noise, pause_id=pause_id)
+        self.cache, *results = decode(self.params, self.cache, self.slots, noise, pause_id=pause_id)
+        slots, tokens, valid, steps = jax.device_get(results)  # all at once: the host waits for one transfer
         self.slots = jax.tree.map(np.array, slots)
         self.stats.slot_steps += int(steps) * len(self.slots.token)
         self.stats.chunks += 1
-        return self._chunk(tokens, np.asarray(valid))
+        return self._chunk(tokens, valid)
 
     def resume(self, sequences: Mapping[int, Sequence]) -> None:
         """Append the responses of sequences that have halted in these slots, and let them go on. A new branch drops the
@@ -270,5 +271,5 @@ class ModelRunner:
         counts = valid.sum(0)
         self.stats.tokens += int(counts.sum())
         # Copies, since the device may use its buffers again.
-        host = SampledTokens(*(np.asarray(x).T.copy() for x in tokens))
+        host = SampledTokens(*(x.T.copy() for x in tokens))
         return Chunk(host, counts, self.slots.active.copy())
