@@ -150,8 +150,8 @@ def small(code: str) -> str:
     )
     prompt = 999 if '"./' in code else 99  # the former lists tools
     numbers = {"max_steps": 1, "max_new_tokens": 3, "max_prompt_length": prompt, "num_generations": 2, "num_epochs": 1}
-    for name, number in numbers.items():
-        code = re.sub(rf"\b{name}=\d+", f"{name}={number}", code)
+    for name, number in (numbers | {"temperature": 1.0}).items():  # one temperature: it is a part of the programs
+        code = re.sub(rf"\b{name}=[\d.]+", f"{name}={number}", code)
     return code.replace("range(64)", "range(8)").replace("rows[:48]", "rows[:6]").replace("rows[48:]", "rows[6:]")
 
 
