@@ -303,6 +303,12 @@ def test_micro_batches_packing_and_queueing_change_nothing(labs: Labs, whole: Ca
         assert all(np.array_equal(one[name], x) for name, x in other.items())
 
 
+@pytest.mark.parametrize("case", ["dapo", "ppo"])
+def test_rows_that_are_computed_together_change_nothing(labs: Labs, whole: Callable, case: str) -> None:
+    """Two rows at a time, which take programs of their own."""
+    same_steps(labs(case).train(ROWS, max_tokens_per_micro_batch=128), whole(case, ROWS))
+
+
 @pytest.mark.parametrize(("case", "place"), ON_DEVICES)
 def test_devices_change_nothing(labs: Labs, made_by: Callable, case: str, place: str) -> None:
     """Nor do updates move a weight from the devices that it was given: what takes it would be compiled anew."""
@@ -336,7 +342,6 @@ size = st.integers(1, P)
         {
             "packing": st.sampled_from(["groups", "dense"]),
             "queueing": st.sampled_from(["sync", "async"]),
-            "max_tokens_per_micro_batch": st.sampled_from([64, 128]),
         }
     ),
 )
