@@ -418,13 +418,12 @@ def test_a_source_is_loaded_with_new_adapters() -> None:
         RLCluster.load(actor=str(TINY), lora=LoRAConfig(rank=2, targets=("wq",)))
 
 
-def test_a_model_without_a_tokenizer_is_a_clear_error(decoder: Callable) -> None:
+def test_a_model_without_a_tokenizer_and_a_path_that_is_not_there_are_clear_errors(
+    decoder: Callable, tmp_path: Path
+) -> None:
     with pytest.raises(RecipeError, match="no tokenizer") as caught:
         RLCluster(actor=decoder())
     assert caught.value.fix == "pass tokenizer="
-
-
-def test_a_path_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError):
         RLCluster(actor=str(tmp_path / "nothing"))
 

@@ -174,21 +174,13 @@ def on(device: int) -> Any:
 # Sizes
 
 
-def test_each_stage_works_in_slices_of_its_own_size_and_the_last_may_be_short(played: Callable) -> None:
-    cluster = played(prompts=7, updates=2, rollout=2, ref_logps=3, old_logps=5, train=4).train(7)
-    assert cluster.samples("rollout") == [4, 4, 4, 2]
-    assert cluster.samples("ref_logps") == [6, 6, 2]
-    assert cluster.samples("old_logps") == [10, 4]
-    assert cluster.samples("train") == [8, 6] * 2
-
-
 @pytest.mark.parametrize("samples", [2, 3, 5])
-def test_sizes_count_prompts_before_the_repeat_and_are_samples_inside_a_stage(played: Callable, samples: int) -> None:
-    cluster = played(prompts=4, samples=samples, updates=2, rollout=2, ref_logps=4, old_logps=1, train=4).train(4)
-    assert cluster.samples("rollout") == [2 * samples] * 2
-    assert cluster.samples("ref_logps") == [4 * samples]
-    assert cluster.samples("old_logps") == [samples] * 4
-    assert cluster.samples("train") == [4 * samples] * 2
+def test_each_stage_works_in_slices_of_its_own_size_and_the_last_may_be_short(played: Callable, samples: int) -> None:
+    """Sizes count prompts before the repeat, and are samples inside a stage."""
+    sizes = {"rollout": 2, "ref_logps": 3, "old_logps": 5, "train": 4}
+    cluster = played(prompts=7, samples=samples, updates=2, **sizes).train(7)
+    prompts = {stage: [count / samples for count in cluster.samples(stage)] for stage in sizes}
+    assert prompts == {"rollout": [2, 2, 2, 1], "ref_logps": [3, 3, 1], "old_logps": [5, 2], "train": [4, 3] * 2}
 
 
 # The service batch

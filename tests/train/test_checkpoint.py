@@ -334,13 +334,6 @@ def test_a_misfit_is_named(saved: Checkpointer, change: dict[str, Any], says: st
         saved.restore(target=params(0) | change)
 
 
-def test_another_kind_of_random_key_is_a_misfit(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, {"key": jax.random.key(0)})
-        with pytest.raises(ResumeError, match="key was saved as key<fry>"):
-            checkpoints.restore(target={"key": jax.random.key(0, impl="rbg")})
-
-
 @pytest.mark.parametrize("leaf", [1.5, np.zeros(3), "text"])
 def test_what_is_no_array_belongs_into_extra(tmp_path: Path, leaf: Any) -> None:
     with Checkpointer(tmp_path) as checkpoints, pytest.raises(CoveyError, match=r"'a\.b'") as caught:

@@ -88,23 +88,6 @@ def test_rates_by_hand(settings: dict[str, Any], steps: int, wanted: dict[int, f
     np.testing.assert_allclose(found, list(wanted.values()), rtol=1e-6, atol=1e-7 * settings["learning_rate"])
 
 
-@given(
-    steps=st.integers(1, 60),
-    ratio=st.floats(0, 0.999),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
-)
-def test_no_update_is_wasted(steps: int, ratio: float, schedule: Any) -> None:
-    config = OptimizerConfig(learning_rate=2e-3, warmup_ratio=ratio, schedule=schedule)
-    found = rates(config, steps)
-    assert all(0 < rate <= 2e-3 * (1 + 1e-6) for rate in found)
-    peak = int(np.argmax(found))
-    assert found[peak] == pytest.approx(2e-3, rel=1e-6)
-    assert found[: peak + 1] == sorted(found[: peak + 1])
-    assert found[peak:] == sorted(found[peak:], reverse=True)
-    after = float(learning_rate(config, steps)(steps))
-    assert after == (pytest.approx(2e-3) if schedule == "constant" else 0.0)
-
-
 @pytest.mark.slow
 @given(
     steps=st.integers(1, 4000),
