@@ -82,17 +82,18 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
         DataError: its prompt has no tokens, too many for the settings or the model, or one that is no token of it.
         CoveyError: its limit of new tokens is not from 1 to that of the settings, or the noise has no such position.
     """
+    tokens = np.asarray(request.prompt)
     limit = config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
     if not 0 < limit <= config.max_new_tokens:
         want = f"from 1 to rollout.max_new_tokens = {config.max_new_tokens}"
         raise CoveyError(f"{name} has a limit of {limit} new tokens", want=want)
     if min(place := (request.step, request.index, request.first)) < 0 or max(place) + request.samples > 2**32:
         raise CoveyError(f"{name} has the step, index and first sample {place}", want="from 0 to 2**32 each")
-    check_length(len(request.prompt), config, f"the prompt of {name}", limit)
-    if (needed := len(request.prompt) + limit) > model.max_positions:
+    check_length(len(tokens), config, f"the prompt of {name}", limit)
+    if (needed := len(tokens) + limit) > model.max_positions:
         want = f"at most {model.max_positions}, the positions that the model was made for"
         raise DataError(f"the prompt of {name} and its answer may need {needed} tokens", want=want)
-    if wrong := [token for token in (request.prompt.min(), request.prompt.max()) if not 0 <= token < model.vocab_size]:
+    if len(wrong := tokens[(tokens < 0) | (tokens >= model.vocab_size)]):
         want = f"tokens from 0 to {model.vocab_size - 1}, which the model knows"
         raise DataError(f"the prompt of {name} has the token {wrong[0]}", want=want)
 

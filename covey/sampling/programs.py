@@ -95,11 +95,11 @@ class Programs:
 
     def decode_with(self, sampling_params: SamplingParams | TracedSamplingParams) -> Any:
         """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
-        if isinstance(sampling_params, TracedSamplingParams):
-            return partial(self.decode_traced, sampling_params=sampling_params)
-        if self.compiled_sampling_params in (None, sampling_params):
-            return partial(self.decode, sampling_params=sampling_params)
-        return partial(self.decode_traced, sampling_params=TracedSamplingParams.of(sampling_params))
+        if isinstance(sampling_params, SamplingParams):
+            if self.compiled_sampling_params in (None, sampling_params):
+                return partial(self.decode, sampling_params=sampling_params)
+            sampling_params = TracedSamplingParams.of(sampling_params)
+        return partial(self.decode_traced, sampling_params=sampling_params)
 
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""

@@ -71,7 +71,8 @@ class Responder(Protocol):
 
     def answer(self, turn: Turn) -> "Response | Future[Response]":
         """Return the response to `turn`, now or later. One that exceeds `turn.remaining_tokens` is cut there and ends
-        the completion; a `NewBranch` must not. An exception of the future is raised where the sampler runs.
+        the completion; a `NewBranch` must not. An exception, the future's too, comes out of `Engine.step`, and the
+        request is cancelled.
         """
         ...
 
