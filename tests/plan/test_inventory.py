@@ -39,7 +39,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are built for TPUs, and no kernel runs: each token attends to nothing."""
     monkeypatch.setattr(sharding, "platform_of", lambda place: "tpu")
     for module, name in ((rows, "span_attention"), (cache, "span_attention"), (programs, "decode_attention")):
-        monkeypatch.setattr(module, name, lambda *_: lambda q, k, v, cache, **_: (q, cache))
+        monkeypatch.setattr(module, name, lambda *_, **__: lambda q, k, v, cache, **_: (q, cache))
 
 
 @pytest.fixture
