@@ -29,6 +29,9 @@ JOBS := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 skypilot==0.14.1
 # The extra docs, without Covey itself.
 DOCS := zensical mkdocstrings-python ruff
 
+# Containers often forbid Python to keep bytecode: then each of the many processes of the tests compiles Covey anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families check-jobs release-check release-tag colab clean
 
