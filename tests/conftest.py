@@ -47,7 +47,7 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 gc.set_threshold(50_000, 20, 20)
-KEPT = 20.0
+KEPT = 60.0
 """Seconds for which files use what those before them compiled: looking for what is left behind takes a third of one."""
 forgotten = [time.monotonic()]
 
