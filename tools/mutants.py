@@ -162,6 +162,7 @@ EQUIVALENT = {
             "this array stands for no arrays at all, and then none is returned"
         ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
+        "out, later = «np.zeros(len(rewards)) → np.ones(len(rewards))», 0.0": "the loop sets every entry",
     },
     "covey/losses/value.py": {
         "v, r = (np.concatenate([*x, «np.zeros(0) → np.ones(0)»]).astype(np.float64) for x in (values, returns))": (
