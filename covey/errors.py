@@ -85,6 +85,11 @@ class Stopped(KeyboardInterrupt):
         return STOPPED if self.step is not None else 128 + signal.Signals[self.signal]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; "" if it has none."""
+    return next(iter(str(error).splitlines()), "")
+
+
 @contextmanager
 def foreign_errors(kind: type[CoveyError], what: str, *, fix: str = "", where: str = "") -> Iterator[None]:
     """Turn whatever another package raises into an error of this kind that begins with `what`."""
@@ -93,8 +98,7 @@ def foreign_errors(kind: type[CoveyError], what: str, *, fix: str = "", where: s
     except CoveyError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise kind(f"{what}: {type(error).__name__}: {reason:.300}", fix=fix, where=where) from error
+        raise kind(f"{what}: {type(error).__name__}: {first_line(error):.300}", fix=fix, where=where) from error
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe
-from covey.errors import RecipeError
+from covey.errors import RecipeError, first_line
 from covey.models.decoder import Decoder
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
@@ -258,14 +258,14 @@ def _compile(
         except jax.errors.JaxRuntimeError as error:
             if places.rollout is None:
                 raise
-            raise _refused_devices(program, target, str(error)) from error
+            raise _refused_devices(program, target, first_line(error)) from error
     return compiled
 
 
 def _refused_devices(program: Program, target: Target, reason: str) -> RecipeError:
     """Return the error for a program that the compiler refuses for the devices of one of two meshes."""
     return RecipeError(
-        f"the compiler for {target.name} refuses {program.name}: {reason.splitlines()[0][:200]}",
+        f"the compiler for {target.name} refuses {program.name}: {reason:.200}",
         want="on TPUs, meshes that are each a block of chips: of each host the first ones are the actor's, the others "
         "the rollout's",
         fix="a slice of one host, or no role_to_mesh.rollout",

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import MeshConfig, RoleMeshConfig
-from covey.errors import CoveyError, RecipeError
+from covey.errors import CoveyError, RecipeError, first_line
 from covey.parallel.mesh import MESH_AXES, mesh_from_config, rollout_mesh_from_config
 from covey.plan.machines import Target
 from covey.registry import install_command
@@ -144,7 +144,7 @@ def _tpu_devices(target: Target) -> Sequence[Any]:
         return list(described.devices)
     except Exception as error:  # whatever libtpu raises, it does not know these devices
         raise CoveyError(
-            f"libtpu has no topology {target.name}: {str(error).splitlines()[0][:200]}",
+            f"libtpu has no topology {target.name}: {first_line(error):.200}",
             want="such as v5e:2x4 or v5p:2x2x2",
         ) from error
 

@@ -34,7 +34,7 @@ from typing import Any
 import fsspec
 import tensorstore
 
-from covey.errors import CoveyError, ResumeError
+from covey.errors import CoveyError, ResumeError, first_line
 from covey.files import IN_BUCKET, MAX_LINE, has_file, open_below, parse_line, replace_file
 from covey.train.storage import SUMS, CheckpointStore, Digests, FolderStore, step_name
 
@@ -132,7 +132,7 @@ class Bucket:
             return result
         except Exception as error:
             raise ResumeError(
-                f"the bucket does not answer as it should: {str(error).splitlines()[0]}",
+                f"the bucket does not answer as it should: {first_line(error)}",
                 want="a bucket whose objects these credentials may list, read, write and delete",
                 fix="check the network; gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE",
                 where=self.address,
