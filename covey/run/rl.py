@@ -110,10 +110,12 @@ class RLRun(Run[Recipe]):
 
     def measure(self, name: str) -> dict[str, Any]:
         evaluation = self.learner.evaluate(self.held_out, self.progress.advance, self.recipe.evaluation)
-        self.progress.evaluation(name, evaluation.summary(), _lines(evaluation.groups))
-        for suffix, each in ("", evaluation), *((f"-{preset}", each) for preset, each in evaluation.others.items()):
-            self.folder.write_answers(f"{name}{suffix}", each.groups, each.correct)
-        return evaluation.summary()
+        summary = evaluation.summary()
+        self.progress.evaluation(name, summary, _lines(evaluation.groups))
+        self.folder.write_answers(name, evaluation.groups, evaluation.correct)
+        for preset, other in evaluation.others.items():
+            self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
+        return summary
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         self.learner.rehearse(self.loader.rows)
