@@ -76,33 +76,32 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
         check.run()
 
 
-def checks_of(recipe: Recipe | SFTRecipe) -> list[Check]:
-    """Return the checks of a recipe that need neither a model nor JAX, the fastest first."""
-    data, adapters = recipe.data, filter(None, [recipe.model.adapter])
-    paths = {"data.path": data.path, "data.test_path": data.test_path}
-    return [
-        Check("model", "covey.cli.checks:check_source", (recipe.model.source,)),
-        *(Check("adapter", "covey.cli.checks:check_adapter", (adapter,)) for adapter in adapters),
-        *(
-            Check("data", "covey.data.readers:existing_path", (path, key, DATA_PATHS[data.task]))
-            for key, path in paths.items()
-            if path and not path.startswith(HUBS)
-        ),
-        *(_rl_checks(recipe) if isinstance(recipe, Recipe) else ()),
-        *(Check("rewards", "covey.rewards.registry:resolve", (name,), name) for name in reward_names(recipe)),
-    ]
+def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
+    """Yield the checks of a recipe that need neither a model nor JAX, the fastest first."""
+    data = recipe.data
+    yield Check("model", "covey.cli.checks:check_source", (recipe.model.source,))
+    if recipe.model.adapter:
+        yield Check("adapter", "covey.cli.checks:check_adapter", (recipe.model.adapter,))
+    for key, path in (("data.path", data.path), ("data.test_path", data.test_path)):
+        if path and not path.startswith(HUBS):
+            yield Check("data", "covey.data.readers:existing_path", (path, key, DATA_PATHS[data.task]))
+    if isinstance(recipe, Recipe):
+        yield from _rl_checks(recipe)
+    for name in reward_names(recipe):
+        yield Check("rewards", "covey.rewards.registry:resolve", (name,), name)
 
 
-def _rl_checks(recipe: Recipe) -> list[Check]:
-    """Return the checks of settings that only an RL run has."""
-    envs, sources = recipe.envs, {"critic": recipe.critic, "reward_model": recipe.reward_model}
-    environments = filter(None, [envs.environment])
-    return [
-        *(Check(r, "covey.models.loading.sources:check_source", (source,)) for r, source in sources.items() if source),
-        *(Check("environment", "covey.envs.registry:resolve", (name, envs), name) for name in environments),
-        *(Check("tools", "covey.cli.checks:check_tool", (name, envs), name) for name in envs.tools),
-        Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations)),
-    ]
+def _rl_checks(recipe: Recipe) -> Iterator[Check]:
+    """Yield the checks of settings that only an RL run has."""
+    envs = recipe.envs
+    for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
+        if source:
+            yield Check(role, "covey.models.loading.sources:check_source", (source,))
+    if envs.environment:
+        yield Check("environment", "covey.envs.registry:resolve", (envs.environment, envs), envs.environment)
+    for name in envs.tools:
+        yield Check("tools", "covey.cli.checks:check_tool", (name, envs), name)
+    yield Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:

@@ -83,9 +83,12 @@ def _arguments(command: Command) -> Sequence[str]:
 
 def _values(path: str, kind: Any) -> Sequence[str]:
     inner = without_none(kind)[0]
-    inner = get_args(inner)[0] if get_origin(inner) is tuple else inner
-    if get_origin(inner) is Literal or inner is bool:
-        return tuple(map(str, get_args(inner))) or ("true", "false")
+    if get_origin(inner) is tuple:
+        inner = get_args(inner)[0]
+    if get_origin(inner) is Literal:
+        return tuple(map(str, get_args(inner)))
+    if inner is bool:
+        return ("true", "false")
     return (FILES,) if path in PATHS else tuple(REGISTRY.names()) if path in JUDGES else ()
 
 

@@ -121,9 +121,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Covey, Python and `PACKAGES`; of Python as far as results follow from it: its `sum` of
     floats has changed in 3.12.
     """
-    return {"covey": covey.__version__, "python": ".".join(platform.python_version_tuple()[:2])} | {
-        name: version_of(name) for name in PACKAGES
-    }
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"covey": covey.__version__, "python": python} | {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(package: str) -> str:

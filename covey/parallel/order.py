@@ -100,13 +100,10 @@ def _compare(between: channel.Channel, what: str, program: Any) -> None:
         return
     number = 0 if between.index in others else others[0]
     wanted = launches[number][1]
+    differs = f"with other shapes or another program than process {number}"
     raise OrderError(
         f"process {between.index} wants to launch {what}, "
-        + (
-            f"process {number} {wanted}"
-            if wanted != what
-            else f"with other shapes or another program than process {number}"
-        ),
+        + (f"process {number} {wanted}" if wanted != what else differs),
         want="the same programs in the same order in every process",
         fix="look for what depends on the process: its time, its random numbers, its share of the data",
     )

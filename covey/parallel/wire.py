@@ -103,6 +103,10 @@ def _class(name: str) -> Any:
     return kind
 
 
+def _fields(value: Any, inner: Convert) -> list[Any]:
+    return [[field.name, inner(getattr(value, field.name))] for field in dataclasses.fields(value)]
+
+
 class Kind(NamedTuple):
     """Values of one kind: which these are, and how they become JSON and are restored from it. The second argument of
     `describe` and `restore` converts what a value contains.
@@ -146,10 +150,7 @@ KINDS = {
     ),
     "class": Kind(
         lambda value: dataclasses.is_dataclass(value) and not isinstance(value, type),
-        lambda value, inner: [
-            _name(type(value)),
-            [[field.name, inner(getattr(value, field.name))] for field in dataclasses.fields(value)],
-        ],
+        lambda value, inner: [_name(type(value)), _fields(value, inner)],
         lambda content, inner: _class(content[0])(**{name: inner(item) for name, item in content[1]}),
     ),
 }

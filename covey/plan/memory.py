@@ -43,8 +43,8 @@ class Residents:
 
     def peak(self, program: CompiledProgram) -> int:
         """Return the most bytes of one device while `program` is compiled and runs."""
-        compiling = program.compiling
-        return max(self.held(program.name) + max(program.results + program.temporary, compiling), program.refused)
+        needed = max(program.results + program.temporary, program.compiling)
+        return max(self.held(program.name) + needed, program.refused)
 
     def held(self, name: str) -> int:
         """Return the bytes of the arrays while the program `name` runs."""

@@ -129,7 +129,7 @@ def evaluate_groups(
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     metrics = {
-        **{name: float(np.mean([r.mean() for r in correct[name]])) if correct.get(name) else None for name in named},
+        **{name: _mean_fraction(correct.get(name, ())) for name in named},
         "reward": None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
         "error": _standard_error(correct.get("accuracy", ())),
         "samples": len(completions),
@@ -186,6 +186,10 @@ def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:
 def _standard_error(right: Sequence[np.ndarray]) -> float | None:
     fractions = np.array([r.mean() for r in right])
     return float(fractions.std(ddof=1) / len(fractions) ** 0.5) if len(fractions) > 1 else None
+
+
+def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:
+    return float(np.mean([r.mean() for r in right])) if right else None
 
 
 def _find_correct(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:

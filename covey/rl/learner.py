@@ -160,9 +160,7 @@ class Learner(Keywords, ABC):
         """
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
-        # Only a run of one process scores tokens, because all processes must launch the same programs.
-        due = distributed.count() == 1 and is_due(self.step + count, count, self.token_values_every)
-        self._token_scorer = TokenScorer(self.cluster, self.algorithm, due)
+        self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
         with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
             batches = Replay(self.make_batches(rollouts))
@@ -256,9 +254,8 @@ class Learner(Keywords, ABC):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
-                if self._depth:  # compare it with the other processes' before any of them launches a program on it
-                    with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
-                        pass
+                if self._depth:
+                    self._check_order(batch)
                 yield batch
         if not self.stats.waste:
             raise EpisodeError(
@@ -274,8 +271,7 @@ class Learner(Keywords, ABC):
         total = total_steps(training, len(loader), self.config.num_iterations)
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self.prepare(total)
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        checks.check_same("training data or step", at, "give all of them the same data and run folder")
+        self._check_same_start(loader, total)
         self.rehearse(loader.rows)
         return total
 
@@ -336,6 +332,11 @@ class Learner(Keywords, ABC):
             self.stats.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
             self._token_scorer.score_before(part)
             yield make_train_batch(part, rows, self.algorithm, self.beta, limit)
+
+    def _check_order(self, batch: TrainBatch) -> None:
+        """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
+        with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
+            pass
 
     def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first may make them."""
@@ -405,6 +406,17 @@ class Learner(Keywords, ABC):
         )
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
+
+    def _check_same_start(self, loader: PromptLoader, total: int) -> None:
+        """Refuse to begin when the processes' data or steps differ."""
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        checks.check_same("training data or step", at, "give all of them the same data and run folder")
+
+    def _scores_tokens(self, updates: int) -> bool:
+        """Return whether token values are computed in a step of so many updates; only a run of one process does so,
+        because all processes must launch the same programs.
+        """
+        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""

@@ -1,6 +1,6 @@
 """Roles of the models in a run, how each is loaded, its mesh, and the settings that they share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
 from pkgutil import resolve_name
@@ -83,7 +83,7 @@ class ClusterConfig(Config):
         """
         if jax.process_count() == 1:
             return not self.shares_weights
-        used = {role: {*mesh.devices.flat} if (mesh := self.mesh(role)) is not None else set() for role in Role}
+        used = {role: _devices(self.mesh(role)) for role in Role}
         local = set().union(*(used[role] for role in PER_PROCESS_ROLES))
         return all(local.isdisjoint(devices) for role, devices in used.items() if role not in PER_PROCESS_ROLES)
 
@@ -114,16 +114,16 @@ class ClusterConfig(Config):
         """Return the number of rows that `role` computes together; see `packing.bins.rows_per_micro_batch`."""
         return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, fixed_shapes)
 
-    def contradictions(self) -> Iterable[Problem]:
-        """Return a problem for each mesh with an axis along which nothing is split."""
-        unknown = {
-            role: sorted(map(str, {*mesh.axis_names} - {*MESH_AXES})) for role, mesh in self.role_to_mesh.items()
-        }
-        text, want = (
-            "the mesh of {} has the axis {!r}, along which nothing is split",
-            f"axes out of {', '.join(MESH_AXES)}",
-        )
-        return [Problem("role_to_mesh", text.format(role, axes[0]), want) for role, axes in unknown.items() if axes]
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a problem for each mesh with an axis along which nothing is split."""
+        for role, mesh in self.role_to_mesh.items():
+            if unknown := set(mesh.axis_names) - set(MESH_AXES):
+                what = f"the mesh of {role} has the axis {sorted(map(str, unknown))[0]!r}, along which nothing is split"
+                yield Problem("role_to_mesh", what, "axes out of " + ", ".join(MESH_AXES))
+
+
+def _devices(mesh: Mesh | None) -> set[jax.Device]:
+    return set() if mesh is None else set(mesh.devices.flat)
 
 
 def load_models(

@@ -260,10 +260,7 @@ class FolderCheckpoint:
         """Yield (our path, tensor in our layout that is read when it is asked for) for each parameter."""
         with self._open_tensors() as holders:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
-            # The model needs neither a copy of a tied head, nor what is derived from the config.
-            copy = "lm_head.weight" if self.config.tie_embeddings else ""
-            unneeded = lambda name: name == copy or name.endswith("rotary_emb.inv_freq")  # noqa: E731
-            families.check_tensor_names(wanted, holders, unneeded, str(self.folder))
+            families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
             parts = families.shared_rows(self.config)
             shapes = {wanted[path]: holders[wanted[path]].shape for path in parts}
             families.check_shared_rows(parts, wanted, shapes, str(self.folder))
@@ -280,6 +277,10 @@ class FolderCheckpoint:
             ]
             stored = [_Holder(file, name) for file in files for name in file.keys()]  # noqa: SIM118
             yield {name: holder for holder in stored if (name := self._name_of(holder.name)) is not None}
+
+    def _ignored(self, name: str) -> bool:
+        """Return True for a tensor that the model does not need: a copy of a tied head, or derived from the config."""
+        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
 
 
 class _Holder(NamedTuple):
