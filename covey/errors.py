@@ -86,7 +86,11 @@ class Stopped(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; "" if it has none."""
+    """Return the first line of an error's text; "" if it has none.
+
+    >>> first_line(OSError("no route\\nto the host")), first_line(TimeoutError())
+    ('no route', '')
+    """
     return next(iter(str(error).splitlines()), "")
 
 
