@@ -358,12 +358,25 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
 
 
 def _rl_contradictions(recipe: Recipe) -> list[Problem]:
-    rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
-    scored, weights = envs.environment is not None, grpo.reward_weights
-    scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
     named = {*recipe.rewards, *recipe.evaluation.judges.values(), *(["reward_model"] if recipe.reward_model else [])}
     known = named | {name.rpartition(":")[2] for name in named}
     text = "reward_safety.on_error_of names {!r}, which is none of the recipe's reward functions"
+    return [
+        *_scoring_contradictions(recipe),
+        *_algorithm_contradictions(recipe),
+        *(
+            Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
+            for name in recipe.reward_safety.on_error_of
+            if name not in known
+        ),
+    ]
+
+
+def _scoring_contradictions(recipe: Recipe) -> list[Problem]:
+    """Return the problems of reward functions, environments and tools."""
+    rollout, envs, weights = recipe.rollout, recipe.envs, recipe.grpo.reward_weights
+    scored = envs.environment is not None
+    scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
     return [
         *problem_if(
             not (recipe.rewards or recipe.reward_model or scored),
@@ -395,6 +408,14 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
             f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
             "one for each, the environment's first, the reward model's last",
         ),
+    ]
+
+
+def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
+    """Return the problems of settings that the algorithm does not allow."""
+    rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
+    scored = envs.environment is not None
+    return [
         *problem_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",
@@ -425,11 +446,6 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
             "grpo.credit",
             "grpo.credit is turn, and there is no environment: a sample is one turn",
             "episode, or an environment or tools in envs",
-        ),
-        *(
-            Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
-            for name in recipe.reward_safety.on_error_of
-            if name not in known
         ),
     ]
 
