@@ -4,6 +4,9 @@ The package reads LaTeX and plain expressions and compares them with sympy: 1/2,
 text can keep sympy busy for hours, as 9^{9^{9^{9}}} does, and no signal interrupts a product of large numbers. So
 answers are checked in a separate process, which is killed after `TIMEOUT` seconds; the answer then counts as wrong. The
 package's own time limits are not used: they are signals, which work in the main thread only.
+
+Model text is not evaluated as code: math-verify passes only digits and operators to sympy's `parse_expr`, which uses
+Python's `eval`, and reads LaTeX with a grammar.
 """
 
 import functools
