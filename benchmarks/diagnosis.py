@@ -109,7 +109,7 @@ def long(completions: Sequence[Any]) -> list[float]:
 
 
 def ones(completions: Sequence[Any]) -> list[float]:
-    """Return how many of the first three characters are the digit 1, as a share."""
+    """Return the share of the digit 1 among the first three characters."""
     return [str(text)[:3].count("1") / 3 for text in completions]
 
 

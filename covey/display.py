@@ -71,8 +71,8 @@ def make_console(wrap: bool = False, **options: Any) -> "Console":
 
 @contextmanager
 def show_log(info: Callable[[str], None], warning: Callable[[str], None]) -> Iterator[None]:
-    """Show what the package logs inside this context: call `info` with each message of that level, and `warning` with
-    each more severe one. The functions must escape the text.
+    """Show the messages of the package's log inside this context: call `info` with each message of that level, and
+    `warning` with each more severe one. The functions must escape the text.
 
     The root logger gets nothing meanwhile: other libraries configure it, and each message would be shown twice.
     """

@@ -78,7 +78,7 @@ def shell_of(text: str) -> str:
 
 
 def sbatch(text: str) -> str:
-    """Return what sbatch refuses; with a right file it ends at the controller, which is not there."""
+    """Return the complaints of sbatch; with a right file it ends at the controller, which is not there."""
     with tempfile.TemporaryDirectory() as folder:
         file, conf = Path(folder, "job.sh"), Path(folder, "slurm.conf")
         file.write_text(text)

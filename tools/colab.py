@@ -1,4 +1,4 @@
-"""Say which packages of Colab's runtime an installation of Covey replaces: `make colab`, which asks a package index.
+"""List the packages of Colab that an installation of Covey replaces: `make colab`, which asks a package index.
 
 `colab_pins.txt` holds what Colab has. Packages whose version there is within Covey's ranges are kept, so that the
 resolver changes as little as it can.
@@ -26,7 +26,7 @@ def colab_pins() -> dict[str, str]:
 
 
 def replaced(pins: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `pins` that Covey's ranges do not admit, or that follow one of these."""
+    """Return the `pins` that Covey's ranges do not admit, and those that follow one of these."""
     outside = {one.name for one in requirements() if one.name in pins and pins[one.name] not in one.specifier}
     return {name: version for name, version in pins.items() if TOGETHER.get(name, name) in outside}
 

@@ -369,7 +369,7 @@ def _run(module: str, tests: Sequence[str], copy: Path, log: Path) -> int:
 
 
 def _prepare(copy: Path) -> None:
-    """Import what every child needs, as the tests' conftest would, and let them share compiled programs."""
+    """Import the modules that every child needs, as the tests' conftest would, and let them share compiled programs."""
     sys.path[0] = str(copy)
     sys.dont_write_bytecode = True
     conftest = copy / "tests" / "conftest.py"

@@ -1,4 +1,4 @@
-"""Record what the package computes, so that a refactoring can show that it changed nothing.
+"""Record the results of the package, so that a refactoring can show that it changed nothing.
 
     python tools/record.py before.json
     ...change the code...

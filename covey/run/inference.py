@@ -102,7 +102,7 @@ def play(recipe: Recipe, episodes: int) -> None:
 
 
 def _outcome(completion: Completion) -> str:
-    """Describe how a completion or an episode ended, in one line."""
+    """Describe the end of a completion or of an episode in one line."""
     tokens, episode = f"{completion.num_sampled} tokens of the model", completion.episode
     if episode is None:
         return f"({tokens}, finish {completion.finish})"

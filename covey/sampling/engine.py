@@ -375,7 +375,7 @@ class Engine:
             raise CoveyError(f"{self.max_waiting:,} requests wait already", want=want, fix="add it after some steps")
 
     def _check_idle(self, what: str) -> None:
-        """Refuse what only an engine without requests can do."""
+        """Check that there is no unfinished request; `what` names the use that needs such an engine."""
         if self.unfinished:
             fix = "step until none is unfinished; or cancel or reset"
             raise CoveyError(f"the engine has {len(self.sequences):,} unfinished requests", want=what, fix=fix)

@@ -138,7 +138,7 @@ class ResponderFactory(Protocol):
 
 
 def demands_of(responder: Responder | None) -> Demands:
-    """Return what a responder asks of the batch."""
+    """Return the demands of a responder on the batch."""
     if responder is None:
         return NO_DEMANDS
     return Demands(responder.pause_id, responder.is_async, responder.max_num_seqs)

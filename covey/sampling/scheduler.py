@@ -132,7 +132,7 @@ class Admission(NamedTuple):
 
 
 class Demands(NamedTuple):
-    """What a request asks of the whole batch: only requests with equal demands run side by side.
+    """Demands of a request on the whole batch: only requests with equal demands run side by side.
 
     Attributes:
         pause_id: token behind which slots halt, beside the stop tokens; None for none.

@@ -210,8 +210,8 @@ class Tokenizer:
         tools: Sequence[ToolSchema] = (),
         turn_has_calls: bool = False,
     ) -> np.ndarray:
-        """Encode what follows a turn that the model sampled to int32 [n]: the end of its turn, `messages`, and the
-        beginning of its next turn.
+        """Encode the continuation of a sampled turn to int32 [n]: the end of that turn, `messages`, and the beginning
+        of the model's next turn.
 
         It is the difference of two renderings by the chat template, with a placeholder where the sampled turn stands:
         what the model sampled is never encoded again. Text is encoded as it is.
