@@ -214,15 +214,16 @@ def lowered(recipe: str, settings: Sequence[str], platform: str) -> dict[str, st
 
 
 def noise() -> dict[str, str]:
-    """Return digests of the keys and numbers of some completions."""
+    """Return digests of the keys of some completions, of their tokens' keys, and of the numbers of a draw."""
     import numpy as np
 
-    from covey.sampling.sequence import sample_keys, uniform_noise
+    from covey.sampling.noise import exponential_noise, sample_keys, token_keys
 
     where = np.array([(step, prompt, sample) for step in (0, 1, 77) for prompt in range(9) for sample in range(4)])
     keys = sample_keys(3, where.astype(np.uint32))
-    numbers = [uniform_noise(keys, np.full(len(keys), index)) for index in range(16)]
-    return {"keys": digest(keys.tobytes()), "numbers": digest(np.stack(numbers).tobytes())}
+    tokens = np.stack([token_keys(keys, np.full(len(keys), index)) for index in range(16)])
+    numbers = np.concatenate(exponential_noise(tokens[0], 128, 128), axis=1)
+    return {"keys": digest(keys.tobytes()), "tokens": digest(tokens.tobytes()), "numbers": digest(numbers.tobytes())}
 
 
 def names() -> dict[str, Any]:

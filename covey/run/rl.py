@@ -41,6 +41,7 @@ from covey.run.base import Run, RunResources
 from covey.run.inference import fit_to_recipe
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
 from covey.run.settings import may_need_earlier_values, with_earlier_values
+from covey.sampling.noise import DRAW_VERSION
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group
@@ -125,13 +126,18 @@ class RLRun(Run[Recipe]):
         self.progress.step(record.metrics, _lines(record.groups))
 
     def checkpoint_metadata(self) -> dict[str, Any]:
-        return {"learner": self.learner.state(), "other_models": self.other_models}
+        return {"learner": self.learner.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
 
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         self.learner.load_state(require_entry(extra, "learner", dict), step)
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         super().check_same_run(extra)
+        if extra.get("draw_version", 1) != DRAW_VERSION:
+            log.warning(
+                "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
+                " with samples of the same distribution, but not with those that it would have drawn"
+            )
         then = extra.get("other_models")
         for role, now in self.other_models.items():
             if then is None:

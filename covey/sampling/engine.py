@@ -35,7 +35,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import flatten
-from covey.sampling import sequence
+from covey.sampling import noise, sequence
 from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import Chunk, ModelRunner, SamplerStats
@@ -349,7 +349,7 @@ class Engine:
         """Make the random keys of the samples that were added since the last step."""
         if self._without_key:
             rows = np.array([where for _, where in self._without_key], np.uint32)
-            for (one, _), key in zip(self._without_key, sequence.sample_keys(self.config.seed, rows), strict=True):
+            for (one, _), key in zip(self._without_key, noise.sample_keys(self.config.seed, rows), strict=True):
                 one.key = key
             self._without_key = []
 

@@ -1,9 +1,8 @@
-"""Draw tokens from logits: temperature, top-k, top-p, min-p, then one uniform number mapped to a token by inverse CDF.
+"""Draw tokens from logits: temperature, top-k, top-p, min-p, then Gumbel-max in two levels.
 
 Nothing sorts the vocabulary. Top-k searches only the blocks that can hold the k largest logits, top-p finds its
-threshold by bisection, min-p compares with the largest logit, and the draw walks a two-level cumulative sum. The order
-is temperature, then top-k, then top-p over what top-k left, then min-p, as in Hugging Face generation. Tokens tied with
-the last one kept are also kept.
+threshold by bisection, and min-p compares with the largest logit. The order is temperature, then top-k, then top-p over
+what top-k left, then min-p, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
 """
 
 import math
@@ -14,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from covey.config.schema import SamplingConfig
+from covey.sampling.noise import exponential_noise
 
-BLOCK = 128
+BLOCKS = 128
+"""Number of blocks in the first level of a draw, and of tokens in a block that top-k searches."""
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
@@ -63,33 +64,51 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 
 
 def draw(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], sampling_params: SamplingParams | TracedSamplingParams
+    logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], sampling_params: SamplingParams | TracedSamplingParams
 ) -> Draw:
-    """Draw one token per row. `uniform` lies in [0, 1) and is the only randomness."""
+    """Draw one token per row. `keys`, those of `noise.token_keys`, are the only randomness."""
     if isinstance(sampling_params, TracedSamplingParams):
-        return _draw_traced(logits, uniform, sampling_params)
+        return _draw_traced(logits, keys, sampling_params)
     scaled = logits.astype(jnp.float32) / sampling_params.scale
-    total = jax.nn.logsumexp(scaled, axis=-1)
     if sampling_params.temperature == 0:
         token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
+        total = jax.nn.logsumexp(scaled, axis=-1)
         return token, _gather(scaled, token) - total, jnp.zeros_like(total)
     kept = truncate(scaled, sampling_params)
-    kept_total = total if kept is scaled else jax.nn.logsumexp(kept, axis=-1)
-    mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
-    token = inverse_cdf(mass, uniform)
+    token, kept_total = race(kept, keys)
+    total = kept_total if kept is scaled else jax.nn.logsumexp(scaled, axis=-1)
     chosen = _gather(scaled, token)
     return token, chosen - total, chosen - kept_total
 
 
-def _draw_traced(logits: Float[Array, "S V"], uniform: Float[Array, "S"], numbers: TracedSamplingParams) -> Draw:
+def _draw_traced(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], numbers: TracedSamplingParams) -> Draw:
     greedy = numbers.temperature == 0
     scaled = logits.astype(jnp.float32) / _column(jnp.where(greedy, 1.0, numbers.temperature))
-    total, kept = jax.nn.logsumexp(scaled, axis=-1), _truncate_traced(scaled, numbers)
-    kept_total = jax.nn.logsumexp(kept, axis=-1)
-    mass = jnp.where(kept > _LOWEST, jnp.exp(kept - kept_total[:, None]), 0.0)
-    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), inverse_cdf(mass, uniform))
+    token, kept_total = race(_truncate_traced(scaled, numbers), keys)
+    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), token)
     chosen = _gather(scaled, token)
-    return token, chosen - total, jnp.where(greedy, 0.0, chosen - kept_total)
+    return token, chosen - jax.nn.logsumexp(scaled, axis=-1), jnp.where(greedy, 0.0, chosen - kept_total)
+
+
+def race(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """Draw one token per row by its softmax; return the tokens and the logsumexps of the rows.
+
+    With masses m = exp(logit − max) and independent exponential numbers E and F, the block that wins is the argmax of
+    mass / E over `BLOCKS` blocks, of the tokens of equal id modulo `BLOCKS`, and the token that wins is the argmax of
+    m / F within that block. Each is Gumbel-max without its logarithms, so the draw is exact. When the logits change a
+    little, few tokens do: two distributions p and q with the same keys draw different tokens with a probability of at
+    most twice the total variation of their blocks plus twice that of their tokens.
+    """
+    top = logits.max(-1, keepdims=True)
+    mass = jnp.where(logits > _LOWEST, jnp.exp(logits - top), 0.0)
+    blocks = min(BLOCKS, logits.shape[-1])
+    of_block, of_place = exponential_noise(keys, blocks, -(-logits.shape[-1] // BLOCKS))
+    sums = _split_blocks(mass, 0.0).sum(1)[:, :blocks]
+    block = jnp.argmax(sums / of_block, axis=-1)
+    ids = block[:, None] + BLOCKS * jnp.arange(of_place.shape[-1])
+    inner = jnp.take_along_axis(mass, ids, axis=-1, mode="fill", fill_value=0.0)
+    place = jnp.argmax(inner / of_place, axis=-1)
+    return (place * BLOCKS + block).astype(jnp.int32), top[:, 0] + jnp.log(sums.sum(-1))
 
 
 def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
@@ -129,31 +148,6 @@ def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Fl
         least = scaled.max(-1, keepdims=True) + math.log(sampling_params.min_p)
         scaled = jnp.where(scaled >= least, scaled, _LOWEST)
     return scaled
-
-
-def inverse_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """Return the first token whose cumulative mass exceeds uniform · total; never one without mass.
-
-    It searches blocks of tokens, then the tokens of the chosen block: two short cumulative sums instead of one over
-    the vocabulary.
-    """
-    blocks = _split_blocks(mass, 0.0)
-    sums = blocks.sum(-1)
-    block, remainder = _step_down(sums, uniform * sums.sum(-1))
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _step_down(inner, remainder)
-    return (block * BLOCK + token).astype(jnp.int32)
-
-
-def _step_down(mass: Float[Array, "S n"], target: Float[Array, "S"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Return the index of the first entry whose cumulative mass exceeds `target`, and `target` less the mass before."""
-    cumulative = jnp.cumsum(mass, axis=-1)
-    # Rounding can leave the target at or past the end, or make a cumulative sum step over an empty entry.
-    over = (cumulative > target[:, None]) & (mass > 0)
-    last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
-    index = jnp.where(over.any(-1), jnp.argmax(over, axis=-1), last)
-    before = _gather(cumulative, index) - _gather(mass, index)
-    return index, jnp.clip(target - before, 0.0, None)
 
 
 def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
@@ -200,8 +194,8 @@ def _ordered_bits(values: Float[Array, "S V"]) -> Array:
 
 def _split_blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
     rows, size = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=fill)
-    return padded.reshape(rows, -1, BLOCK)
+    padded = jnp.pad(values, ((0, 0), (0, -size % BLOCKS)), constant_values=fill)
+    return padded.reshape(rows, -1, BLOCKS)
 
 
 def _gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:

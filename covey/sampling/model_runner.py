@@ -14,9 +14,10 @@ from jaxtyping import UInt32
 
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
+from covey.sampling.noise import token_keys
 from covey.sampling.programs import Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
-from covey.sampling.sequence import SampledTokens, Sequence, uniform_noise
+from covey.sampling.sequence import SampledTokens, Sequence
 
 
 @dataclass
@@ -133,8 +134,8 @@ class ModelRunner:
         inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
         for slot, row in rows.items():
             inserted[slot], prompt[slot] = True, row
-        noise = uniform_noise(self._keys(sequences), np.zeros(size, np.int32))
-        tokens = jax.device_get(self._insert(prompt, inserted, noise, self._sampling_params(sequences)))
+        keys = token_keys(self._keys(sequences), np.zeros(size, np.int32))
+        tokens = jax.device_get(self._insert(prompt, inserted, keys, self._sampling_params(sequences)))
         self._start(sequences, inserted, self.prefix_lengths[prompt], tokens[0])
         self.stats.first_tokens += int(inserted.sum())
         return self._chunk(tuple(x[None] for x in tokens), inserted[None])
@@ -143,7 +144,7 @@ class ModelRunner:
         self,
         prompt: np.ndarray,
         inserted: np.ndarray,
-        noise: np.ndarray,
+        keys: np.ndarray,
         sampling_params: SamplingParams | TracedSamplingParams,
     ) -> tuple[Any, ...]:
         """Insert the prefilled `prompt[s]` into each slot that is `inserted`; return the first tokens."""
@@ -152,13 +153,13 @@ class ModelRunner:
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
-            self.cache, tokens = programs.admit(self.cache, prefix, prompt, inserted, noise, sampling_params)
+            self.cache, tokens = programs.admit(self.cache, prefix, prompt, inserted, keys, sampling_params)
             return tuple(tokens)
         for blocks, new in zip(self.cache, prefix.cache, strict=True):
             blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
         traced = isinstance(sampling_params, TracedSamplingParams)
         draw_first = programs.draw_first_traced if traced else programs.draw_first
-        return tuple(draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params))
+        return tuple(draw_first(prefix.logits, prompt, keys, sampling_params=sampling_params))
 
     def _keys(self, sequences: Mapping[int, Sequence]) -> UInt32[np.ndarray, "S 2"]:
         """Return the random key of the sequence in each slot; 0 in the others."""
@@ -179,9 +180,9 @@ class ModelRunner:
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Chunk:
         """Run a chunk of decode steps for the sequences in slots that are active."""
         index = self.slots.num_tokens[:, None] + np.arange(steps)
-        noise = uniform_noise(self._keys(sequences)[:, None], index)
+        keys = token_keys(self._keys(sequences)[:, None], index)
         decode = self.programs.decode_with(self._sampling_params(sequences))
-        self.cache, *results = decode(self.params, self.cache, self.slots, noise, pause_id=pause_id)
+        self.cache, *results = decode(self.params, self.cache, self.slots, keys, pause_id=pause_id)
         slots, tokens, valid, steps = jax.device_get(results)  # all at once: the host waits for one transfer
         self.slots = jax.tree.map(np.array, slots)
         self.stats.slot_steps += int(steps) * len(self.slots.token)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
@@ -129,11 +129,11 @@ class Programs:
         whole = self._abstract_cache(params, slots, cache_length)
         if self.compiled_sampling_params is not None:
             prefilled = Prefix(_placed(prefilled.cache, params), prefilled.logits)
-            noise, numbers = (
-                jax.ShapeDtypeStruct((slots,), jnp.float32),
+            keys, numbers = (
+                jax.ShapeDtypeStruct((slots, 2), jnp.uint32),
                 TracedSamplingParams.of(self.compiled_sampling_params),
             )
-            return [Program("admit", self.admit, (whole, prefilled, number, inserted, noise, numbers))]
+            return [Program("admit", self.admit, (whole, prefilled, number, inserted, keys, numbers))]
         prefix, cache = _placed(prefilled.cache[0], params), whole[0]
         blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
@@ -143,11 +143,11 @@ class Programs:
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
         state = empty_slots(slots)
-        noise = jax.ShapeDtypeStruct((slots, config.decode_chunk), jnp.float32)
+        keys = jax.ShapeDtypeStruct((slots, config.decode_chunk, 2), jnp.uint32)
         cache = self._abstract_cache(params, slots, cache_length)
         function = self.decode_with(SamplingParams.from_config(config))
         settings = {**function.keywords, "pause_id": pause_id}
-        return Program("decode", function.func, (abstract(params), cache, abstract(state), noise), settings)
+        return Program("decode", function.func, (abstract(params), cache, abstract(state), keys), settings)
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -198,12 +198,12 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
 def draw_first(
     logits: Float[Array, "P V"],
     prompt: Int[Array, "S"],
-    noise: Float[Array, "S"],
+    keys: UInt32[Array, "S 2"],
     *,
     sampling_params: SamplingParams | TracedSamplingParams,
 ) -> tuple[Array, ...]:
     """Draw the first token of each slot after prompt `prompt[s]`."""
-    return draw(logits[prompt], noise, sampling_params)
+    return draw(logits[prompt], keys, sampling_params)
 
 
 def admit(
@@ -211,12 +211,12 @@ def admit(
     prefix: Prefix,
     prompt: Int[Array, "S"],
     inserted: Bool[Array, "S"],
-    noise: Float[Array, "S"],
+    keys: UInt32[Array, "S 2"],
     sampling_params: TracedSamplingParams,
 ) -> tuple[list[LayerCache], tuple[Array, ...]]:
     """Insert prompt `prompt[s]` into each slot that is `inserted`, in all layers, and draw the first tokens."""
     admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
-    draws = draw_first(prefix.logits, prompt, noise, sampling_params=sampling_params)
+    draws = draw_first(prefix.logits, prompt, keys, sampling_params=sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), draws
 
 
@@ -226,7 +226,7 @@ def decode(
     params: Any,
     cache: list[LayerCache],
     slots: Slots,
-    noise: Float[Array, "S steps"],
+    keys: UInt32[Array, "S steps 2"],
     *,
     sampling_params: SamplingParams | TracedSamplingParams,
     pause_id: int | None = None,
@@ -237,11 +237,11 @@ def decode(
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
 
     Args:
-        noise: number in [0, 1) that draws the token of each slot in each step.
+        keys: random key that draws the token of each slot in each step.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
     model = nnx.merge(graph, params)
-    size, steps = noise.shape
+    size, steps = keys.shape[:2]
     zeros = jnp.zeros((steps, size))
     draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)
 
@@ -254,7 +254,7 @@ def decode(
         step, cache, slots, draws, valid = carry
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
-        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), noise[:, step], sampling_params)
+        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), keys[:, step], sampling_params)
         count = slots.num_tokens + active
         after = Slots(
             length=length + active,

@@ -27,7 +27,7 @@ from covey.models.loading.hf_config import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.sequence import sample_keys, uniform_noise
+from covey.sampling.noise import sample_keys, token_keys
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
@@ -103,7 +103,7 @@ def test_sampling_with_the_cache_gives_the_tokens_that_it_gives_without(
     assert predicted[2].argmax(-1).tolist() == likeliest.tolist()
     keys = sample_keys(config.seed, np.array([(4, 3, 0), (4, 3, 1)], np.uint32))
     for at in range(12):
-        token, *_ = draw(predicted[:2, at], uniform_noise(keys, np.full(2, at)), SamplingParams.from_config(config))
+        token, *_ = draw(predicted[:2, at], token_keys(keys, np.full(2, at)), SamplingParams.from_config(config))
         assert token.tolist() == drawn[:, at].tolist()
 
 

@@ -237,7 +237,9 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
-    """Under adapters a checkpoint holds nothing of either. A run of an older version noted nothing of them."""
+    """Under adapters a checkpoint holds nothing of either. A run of an older version noted nothing of them, and it drew
+    its tokens by an inverse CDF.
+    """
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
     settings = [f"{name}={place}" for name, place in models.items()]
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
@@ -251,10 +253,13 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     with pytest.raises(ResumeError, match=f"this run began with {role} with the weights '{models[role]}"):
         run.resume(out)
     run.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
-    forget(out / "checkpoints" / "00000001", "other_models", write_meta)
-    capsys.readouterr()
+    assert "another draw of tokens" not in capsys.readouterr().out
+    for entry in ("other_models", "draw_version"):
+        forget(out / "checkpoints" / "00000001", entry, write_meta)
     run.resume(out)
-    assert f"the run did not record its {role}" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"the run did not record its {role}" in told
+    assert "another draw of tokens (an inverse CDF, now Gumbel-max in two levels)" in told
 
 
 def one_more_step(self: Learner, *_: Any) -> None:

@@ -31,7 +31,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.sequence import sample_keys
+from covey.sampling.noise import sample_keys, token_keys
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
@@ -409,13 +409,13 @@ def test_logps_equal_the_trainers_over_the_whole_stream(drawn: list[list[Complet
 
 @pytest.mark.slow
 def test_noise_depends_on_the_place_in_the_completion_whatever_was_put_before_it(drawn: list[list[Completion]]) -> None:
-    redraw = jax.jit(lambda logits, uniform: draw(logits, uniform, SamplingParams(0.9, top_k=20)))
+    redraw = jax.jit(lambda logits, keys: draw(logits, keys, SamplingParams(0.9, top_k=20)))
     for request, group in zip(requests(), drawn, strict=True):
         for number, c in enumerate(group):
-            key = sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))[0]
-            uniform = jax.vmap(lambda i, key=key: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(LIMIT))
+            key = sample_keys(0, np.array([[STEP, request.index, number]], np.uint32))
+            keys = token_keys(key, np.arange(LIMIT))
             logits = jnp.zeros((LIMIT, 24)).at[: len(c.tokens)].set(logits_at(request.prompt, c.tokens))
-            token, _, sampler_logp = redraw(logits, uniform)
+            token, _, sampler_logp = redraw(logits, keys)
             size = len(c.tokens)
             assert (np.asarray(token)[:size] == c.tokens)[c.mask].all()
             np.testing.assert_allclose(np.asarray(sampler_logp)[:size][c.mask], c.sampler_logps[c.mask], atol=1e-4)
