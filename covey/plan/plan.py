@@ -145,16 +145,34 @@ def make_plan(
     places = place_on(target, recipe.model.mesh, rollout_config(recipe))
     tell("building the programs")
     run = programs_of(recipe, places)
-    show_outline(_outline(recipe, run))
+    show_outline(outline_of(recipe, run))
+    plan = plan_programs(recipe, run, target, places, tell, lengths or expected_lengths(recipe))
+    return plan if plan.fits else replace(plan, trials=_search(plan, recipe, load, places, tell))
+
+
+def plan_programs(
+    recipe: Recipe | SFTRecipe,
+    run: RunPrograms,
+    target: Target,
+    places: Places,
+    tell: Tell,
+    lengths: Lengths,
+    machine: Machine | None = None,
+) -> Plan:
+    """Return the plan of a run with these programs on these devices, without a search for settings that fit.
+
+    Args:
+        run: programs of shapes on `places`.
+        machine: one of the devices; that of `target` if not set.
+    """
+    machine = machine or _machine_of(recipe, target)
     executables: list[Any] = []  # a run keeps its programs, which are part of its process
-    compiled = _compile(run.called(), target, places, tell, executables)
+    compiled = _compile(run.called(), target, machine, places, tell, executables)
     residents = _residents(run).with_programs(_further_programs(run, compiled))
-    process = process_memory() if target.platform == "cpu" else 0
+    process = process_memory() if machine.platform == "cpu" else 0
     executables.clear()
     tell("counting")
-    lengths = lengths or expected_lengths(recipe)
-    machine = _machine_of(recipe, target)
-    plan = Plan(
+    return Plan(
         recipe.name,
         target,
         {axis: getattr(recipe.model.mesh, axis) for axis in MESH_AXES},
@@ -164,11 +182,10 @@ def make_plan(
         residents,
         process,
         compiled,
-        _phase_times(recipe, run, residents, compiled, machine, target, lengths),
+        _phase_times(recipe, run, residents, compiled, machine, lengths),
         inventory(recipe, run) if isinstance(recipe, Recipe) and isinstance(run, RLPrograms) else (),
         not_counted=_not_counted(recipe, compiled),
     )
-    return plan if plan.fits else replace(plan, trials=_search(plan, recipe, load, places, tell))
 
 
 def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
@@ -177,10 +194,11 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
     Raises:
         CoveyError: as for `make_plan`.
     """
-    return _outline(recipe, programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe))))
+    return outline_of(recipe, programs_of(recipe, place_on(target, recipe.model.mesh, rollout_config(recipe))))
 
 
-def _outline(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
+def outline_of(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
+    """Return the outline of a run with these programs."""
     return make_outline(recipe, run.trainer.trainable, run.called(), _residents(run), _not_counted(recipe, ()))
 
 
@@ -247,9 +265,14 @@ def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> 
 
 
 def _compile(
-    programs: Sequence[Program], target: Target, places: Places, tell: Tell, executables: list[Any]
+    programs: Sequence[Program],
+    target: Target,
+    machine: Machine,
+    places: Places,
+    tell: Tell,
+    executables: list[Any],
 ) -> list[CompiledProgram]:
-    compiled, on_host = [], target.platform == "cpu"
+    compiled, on_host = [], machine.platform == "cpu"
     read_text = places.several or not on_host
     for number, program in enumerate(programs, start=1):
         tell(f"compiling {program.name} ({number} of {len(programs)})")
@@ -297,19 +320,18 @@ def _phase_times(
     residents: RunResidents,
     compiled: Sequence[CompiledProgram],
     machine: Machine,
-    target: Target,
     lengths: Lengths,
 ) -> list[PhaseTime]:
     count, rollout_count, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
     # The update reads and writes weights and moments, and reads the gradients.
     trainable = nbytes(run.trainer.trainable)
     moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
-    itemsize, on_cpu = jnp.dtype(recipe.model.dtype).itemsize, target.platform == "cpu"
+    itemsize, on_cpu = jnp.dtype(recipe.model.dtype).itemsize, machine.platform == "cpu"
     sampled, copies, processes = _sampled_weights(run)
     sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, sampled, copies)
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
     phases = step_phases(recipe, run.model.config, lengths, sizes, shards, not on_cpu, processes)
-    flops = machine.flops[_compute_dtype(recipe, target)]
+    flops = machine.flops[_compute_dtype(recipe, machine.platform)]
 
     def rates(phase: str) -> Rates:
         devices = rollout_count if rollout_count and phase == "rollout" else count
@@ -331,8 +353,8 @@ def _sampled_weights(run: RunPrograms) -> tuple[float | None, int, int]:
     return float(nbytes(run.cluster.rollout.params) * size), copies, run.num_processes
 
 
-def _compute_dtype(recipe: Recipe | SFTRecipe, target: Target) -> str:
-    return resolve_compute_dtype(recipe.model.compute_dtype, "cuda" if target.platform == "gpu" else target.platform)
+def _compute_dtype(recipe: Recipe | SFTRecipe, platform: str) -> str:
+    return resolve_compute_dtype(recipe.model.compute_dtype, "cuda" if platform == "gpu" else platform)
 
 
 def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
@@ -341,7 +363,7 @@ def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
     """
     if target.machine in MACHINES:
         return MACHINES[target.machine]
-    dtype, count = _compute_dtype(recipe, target), mesh_size(recipe.model.mesh) + rollout_config(recipe).size
+    dtype, count = _compute_dtype(recipe, target.platform), mesh_size(recipe.model.mesh) + rollout_config(recipe).size
     rates, memory = machine_peaks(dtype), psutil.virtual_memory().total / count
     source = f"this processor: a large {dtype} product and a sum, measured now"
     return Machine("cpu", "cpu", {dtype: rates.matmul}, rates.bandwidth, memory, math.inf, 0.0, CPU_SHARE, source)

@@ -221,9 +221,11 @@ def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monke
     apply: Any = SimpleNamespace(name="apply")
     words = "compiler for v5e:4x4 refuses apply: INTERNAL: RET_CHECK failure\n.*a block of chips"
     with pytest.raises(RecipeError, match=words):
-        plan._compile([apply], parse_target("v5e:4x4"), Places(*[make_mesh()] * 2), lambda text: None, [])
+        plan._compile(
+            [apply], parse_target("v5e:4x4"), MACHINES["v5e"], Places(*[make_mesh()] * 2), lambda text: None, []
+        )
     with pytest.raises(jax.errors.JaxRuntimeError):
-        plan._compile([apply], parse_target("v5e:4x4"), Places(make_mesh()), lambda text: None, [])
+        plan._compile([apply], parse_target("v5e:4x4"), MACHINES["v5e"], Places(make_mesh()), lambda text: None, [])
 
 
 def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
