@@ -8,12 +8,13 @@ repeated step is packed the same way.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from jaxtyping import Int
 
 from covey.sampling.scheduler import power_of_two
-from covey.types import Branch
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, row lengths are its multiples."""
@@ -34,67 +35,105 @@ larger, but several lengths compete for them: in simulated runs of 20, 100 and 1
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt and those of its completions that go into one row; `indices` number the completions in the step.
+    """A prompt and those of its completions that go into one row, by their numbers of tokens.
 
-    `branches` are those of each completion; None where no completion can have any.
+    Attributes:
+        prompt: tokens of the prompt.
+        lengths: tokens of each completion.
+        indices: numbers of the completions in the step.
+        group: number of the group in the step.
     """
 
-    prompt: np.ndarray
-    completions: tuple[np.ndarray, ...]
+    prompt: int
+    lengths: tuple[int, ...]
     indices: tuple[int, ...]
-    branches: tuple[tuple[Branch, ...], ...] | None = None
+    group: int = 0
 
-    @property
+    @cached_property
     def num_inputs(self) -> int:
         """Number of input tokens; the last of a completion is not an input."""
-        return len(self.prompt) + sum(max(len(c) - 1, 0) for c in self.completions)
+        return self.prompt + sum(max(length - 1, 0) for length in self.lengths)
 
-    @property
+    @cached_property
     def num_scored(self) -> int:
         """Number of completion tokens."""
-        return sum(map(len, self.completions))
+        return sum(self.lengths)
 
     @property
     def row_length(self) -> int:
         """Row length it needs: its inputs, or its scored tokens where many short completions make those more."""
         return max(self.num_inputs, self.num_scored)
 
+    @property
+    def longest_sample(self) -> int:
+        """Row length that its longest completion needs alone with the prompt."""
+        return max((max(self.prompt + length - 1, self.prompt, length) for length in self.lengths), default=0)
+
     def select(self, indices: Sequence[int]) -> "Piece":
         """Return the piece with the completions at `indices` alone."""
-        branches = self.branches and tuple(self.branches[i] for i in indices)
-        completions = tuple(self.completions[i] for i in indices)
-        return Piece(self.prompt, completions, tuple(self.indices[i] for i in indices), branches)
+        lengths, numbers = (tuple(each[i] for i in indices) for each in (self.lengths, self.indices))
+        return Piece(self.prompt, lengths, numbers, self.group)
 
-
-@dataclass
-class Bin:
-    """A row that is being filled."""
-
-    capacity: int
-    pieces: list[Piece] = field(default_factory=list)
-    num_inputs: int = 0
-    num_scored: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.capacity - max(self.num_inputs, self.num_scored)
-
-    def fits(self, inputs: int, scored: int) -> bool:
-        return self.num_inputs + inputs <= self.capacity and self.num_scored + scored <= self.capacity
-
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.num_inputs, self.num_scored = self.num_inputs + piece.num_inputs, self.num_scored + piece.num_scored
-
-    def select_fitting(self, piece: Piece) -> list[int]:
-        """Return indices of the completions that fit together with their prompt, the longest tried first."""
-        inputs, scored, indices = len(piece.prompt), 0, []
-        for index in sorted(range(len(piece.completions)), key=lambda i: -len(piece.completions[i])):
-            length = len(piece.completions[index])
-            if self.fits(inputs + max(length - 1, 0), scored + length):
-                inputs, scored = inputs + max(length - 1, 0), scored + length
+    def select_fitting(self, inputs: int, scored: int) -> list[int]:
+        """Return indices of the completions that fit with the prompt into so many free inputs and scored tokens, the
+        longest tried first.
+        """
+        inputs, indices = inputs - self.prompt, []
+        for index in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
+            length = self.lengths[index]
+            if max(length - 1, 0) <= inputs and length <= scored:
+                inputs, scored = inputs - max(length - 1, 0), scored - length
                 indices.append(index)
         return sorted(indices)
+
+
+Row = list[Piece]
+"""The pieces of a row, in order."""
+
+
+class Bins:
+    """Rows of `capacity` tokens that are being filled. Their free tokens stand in one array, in which the best row for
+    a piece is found among thousands at once.
+
+    Attributes:
+        rows: the pieces of each row.
+    """
+
+    def __init__(self, capacity: int):
+        self.rows: list[Row] = []
+        self._capacity, self._free_tokens = capacity, np.zeros((2, 64), np.int64)
+
+    @property
+    def _free(self) -> Int[np.ndarray, "2 bins"]:
+        """Free input tokens and free scored tokens of each row."""
+        return self._free_tokens[:, : len(self.rows)]
+
+    def add(self, piece: Piece, row: int | None) -> None:
+        """Add `piece` to a row; None begins a new one."""
+        if row is None:
+            row = len(self.rows)
+            if row == self._free_tokens.shape[1]:
+                self._free_tokens = np.concatenate([self._free_tokens, np.zeros_like(self._free_tokens)], axis=1)
+            self._free_tokens[:, row] = self._capacity
+            self.rows.append([])
+        self.rows[row].append(piece)
+        self._free_tokens[:, row] -= piece.num_inputs, piece.num_scored
+
+    def find(self, piece: Piece, split: bool) -> tuple[int | None, list[int]]:
+        """Return the row that the piece fits best, or with `split` the one with most space, and the indices of the
+        completions to put there; None and those that fit into a new row where there is none.
+        """
+        inputs, scored = self._free
+        least = np.minimum(inputs, scored)
+        fits = (inputs >= piece.num_inputs) & (scored >= piece.num_scored)
+        if fits.any():
+            return int(np.where(fits, least, self._capacity + 1).argmin()), list(range(len(piece.lengths)))
+        if split and self.rows:
+            emptiest = int(least.argmax())
+            chosen = piece.select_fitting(int(inputs[emptiest]), int(scored[emptiest]))
+            if sum(piece.lengths[i] for i in chosen) > piece.prompt:
+                return emptiest, chosen
+        return None, piece.select_fitting(self._capacity, self._capacity)
 
 
 def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
@@ -113,7 +152,7 @@ def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
 
 def choose_row_length(
     groups: Sequence[Piece], row_length: int, max_tokens: int, compile_cost: float = 0.0
-) -> tuple[int, list[Bin]]:
+) -> tuple[int, list[Row]]:
     """Return the row length that costs least, and the rows.
 
     Args:
@@ -122,8 +161,7 @@ def choose_row_length(
         max_tokens: maximum number of tokens in a micro-batch.
         compile_cost: cost of another length than the default, in tokens; see `compile_cost`.
     """
-    longest_sample = max((p.select([i]).row_length for p in groups for i in range(len(p.completions))), default=1)
-    shortest = row_length_bucket(longest_sample)
+    shortest = row_length_bucket(max((piece.longest_sample for piece in groups if piece.lengths), default=1))
     default = max(shortest, row_length_bucket(row_length))
 
     def cost(count: int, length: int) -> float:
@@ -131,46 +169,30 @@ def choose_row_length(
         return tokens if length == default else RECOMPILE_MARGIN * tokens + compile_cost
 
     candidates = [
-        (cost(len(bins), length), length, bins)
+        (cost(len(rows), length), length, rows)
         for length in sorted({default, *(b for b in ROW_BUCKETS if shortest <= b < default)})
-        for bins in (fill_bins(groups, length, split) for split in (False, True))
+        for rows in (fill_bins(groups, length, split) for split in (False, True))
     ]
-    _, length, bins = min(candidates, key=lambda candidate: candidate[0])
-    return length, bins
+    _, length, rows = min(candidates, key=lambda candidate: candidate[0])
+    return length, rows
 
 
-def fill_bins(groups: Sequence[Piece], capacity: int, split: bool) -> list[Bin]:
+def fill_bins(groups: Sequence[Piece], capacity: int, split: bool) -> list[Row]:
     """Fill rows of `capacity` by best fit, the largest group first (near-minimal: Johnson, 1973).
 
     Args:
         split: split groups also where they need not be, when completions longer than the prompt fill up a row.
     """
-    bins: list[Bin] = []
+    bins = Bins(capacity)
     for piece in sorted(groups, key=lambda p: -p.row_length):
         remaining = piece
-        while remaining.completions:
-            target, chosen = _find_bin(bins, remaining, split)
-            if target is None:
-                target = Bin(capacity)
-                bins.append(target)
-                chosen = target.select_fitting(remaining)
-                assert chosen, f"no completion fits into {capacity} tokens"
-            target.add(remaining.select(chosen))
-            remaining = remaining.select([i for i in range(len(remaining.completions)) if i not in chosen])
-    return bins
-
-
-def _find_bin(bins: Sequence[Bin], piece: Piece, split: bool) -> tuple[Bin | None, list[int]]:
-    """Return the row the piece fits best, or with `split` the one with most space, and the completions to put there."""
-    inputs, scored = piece.num_inputs, piece.num_scored
-    if fitting := [b for b in bins if b.fits(inputs, scored)]:
-        return min(fitting, key=lambda b: b.free), list(range(len(piece.completions)))
-    if split and bins:
-        emptiest = max(bins, key=lambda b: b.free)
-        chosen = emptiest.select_fitting(piece)
-        if piece.select(chosen).num_scored > len(piece.prompt):
-            return emptiest, chosen
-    return None, []
+        while remaining.lengths:
+            row, chosen = bins.find(remaining, split)
+            assert chosen, f"no completion fits into {capacity} tokens"
+            bins.add(remaining.select(chosen), row)
+            taken = set(chosen)
+            remaining = remaining.select([i for i in range(len(remaining.lengths)) if i not in taken])
+    return bins.rows
 
 
 def _cost(count: int, length: int, max_tokens: int) -> float:

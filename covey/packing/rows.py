@@ -14,8 +14,10 @@ A completion's last token is scored but is not an input: nothing is predicted fr
 predicts it. The first tokens of all completions of a group are predicted from the last token of their one prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -28,11 +30,13 @@ from covey.models.attention import Attend
 from covey.models.decoder import Decoder
 from covey.models.span_attention import span_attention
 from covey.models.spans import Spans
-from covey.packing.bins import Piece, choose_row_length, row_length_bucket, rows_per_micro_batch
+from covey.packing.bins import Piece, Row, choose_row_length, row_length_bucket, rows_per_micro_batch
 from covey.parallel.sharding import num_row_shards
 from covey.types import Branch, Group
 
 Tree = TypeVar("Tree")
+Tokens = Sequence[np.ndarray] | Mapping[int, np.ndarray]
+"""Arrays with one value per token, by the number of a group or a completion."""
 
 
 class Rows(NamedTuple):
@@ -92,25 +96,27 @@ def pack(
     Returns:
         NumPy `Rows` with M = L, a bucket length, so that few shapes occur.
     """
-    pieces = list(_group_pieces(groups))
-    if packing == "dense":
-        dense = [piece.select([i]) for piece in pieces for i in range(len(piece.completions))]
-        length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
-    else:
-        length, bins = choose_row_length(pieces, row_length, max_tokens, compile_cost)
-        rows = [b.pieces for b in bins]
-    branched = any(piece.branches is not None for piece in pieces)
-    filled = [_fill_row(r, length, branched) for r in rows]
-    stacked: Rows = jax.tree.map(lambda *parts: np.stack(parts), *filled)
-    return stacked
+    layout = make_layout(
+        [shape_of(group) for group in groups],
+        row_length,
+        packing=packing,
+        max_tokens=max_tokens,
+        compile_cost=compile_cost,
+    )
+    completions = [np.asarray(c.tokens) for group in groups for c in group.completions]
+    return layout.fill([np.asarray(group.prompt_tokens) for group in groups], completions)
 
 
 def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return per-token values in the order of the step: one float32 array per completion, `lengths[i]` long."""
-    out = [np.zeros(n, np.float32) for n in lengths]
-    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
-    for row, column in zip(*np.nonzero(number >= 0), strict=True):
-        out[number[row, column]][index[row, column]] = values[row, column]
+    """Return per-token values in the order of the step: one float32 array per completion, `lengths[i]` long. They are 0
+    for completions that are in no row.
+    """
+    out = np.split(np.zeros(sum(lengths), np.float32), np.cumsum(lengths, dtype=int)[:-1])
+    for row in np.flatnonzero(rows.segment_ids[:, :1].any(1)):
+        number, index = rows.scatter_index[row].T
+        for column in np.flatnonzero(index == 0):
+            of_completion = out[number[column]]
+            of_completion[:] = values[row, column : column + len(of_completion)]
     return out
 
 
@@ -163,7 +169,8 @@ def split_micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
 
     def slice_rows(start: int, x: np.ndarray) -> np.ndarray:
         part = x[start : start + size]
-        return np.pad(part, [(0, size - len(part))] + [(0, 0)] * (x.ndim - 1))
+        missing = size - len(part)
+        return np.pad(part, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else part
 
     for start in range(0, count, size):
         yield jax.tree.map(partial(slice_rows, start), tree)
@@ -186,55 +193,151 @@ def padding_fraction(rows: Rows, rows_at_once: int = 1) -> float:
     return 1.0 - float((rows.group_ids > 0).sum()) / positions
 
 
-def _group_pieces(groups: Sequence[Group]) -> Iterator[Piece]:
+@dataclass(frozen=True)
+class GroupShape:
+    """Numbers of tokens of a group: all that its place in the rows depends on.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        lengths: tokens of each completion.
+        branches: branches of each completion; None where no completion can have any.
+    """
+
+    prompt: int
+    lengths: tuple[int, ...]
+    branches: tuple[tuple[Branch, ...], ...] | None = None
+
+
+def shape_of(group: Group) -> GroupShape:
+    """Return the numbers of tokens of a group."""
+    completions = group.completions
+    can_branch = any(c.branches is not None for c in completions)
+    branches = tuple(c.branches or () for c in completions) if can_branch else None
+    return GroupShape(len(group.prompt_tokens), tuple(len(c.tokens) for c in completions), branches)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of completions in rows. It depends on numbers of tokens alone, so that every process makes the same one.
+
+    Attributes:
+        length: tokens of a row, inputs and scored ones.
+        rows: the pieces of each row.
+        branches: branches of each completion by its number; None where no completion can have any.
+    """
+
+    length: int
+    rows: Sequence[Row]
+    branches: Mapping[int, Sequence[Branch]] | None = None
+
+    def fill(self, prompts: Tokens, completions: Tokens, numbers: Iterable[int] | None = None) -> Rows:
+        """Return NumPy rows; those that are not among `numbers` are zeros, which take no memory until they are read.
+
+        Args:
+            prompts, completions: tokens by number of the group and of the completion, of the rows that are filled.
+            numbers: numbers of the rows to fill; None for all.
+        """
+        shape = len(self.rows), self.length
+        zeros = [np.zeros(shape, np.int32) for _ in range(7)]
+        ends = None if self.branches is None else np.zeros(shape, np.int32)
+        rows = Rows._make([*zeros, np.zeros((*shape, 2), np.int32), ends])
+        for number in range(len(self.rows)) if numbers is None else numbers:
+            row = Rows._make([None if x is None else x[number] for x in rows])
+            row.scatter_index[:] = -1
+            self._fill_row(row, self.rows[number], prompts, completions)
+        return rows
+
+    def scatter(self, per_token: Tokens, numbers: Iterable[int] | None = None) -> Float[np.ndarray, "R M"]:
+        """Scatter per-token values to the scored tokens; 0 at padding and in rows that are not among `numbers`.
+
+        Args:
+            per_token: one array per completion by its number, of the rows that are filled.
+            numbers: numbers of the rows to fill; None for all.
+        """
+        out = np.zeros((len(self.rows), self.length), np.float32)
+        for number in range(len(self.rows)) if numbers is None else numbers:
+            end = 0
+            for index in chain.from_iterable(piece.indices for piece in self.rows[number]):
+                start, end = end, end + len(per_token[index])
+                out[number, start:end] = per_token[index]
+        return out
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of input tokens of all rows."""
+        return sum(piece.num_inputs for row in self.rows for piece in row)
+
+    def _fill_row(self, row: Rows, pieces: Sequence[Piece], prompts: Tokens, completions: Tokens) -> None:
+        index = np.arange(self.length + 1, dtype=np.int32)
+        input_end = scored_end = segment = 0
+        for group, piece in enumerate(pieces, start=1):
+            prompt, prompt_start = piece.prompt, input_end
+            input_end = _write_tokens(row, input_end, prompts[piece.group], index[:prompt], group, 0)
+            prompt_end = input_end
+            for number in piece.indices:
+                segment, completion, branches = segment + 1, completions[number], self._branches_of(number)
+                start, end = input_end, scored_end + len(completion)
+                positions = _positions(index, prompt, len(completion), branches)
+                input_end = _write_tokens(row, input_end, completion[:-1], positions[:-1], group, segment)
+                predicted_from = row.gather_index[scored_end:end]
+                predicted_from[:1], predicted_from[1:] = prompt_end - 1, index[start:input_end]
+                if branches:
+                    before = predecessors(prompt, positions)
+                    predicted_from[:] = np.where(before < 0, prompt_end + before, start + before)
+                row.target[scored_end:end] = completion
+                row.segment_ids[scored_end:end] = segment
+                row.scatter_index[scored_end:end, 0] = number
+                row.scatter_index[scored_end:end, 1] = index[: len(completion)]
+                scored_end = end
+                if row.ends is not None:
+                    row.ends[start:input_end] = start + subtree_ends(positions[:-1], len(completion) - 1, branches)
+            if row.ends is not None:
+                row.ends[prompt_start:prompt_end] = input_end
+                for number in piece.indices:  # one that drops tokens of the prompt has the piece for itself
+                    branches = self._branches_of(number)
+                    ends = subtree_ends(np.arange(prompt), input_end - prompt_end, branches, first=-prompt)
+                    row.ends[prompt_start:prompt_end] = np.minimum(row.ends[prompt_start:prompt_end], prompt_end + ends)
+
+    def _branches_of(self, number: int) -> Sequence[Branch]:
+        return () if self.branches is None else self.branches[number]
+
+
+def make_layout(
+    groups: Sequence[GroupShape],
+    row_length: int = 768,
+    *,
+    packing: Literal["groups", "dense"] = "groups",
+    max_tokens: int = 1,
+    compile_cost: float = 0.0,
+) -> Layout:
+    """Assign the completions of groups to rows; arguments as for `pack`."""
+    pieces = list(_group_pieces(groups))
+    if packing == "dense":
+        dense = [piece.select([i]) for piece in pieces for i in range(len(piece.lengths))]
+        length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
+    else:
+        length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
+    if all(group.branches is None for group in groups):
+        return Layout(length, rows)
+    each = chain.from_iterable(group.branches or [()] * len(group.lengths) for group in groups)
+    return Layout(length, rows, dict(enumerate(each)))
+
+
+def _group_pieces(groups: Sequence[GroupShape]) -> Iterator[Piece]:
     """Yield the groups as pieces, their completions numbered consecutively.
 
     A completion with a branch that drops tokens of the prompt is a piece of its own: the others see all of the prompt.
     """
-    number = 0
-    for group in groups:
-        prompt, completions = np.asarray(group.prompt_tokens), group.completions
-        tokens = tuple(np.asarray(c.tokens) for c in completions)
-        can_branch = any(c.branches is not None for c in completions)
-        branches = tuple(c.branches or () for c in completions) if can_branch else None
-        whole = Piece(prompt, tokens, tuple(range(number, number + len(tokens))), branches)
+    first = 0
+    for number, group in enumerate(groups):
+        count = len(group.lengths)
+        whole = Piece(group.prompt, group.lengths, tuple(range(first, first + count)), number)
         # A completion with a branch that drops tokens of the prompt does not share it.
-        separate = [i for i, each in enumerate(branches or ()) if any(b.kept < len(prompt) for b in each)]
-        if len(separate) < len(tokens):
-            yield whole if not separate else whole.select([i for i in range(len(tokens)) if i not in separate])
+        separate = [i for i, each in enumerate(group.branches or ()) if any(b.kept < group.prompt for b in each)]
+        if len(separate) < count:
+            yield whole if not separate else whole.select([i for i in range(count) if i not in separate])
         yield from (whole.select([i]) for i in separate)
-        number += len(tokens)
-
-
-def _fill_row(pieces: Sequence[Piece], length: int, branched: bool) -> Rows:
-    zeros, no_index = [np.zeros(length, np.int32) for _ in range(7)], np.full((length, 2), -1, np.int32)
-    row = Rows._make([*zeros, no_index, np.zeros(length, np.int32) if branched else None])
-    input_end = scored_end = segment = 0
-    for group, piece in enumerate(pieces, start=1):
-        prompt, prompt_start = len(piece.prompt), input_end
-        input_end = _write_tokens(row, input_end, piece.prompt, np.arange(prompt), group, 0)
-        prompt_end = input_end
-        all_branches = piece.branches or [()] * len(piece.completions)
-        for completion, index, branches in zip(piece.completions, piece.indices, all_branches, strict=True):
-            segment += 1
-            start, end = input_end, scored_end + len(completion)
-            positions = token_positions(prompt, len(completion), branches)
-            input_end = _write_tokens(row, input_end, completion[:-1], positions[:-1], group, segment)
-            before = predecessors(prompt, positions) if branches else np.arange(len(completion)) - 1
-            row.gather_index[scored_end:end] = np.where(before < 0, prompt_end + before, start + before)
-            if row.ends is not None:
-                row.ends[start:input_end] = start + subtree_ends(positions[:-1], len(completion) - 1, branches)
-            row.target[scored_end:end] = completion
-            row.segment_ids[scored_end:end] = segment
-            row.scatter_index[scored_end:end, 0] = index
-            row.scatter_index[scored_end:end, 1] = np.arange(len(completion))
-            scored_end = end
-        if row.ends is not None:
-            row.ends[prompt_start:prompt_end] = input_end
-            for branches in all_branches:  # one that drops tokens of the prompt has the piece for itself
-                ends = subtree_ends(np.arange(prompt), input_end - prompt_end, branches, first=-prompt)
-                row.ends[prompt_start:prompt_end] = np.minimum(row.ends[prompt_start:prompt_end], prompt_end + ends)
-    return row
+        first += count
 
 
 def _write_tokens(
@@ -244,6 +347,11 @@ def _write_tokens(
     row.tokens[start:end], row.positions[start:end] = tokens, positions
     row.group_ids[start:end], row.input_segment_ids[start:end] = group_id, segment_id
     return end
+
+
+def _positions(index: np.ndarray, prompt: int, length: int, branches: Sequence[Branch]) -> Int[np.ndarray, "n"]:
+    """Return `token_positions`; without branches they are a slice of `index`."""
+    return token_positions(prompt, length, branches) if branches else index[prompt : prompt + length]
 
 
 def token_positions(prompt: int, length: int, branches: Sequence[Branch]) -> Int[np.ndarray, "n"]:

@@ -175,14 +175,16 @@ def _micro_batches(groups: list[Group], recipe: Recipe | SFTRecipe, shards: int,
     where the devices that share a vocabulary compute each other's rows.
     """
     row_length, max_tokens = recipe.training.row_length, recipe.training.max_tokens_per_micro_batch
+    lengths = [tuple(len(c.tokens) for c in group.completions) for group in groups]
     pieces = [
-        Piece(group.prompt_tokens, tuple(c.tokens for c in group.completions), tuple(range(len(group.completions))))
-        for group in groups
+        Piece(len(group.prompt_tokens), of_group, tuple(range(len(of_group))))
+        for group, of_group in zip(groups, lengths, strict=True)
     ]
     length, rows = choose_row_length(pieces, row_length, max_tokens, math.inf if fixed_shapes else 0.0)
     at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, fixed_shapes)
     columns = chunk_columns(at_once // recipe.model.mesh.data, length)
-    return math.ceil(len(rows) / at_once), math.ceil(max(row.num_scored for row in rows) / columns)
+    longest = max(sum(piece.num_scored for piece in row) for row in rows)
+    return math.ceil(len(rows) / at_once), math.ceil(longest / columns)
 
 
 Span = tuple[int, int]
