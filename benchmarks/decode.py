@@ -100,14 +100,13 @@ class _Work:
         self.programs = Programs(graph, (c.vocab_size,))
         self.cache = self.programs.empty_cache(self.params, batch, 0, length_bucket(place + self.chunk))
         length, ones = np.full(batch, place, np.int32), np.ones(batch, np.int32)
-        self.slots = Slots(length, token=ones, num_tokens=ones, active=ones > 0, limit=ones << 30)
-        self.keys = np.random.default_rng(0).integers(0, 2**32, (batch, self.chunk, 2), np.uint32)
+        keys = np.random.default_rng(0).integers(0, 2**32, (batch, 2), np.uint32)
+        self.slots = Slots(keys, length, token=ones, num_tokens=ones, active=ones > 0, limit=ones << 30)
 
     def __call__(self, tokens: int) -> bool:
         """Decodes `tokens` in all; whether every slot was busy in every step."""
-        made, sampling_params = 0, SamplingParams()
+        made, settings = 0, {"steps": self.chunk, "sampling_params": SamplingParams()}
         for _ in range(tokens // (self.batch * self.chunk)):
-            state = self.params, self.cache, self.slots, self.keys
-            self.cache, _, _, valid, _ = self.programs.decode(*state, sampling_params=sampling_params)
+            self.cache, _, _, valid, _ = self.programs.decode(self.params, self.cache, self.slots, **settings)
             made += int(valid.sum())
         return made == tokens

@@ -134,9 +134,10 @@ class ModelRunner:
         inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
         for slot, row in rows.items():
             inserted[slot], prompt[slot] = True, row
-        keys = token_keys(self._keys(sequences), np.zeros(size, np.int32))
-        tokens = jax.device_get(self._insert(prompt, inserted, keys, self._sampling_params(sequences)))
-        self._start(sequences, inserted, self.prefix_lengths[prompt], tokens[0])
+        keys = self._keys(sequences)
+        first = token_keys(keys, np.zeros(size, np.int32))
+        tokens = jax.device_get(self._insert(prompt, inserted, first, self._sampling_params(sequences)))
+        self._start(sequences, inserted, keys, self.prefix_lengths[prompt], tokens[0])
         self.stats.first_tokens += int(inserted.sum())
         return self._chunk(tuple(x[None] for x in tokens), inserted[None])
 
@@ -179,13 +180,11 @@ class ModelRunner:
 
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Chunk:
         """Run a chunk of decode steps for the sequences in slots that are active."""
-        index = self.slots.num_tokens[:, None] + np.arange(steps)
-        keys = token_keys(self._keys(sequences)[:, None], index)
         decode = self.programs.decode_with(self._sampling_params(sequences))
-        self.cache, *results = decode(self.params, self.cache, self.slots, keys, pause_id=pause_id)
-        slots, tokens, valid, steps = jax.device_get(results)  # all at once: the host waits for one transfer
+        self.cache, *results = decode(self.params, self.cache, self.slots, steps=steps, pause_id=pause_id)
+        slots, tokens, valid, made = jax.device_get(results)  # all at once: the host waits for one transfer
         self.slots = jax.tree.map(np.array, slots)
-        self.stats.slot_steps += int(steps) * len(self.slots.token)
+        self.stats.slot_steps += int(made) * len(self.slots.token)
         self.stats.chunks += 1
         return self._chunk(tokens, valid)
 
@@ -257,14 +256,19 @@ class ModelRunner:
             self.cache_length = cache_length
 
     def _start(
-        self, sequences: Mapping[int, Sequence], inserted: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+        self,
+        sequences: Mapping[int, Sequence],
+        inserted: np.ndarray,
+        keys: np.ndarray,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
     ) -> None:
         """Let the slots that were `inserted` begin after prompts of these lengths with these first tokens."""
         limit = np.ones_like(tokens)
         for slot, one in sequences.items():
             limit[slot] = one.turn_end
         active = ~np.isin(tokens, self.programs.stop_ids) & (limit > 1)
-        new = Slots(lengths, tokens, np.ones_like(tokens), active, limit)
+        new = Slots(keys, lengths, tokens, np.ones_like(tokens), active, limit)
         for array, value in zip(self.slots, new, strict=True):
             array[inserted] = value[inserted]
 

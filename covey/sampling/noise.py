@@ -1,15 +1,17 @@
 """Noise of the draw: random numbers that depend on (seed, step, prompt index, sample index, token index) alone.
 
 They are those of Threefry (Salmon et al., 2011): integers in 32 bits, hence the same on every platform, in every slot,
-batch, chunk and mesh. The host computes the key of each token, and the compiled program expands it to the numbers
-of a draw. An appended token uses up an index, and the noise of that index is not used.
+batch, chunk and mesh. The host computes the key of each completion; the compiled program derives those of
+its tokens, and expands them to the numbers of a draw. An appended token uses up an index, and the noise of that index
+is not used.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 DRAW_VERSION = 2
 """Version of the map from noise to tokens, recorded in checkpoints: 1 was an inverse CDF, 2 is a race in two levels."""
@@ -28,11 +30,12 @@ def sample_keys(seed: int, rows: UInt32[np.ndarray, "n 3"]) -> UInt32[np.ndarray
     return keys
 
 
-def token_keys(keys: UInt32[np.ndarray, "*n 2"], index: np.ndarray) -> UInt32[np.ndarray, "*n 2"]:
-    """Return the random key of a token of each completion, from the completion's key and the token's index:
-    `jax.random.fold_in`.
+def token_keys(keys: UInt32[Any, "*n 2"], index: Int[Any, "*n"]) -> UInt32[Any, "*n 2"]:
+    """Return the random key of a token of each completion, from the completion's key and the token's index, by
+    `jax.random.fold_in`: an array of NumPy or of JAX, as these are.
     """
-    return np.stack(_threefry(keys, np.uint32(0), index.astype(np.uint32)), axis=-1)
+    words = _threefry(keys, np.uint32(0), index.astype(np.uint32))
+    return jnp.stack(words, axis=-1) if isinstance(index, jax.Array) else np.stack(words, axis=-1)
 
 
 def exponential_noise(

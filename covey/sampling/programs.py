@@ -35,6 +35,7 @@ from covey.sampling.cache import (
     take_slot,
 )
 from covey.sampling.logits import SamplingParams, TracedSamplingParams, draw
+from covey.sampling.noise import token_keys
 
 Tree = TypeVar("Tree")
 
@@ -43,6 +44,7 @@ class Slots(NamedTuple):
     """State of each slot but its cache: NumPy arrays between chunks.
 
     Attributes:
+        key: random key of the completion.
         length: number of tokens in the cache; also the position of the next one.
         token: the last token drawn, not yet in the cache.
         num_tokens: number of tokens of the completion so far.
@@ -50,6 +52,7 @@ class Slots(NamedTuple):
         limit: number of tokens of the completion at which the slot halts.
     """
 
+    key: UInt32[Any, "S 2"]
     length: Int[Any, "S"]
     token: Int[Any, "S"]
     num_tokens: Int[Any, "S"]
@@ -60,7 +63,7 @@ class Slots(NamedTuple):
 def empty_slots(slots: int) -> Slots:
     """Create empty slots."""
     length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
-    return Slots(length, token, num_tokens, np.zeros(slots, bool), limit)
+    return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
 
 
 class Programs:
@@ -89,9 +92,10 @@ class Programs:
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
-        static = ("sampling_params", "pause_id")
-        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
-        self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames="pause_id", donate_argnums=1)
+        static = ("steps", "pause_id")
+        self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+        static_too = ("sampling_params", *static)
+        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static_too, donate_argnums=1)
 
     def decode_with(self, sampling_params: SamplingParams | TracedSamplingParams) -> Any:
         """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
@@ -143,11 +147,10 @@ class Programs:
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
         state = empty_slots(slots)
-        keys = jax.ShapeDtypeStruct((slots, config.decode_chunk, 2), jnp.uint32)
         cache = self._abstract_cache(params, slots, cache_length)
         function = self.decode_with(SamplingParams.from_config(config))
-        settings = {**function.keywords, "pause_id": pause_id}
-        return Program("decode", function.func, (abstract(params), cache, abstract(state), keys), settings)
+        settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
+        return Program("decode", function.func, (abstract(params), cache, abstract(state)), settings)
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -226,8 +229,8 @@ def decode(
     params: Any,
     cache: list[LayerCache],
     slots: Slots,
-    keys: UInt32[Array, "S steps 2"],
     *,
+    steps: int,
     sampling_params: SamplingParams | TracedSamplingParams,
     pause_id: int | None = None,
 ) -> tuple[list[LayerCache], Slots, tuple[Array, ...], Array, Array]:
@@ -235,13 +238,10 @@ def decode(
     steps made.
 
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
-
-    Args:
-        keys: random key that draws the token of each slot in each step.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
     model = nnx.merge(graph, params)
-    size, steps = keys.shape[:2]
+    size = len(slots.token)
     zeros = jnp.zeros((steps, size))
     draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)
 
@@ -254,14 +254,14 @@ def decode(
         step, cache, slots, draws, valid = carry
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
-        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), keys[:, step], sampling_params)
+        keys = token_keys(slots.key, slots.num_tokens)
+        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), keys, sampling_params)
         count = slots.num_tokens + active
-        after = Slots(
+        after = slots._replace(
             length=length + active,
             token=jnp.where(active, drawn[0], slots.token),
             num_tokens=count,
             active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.limit),
-            limit=slots.limit,
         )
         draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))
         return step + 1, cache, after, draws, valid.at[step].set(active)
