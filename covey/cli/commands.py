@@ -337,16 +337,17 @@ examples
   covey plan quickstart --here
   covey plan gsm8k-gemma2 --on v5e:2x2
   covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
+  covey plan gsm8k-gemma2 --on v5e:2x2 --samples runs/mine
   covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
 
 The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
-its files are read.""",
+its files are read. docs/calibration.md holds plans against published runs.""",
             options=(
                 Option(
                     "--on",
                     "MACHINE",
-                    "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4 or h100:8. TPUs need the extra 'plan', H100s the "
-                    "plugin for CUDA. The recipe's mesh must have as many devices",
+                    "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8, or h100:2x8 for two processes of 8 GPUs. "
+                    "TPUs need the extra 'plan', H100s the plugin for CUDA. The recipe's mesh has as many devices",
                 ),
                 JSON,
                 Option("--quick", help="stop after what follows from shapes, and compile nothing"),
@@ -354,9 +355,11 @@ its files are read.""",
                 Option("--prompt-tokens", "N", "mean length of a prompt; the longest allowed when not given"),
                 Option(
                     "--completion-tokens",
-                    "N",
-                    "mean length of a completion; 35 % of the longest allowed when not given",
+                    "N[,N...]",
+                    "mean length of a completion; 35 % of the longest allowed when not given. Any token may be the "
+                    "last with the same probability. With several numbers, lengths that are equally frequent",
                 ),
+                Option("--samples", "RUN", "take the lengths from a run folder, or from its samples.jsonl"),
             ),
             settings_of=("train", "sft"),
         ),

@@ -6,6 +6,7 @@ Nothing is written and no update is made; of the model a dry run reads only the 
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from covey.cli.checks import check_run, check_source, new_run_folder
@@ -107,10 +108,14 @@ def plan(line: Line) -> None:
 
     if {"--quick", "--here"} <= line.options.keys():
         raise CoveyError("--quick beside --here", want="one of them", fix="leave --quick out to run two steps")
-    lengths = line.whole_number("--prompt-tokens"), line.whole_number("--completion-tokens")
+    prompt, completions = line.whole_number("--prompt-tokens"), line.whole_numbers("--completion-tokens")
+    samples = Path(line.options["--samples"]) if "--samples" in line.options else None
+    if samples and completions:
+        raise CoveyError("--samples beside --completion-tokens", want="one of them", fix="leave one of them out")
     target = parse_target(line.options.get("--on", "cpu"))
     check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
     from covey.plan import command
 
     chosen = {name: f"--{name}" in line.options for name in ("here", "quick")}
-    command.plan(line.arguments[0], line.settings, target, lengths, as_json="--json" in line.options, **chosen)
+    asked = command.Asked(prompt, completions, samples, as_json="--json" in line.options, **chosen)
+    command.plan(line.arguments[0], line.settings, target, asked)

@@ -36,6 +36,18 @@ class Line(NamedTuple):
             raise CoveyError(f"{flag} is {value!r}", want="a whole number from 1 up")
         return None if value is None else int(value)
 
+    def whole_numbers(self, flag: str) -> tuple[int, ...]:
+        """Return the value of the option `flag` as whole numbers with commas between them; none if it is not given.
+
+        Raises:
+            CoveyError: one is no whole number from 1 up.
+        """
+        texts = self.options[flag].split(",") if flag in self.options else []
+        if not all(text.isascii() and text.isdigit() and int(text) for text in texts):
+            want = "a whole number from 1 up, or several with commas between them"
+            raise CoveyError(f"{flag} is {self.options[flag]!r}", want=want)
+        return tuple(map(int, texts))
+
 
 def read_line(command: Command, words: Sequence[str]) -> Line:
     """Sort `words` into arguments, options and settings of `command`.

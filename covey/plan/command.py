@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -29,61 +31,70 @@ it reports that it could not find them; the type does not limit the topologies.
 """
 
 
-def plan(
-    source: str,
-    settings: Sequence[str],
-    target: Target,
-    lengths: tuple[int | None, int | None],
-    as_json: bool,
-    here: bool,
-    quick: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks of a plan.
+
+    Attributes:
+        prompt: expected tokens of a prompt; None for what is assumed otherwise, as below.
+        completions: expected tokens of a completion, or of several that are equally frequent.
+        samples: run, or file of samples, whose lengths are expected.
+        as_json: print one line of JSON instead of tables.
+        here: also run two steps on this machine, and print measured beside predicted memory.
+        quick: print the outline, and compile nothing.
+    """
+
+    prompt: int | None = None
+    completions: tuple[int, ...] = ()
+    samples: Path | None = None
+    as_json: bool = False
+    here: bool = False
+    quick: bool = False
+
+
+def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> None:
     """Print the plan of the recipe `source` for `target`.
 
     Args:
         settings: changes of the recipe, as on the command line.
-        lengths: expected tokens of a prompt and of a completion; None for what is assumed otherwise.
-        as_json: print one line of JSON instead of tables.
-        here: also run two steps on this machine, and print measured beside predicted memory.
-        quick: print the outline, and compile nothing.
 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
     """
-    if here and target.platform != "cpu":
+    if asked.here and target.platform != "cpu":
         raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
     prepare_environment(target)
 
     from covey.plan import here as measuring
     from covey.plan import memory, table
+    from covey.plan.lengths import expected_lengths
     from covey.plan.plan import make_plan, outline_for
-    from covey.plan.work import Lengths, expected_lengths
 
     def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
         return recipe.load_any(source, [*settings, *more])
 
     ready = load(())
-    if quick:
+    if asked.quick:
         first = outline_for(ready, target)
-        if as_json:
+        if asked.as_json:
             print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(first)}))
         else:
             memory.show(first, make_console())
         return
-    expected = Lengths(*(length or assumed for length, assumed in zip(lengths, expected_lengths(ready), strict=True)))
+    expected = expected_lengths(ready, asked.prompt, asked.completions, asked.samples)
     console = Console(stderr=True)
     with console.status("") as status:
-        show_first = partial(_show_first, status) if not as_json else lambda first: None
+        show_first = partial(_show_first, status) if not asked.as_json else lambda first: None
         needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
         figures = table.as_json(needs)
-        if here:
+        if asked.here:
             _tell(console, status, "running two steps")
             figures["measured"] = measuring.measure(load(measuring.overrides(ready)))
-    if as_json:
+    if asked.as_json:
         print(json.dumps(figures))
         return
     table.show(needs, make_console())
-    if here:
+    if asked.here:
         measuring.show(figures, make_console())
 
 

@@ -33,6 +33,7 @@ class Collective:
         bytes: size of what one turn of the innermost loop exchanges, on one device.
         sent: bytes that a device sends for it in a turn, over a ring; see `hlo.Instruction.sent`.
         asynchronous: whether the device computes meanwhile.
+        hops: number of devices that the data of a turn passes, one after the other; see `hlo.Instruction.hops`.
     """
 
     opcode: str
@@ -41,11 +42,12 @@ class Collective:
     bytes: int
     sent: int
     asynchronous: bool = False
+    hops: int = 0
 
     @property
-    def total_sent(self) -> float:
-        """Bytes that a device sends in one call; a loop of unknown length has one turn."""
-        return self.sent * math.prod(1 if trips is None else trips for trips in self.loops)
+    def turns(self) -> int:
+        """Number of turns of the innermost loop in one call; a loop of unknown length has one."""
+        return math.prod(1 if trips is None else trips for trips in self.loops)
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,12 @@ def _with_text(program: CompiledProgram, compiled: Any) -> CompiledProgram:
     for one in text.collectives():
         by_loop[one.opcode, one.loops, one.asynchronous].append(one)
     collectives = tuple(
-        Collective(opcode, loops, len(group), sum(x.bytes for x in group), sum(x.sent for x in group), asynchronous)
+        Collective(
+            opcode, loops, len(group), sum(x.bytes for x in group), sum(x.sent for x in group), asynchronous,
+            sum(x.hops for x in group),
+        )
         for (opcode, loops, asynchronous), group in by_loop.items()
-    )
+    )  # fmt: skip
     cycles, kernels = [0, 0], [0, 0]
     for each in text.instructions:
         cycles[None in each.loops] += each.cycles * each.executions

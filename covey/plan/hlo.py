@@ -67,6 +67,13 @@ class Instruction:
         return round(self.bytes * share * RING_PASSES.get(self.opcode, 1))
 
     @property
+    def hops(self) -> int:
+        """Number of devices that the data of a collective passes, one after the other, if a ring runs in both
+        directions; 1 where the group is not known.
+        """
+        return RING_PASSES.get(self.opcode, 1) * math.ceil((self.group or 2) / 2)
+
+    @property
     def executions(self) -> int:
         """Number of times it runs; loops of unknown length count once."""
         return math.prod(trips or 1 for trips in self.loops)

@@ -26,7 +26,10 @@ class Machine:
         memory: bytes that programs can use.
         link: bytes/s of one link to a neighbouring device in one direction; one ring of devices moves no more.
         clock: cycles/s by which the compiler's own estimates are converted to seconds; 0 where it gives none.
-        share: assumed share of the roofline that a phase reaches where the compiler gives no estimate.
+        share: assumed share of the peak flops/s that a phase reaches where the compiler gives no estimate.
+        memory_share: the same of `bandwidth` and `link`.
+        latency: seconds that a collective takes before its first byte moves.
+        hop: seconds that each further device of its ring adds.
         source: where the figures come from.
     """
 
@@ -38,6 +41,9 @@ class Machine:
     link: float
     clock: float
     share: float
+    memory_share: float
+    latency: float
+    hop: float
     source: str
 
 
@@ -45,7 +51,9 @@ def _tpu(name: str, teraflops: float, bandwidth: float, memory: float, link: flo
     # A product of full float32 precision is six of bfloat16 operands.
     flops = {"bfloat16": teraflops * 1e12, "float32": teraflops * 1e12 / 6}
     source = f"cloud.google.com/tpu/docs/{name}; a link is the interconnect per chip over its links and two directions"
-    return Machine(name, "tpu", flops, bandwidth * GB, memory * GIB, link * GB, clock * 1e9, 0.4, source)
+    rates = bandwidth * GB, memory * GIB, link * GB, clock * 1e9
+    # jax-ml.github.io/scaling-book/sharding: a hop takes 1 us; gathering 32 kB over 4 chips of v5e took 8 us.
+    return Machine(name, "tpu", flops, *rates, 0.4, 0.4, latency=5e-6, hop=1e-6, source=source)
 
 
 MACHINES = {
@@ -53,9 +61,11 @@ MACHINES = {
     "v5e": _tpu("v5e", 197, 819, 15.75, 50, 1.5),
     "v5p": _tpu("v5p", 459, 2765, 95, 100, 1.75),
     "v6e": _tpu("v6e", 918, 1640, 31.25, 100, 1.75),
+    # The shares are those of published runs (docs/calibration.md). NCCL sums 128 bytes in 25 us (NVIDIA/nccl#1453).
     "h100": Machine(
-        "h100", "gpu", {"bfloat16": 989e12, "float32": 67e12}, 3350 * GB, 80 * GB, 450 * GB, 0.0, 0.4,
-        "NVIDIA H100 SXM data sheet, dense rates; a link is NVLink in one direction",
+        "h100", "gpu", {"bfloat16": 989e12, "float32": 67e12}, 3350 * GB, 80 * GB, 450 * GB, 0.0, 0.23, 0.4,
+        latency=25e-6, hop=0.0,
+        source="NVIDIA H100 SXM data sheet, dense rates; a link is NVLink in one direction",
     ),
 }  # fmt: skip
 """Name → device; a CPU is measured (`roofline.peaks`), not listed."""
@@ -74,11 +84,13 @@ class Target:
         name: as `--on` gives them.
         machine: name of the device.
         count: number of devices; None on a CPU, which has as many virtual devices as the mesh asks for.
+        processes: number of processes that GPUs are divided among; TPUs know their hosts.
     """
 
     name: str
     machine: str
     count: int | None
+    processes: int = 1
 
     @property
     def platform(self) -> str:
@@ -87,13 +99,13 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Return the devices that `--on` names; a GPU without a number is one.
+    """Return the devices that `--on` names; a GPU without a number is one, and `h100:2x8` are two processes of 8 each.
 
     Raises:
         CoveyError: there is no such device, or its number is missing or malformed.
 
     >>> parse_target("V5e:2x4")
-    Target(name='v5e:2x4', machine='v5e', count=8)
+    Target(name='v5e:2x4', machine='v5e', count=8, processes=1)
     """
     machine, colon, shape = text.lower().partition(":")
     if machine not in (CPU, *MACHINES):
@@ -103,8 +115,10 @@ def parse_target(text: str) -> Target:
             raise CoveyError(f"--on {text}", want="--on cpu: it has as many devices as model.mesh asks for")
         return Target(CPU, CPU, None)
     shape = "1" if machine == "h100" and not colon else shape
-    form = r"[1-9]\d{0,4}" if machine == "h100" else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
+    form = r"([1-9]\d{0,3}x)?[1-9]\d{0,4}" if machine == "h100" else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
     if not re.fullmatch(form, shape):
         fix = next(f"--on {example}" for example in EXAMPLES if example.startswith(machine))
         raise CoveyError(f"--on {text}: {shape!r} is no number of devices", want=FORMS, fix=fix)
-    return Target(f"{machine}:{shape}", machine, math.prod(map(int, shape.split("x"))))
+    sizes = [int(size) for size in shape.split("x")]
+    processes = sizes[0] if machine == "h100" and len(sizes) == 2 else 1
+    return Target(f"{machine}:{shape}", machine, math.prod(sizes), processes)

@@ -21,17 +21,19 @@ from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe
 from covey.errors import RecipeError, first_line
 from covey.models.decoder import Decoder
 from covey.models.dtypes import resolve_compute_dtype
+from covey.models.kernels import gpu_decode, tpu_decode
 from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES, platform_of
 from covey.parallel.programs import Program
 from covey.parallel.sharding import place_model
 from covey.plan.compiled import CompiledProgram, compile_program, process_memory
+from covey.plan.lengths import Lengths, expected_lengths
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Outline, Residents, RunResidents, make_outline, nbytes, run_residents
 from covey.plan.roofline import PhaseTime, Rates, machine_peaks, phase_time
 from covey.plan.search import Trial, search
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
-from covey.plan.work import Lengths, Sizes, expected_lengths, step_phases
+from covey.plan.work import Sizes, step_phases
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout
 from covey.rl.programs import RLPrograms
@@ -326,9 +328,11 @@ def _phase_times(
     # The update reads and writes weights and moments, and reads the gradients.
     trainable = nbytes(run.trainer.trainable)
     moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
-    itemsize, on_cpu = jnp.dtype(recipe.model.dtype).itemsize, machine.platform == "cpu"
-    sampled, copies, processes = _sampled_weights(run)
-    sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, sampled, copies)
+    on_cpu, processes = machine.platform == "cpu", run.num_processes if isinstance(run, RLPrograms) else 1
+    sizes = Sizes(
+        actor.always["weights"] * count, moved * count, jnp.dtype(recipe.model.dtype).itemsize,
+        **(_sampling_sizes(run, machine.platform) if isinstance(run, RLPrograms) else {}),
+    )  # fmt: skip
     shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
     phases = step_phases(recipe, run.model.config, lengths, sizes, shards, not on_cpu, processes)
     flops = machine.flops[_compute_dtype(recipe, machine.platform)]
@@ -342,15 +346,28 @@ def _phase_times(
     return [phase_time(phase, by_name, machine, rates(phase.name)) for phase in phases]
 
 
-def _sampled_weights(run: RunPrograms) -> tuple[float | None, int, int]:
-    """Return the bytes of the weights on the devices with which one process samples, the number of copies there, and
-    the number of processes.
-    """
-    if isinstance(run, SFTPrograms):
-        return None, 1, 1
+def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:
+    """Return the sizes of the weights and of the cache on the devices with which one process samples."""
     mesh = run.config.mesh(Role.ROLLOUT)
-    size, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
-    return float(nbytes(run.cluster.rollout.params) * size), copies, run.num_processes
+    count, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
+    decode = next(program for program in run.called() if program.name == "decode")
+    block = decode.args[1][0][0]
+    held: tuple[int, ...] = block.keys.sharding.shard_shape(block.keys.shape) if mesh else block.keys.shape
+    return {
+        "sampled": float(nbytes(run.cluster.rollout.params) * count),
+        "copies": copies,
+        "cache_copies": math.prod(held) * count / block.keys.size,
+        **_kernel_blocks(platform, block.length, held[1]),
+    }
+
+
+def _kernel_blocks(platform: str, time: int, kv_heads: int) -> dict[str, int]:
+    """Return how many positions, and heads, the kernel of decoding reads at a time; nothing on a CPU."""
+    if platform == "gpu":
+        return {"block": gpu_decode.BLOCK_SIZE}
+    if platform == "tpu":
+        return {"block": tpu_decode.block_size(time), "block_heads": tpu_decode.block_heads(kv_heads)}
+    return {}
 
 
 def _compute_dtype(recipe: Recipe | SFTRecipe, platform: str) -> str:
@@ -366,7 +383,9 @@ def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
     dtype, count = _compute_dtype(recipe, target.platform), mesh_size(recipe.model.mesh) + rollout_config(recipe).size
     rates, memory = machine_peaks(dtype), psutil.virtual_memory().total / count
     source = f"this processor: a large {dtype} product and a sum, measured now"
-    return Machine("cpu", "cpu", {dtype: rates.matmul}, rates.bandwidth, memory, math.inf, 0.0, CPU_SHARE, source)
+    shares = CPU_SHARE, CPU_SHARE
+    flops = {dtype: rates.matmul}
+    return Machine("cpu", "cpu", flops, rates.bandwidth, memory, math.inf, 0.0, *shares, 0.0, 0.0, source)
 
 
 def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:

@@ -5,7 +5,7 @@ what JAX reaches here, not what a data sheet says. The best of some calls counts
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from covey.plan.compiled import CompiledProgram
+from covey.plan.compiled import Collective, CompiledProgram
 from covey.plan.machines import Machine
-from covey.plan.work import BLOCKS_VISITED, KERNEL_SHARE, Call, Phase
+from covey.plan.work import BLOCKS_VISITED, GRID_STEP, KERNEL_SHARE, Call, Phase
 
 CALLS = 8
 STREAMED = 256 * 2**20
@@ -42,9 +42,12 @@ class PhaseTime:
         phase: its work.
         link_bytes: bytes that a device sends.
         compute, memory, link: seconds that each would take alone; the roofline is the longest.
-        compiled: seconds by the compiler's estimate, with kernels charged from their flops, and what the devices wait
-            for from the bytes that move; None without an estimate.
-        expected: `compiled`, or the roofline over the machine's assumed share of it.
+        compiled: seconds of the devices by the compiler's estimate, with kernels charged from their flops and bytes,
+            and what the devices wait for from the bytes that move and the number of collectives; None without an
+            estimate.
+        expected: seconds of the devices, `compiled` or those at the machine's assumed shares of its peaks, and those of
+            the host.
+        parts: what `expected` is made of, by name.
     """
 
     phase: Phase
@@ -54,6 +57,7 @@ class PhaseTime:
     link: float
     compiled: float | None
     expected: float
+    parts: Mapping[str, float]
 
     @property
     def roofline(self) -> float:
@@ -67,6 +71,10 @@ class PhaseTime:
         return max(times, key=times.__getitem__)
 
 
+Calls = Sequence[tuple[CompiledProgram, Call]]
+"""Programs of a phase with their calls."""
+
+
 def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: Machine, rates: Rates) -> PhaseTime:
     """Return the seconds of `phase` on `rates.count` devices of `machine`.
 
@@ -74,27 +82,61 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
         programs: compiled ones by name.
     """
     calls = [(programs[name], call) for name, call in phase.calls.items() if name in programs]
-    moved, waited = (sum(_link_bytes(program, call, only) for program, call in calls) for only in (False, True))
+    moved = sum(_turns(one, call) * one.sent for program, call in calls for one in program.collectives)
     compute, memory, link = phase.flops / rates.flops, phase.bytes / rates.bandwidth, moved / rates.link
-    roofline = max(compute, memory, link)
-    compiled = None
-    if machine.clock and all(program.cycles is not None for program, _ in calls):
-        cycles = sum(_cycles(program, call) for program, call in calls)
-        kernels = phase.kernel_flops * BLOCKS_VISITED / (rates.flops * KERNEL_SHARE)
-        compiled = max(cycles / machine.clock + kernels + waited / rates.link, roofline)
-    expected = roofline / machine.share if compiled is None else compiled
-    return PhaseTime(phase, moved, compute, memory, link, compiled, expected)
+    roofline, has_estimate = max(compute, memory, link), all(program.cycles is not None for program, _ in calls)
+    if machine.clock and has_estimate:
+        parts = _estimated(phase, calls, machine, rates)
+        compiled = max(sum(parts.values()), roofline)
+        parts["above the estimate"] = compiled - sum(parts.values())
+    else:
+        parts, compiled = _assumed(phase, calls, machine, rates, compute, link), None
+    parts["host"] = phase.host if machine.platform != "cpu" else 0.0  # on a CPU its share has it
+    parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return PhaseTime(phase, moved, compute, memory, link, compiled, sum(parts.values()), parts)
 
 
-def _link_bytes(program: CompiledProgram, call: Call, waited: bool) -> float:
-    """Return the bytes that a device sends in the calls of a program; with `waited`, in synchronous collectives alone.
-    Turns of a loop of unknown length are those of all calls.
-    """
+def _estimated(phase: Phase, calls: Calls, machine: Machine, rates: Rates) -> dict[str, float]:
+    """Return the parts of a phase by the compiler's estimates."""
+    parts = {program.name: _cycles(program, call) / machine.clock for program, call in calls}
+    parts["attention kernels"] = phase.kernel_flops * BLOCKS_VISITED / (rates.flops * KERNEL_SHARE)
+    of_each = rates.bandwidth / rates.count
+    slower = max(1.0, GRID_STEP * of_each / phase.cache.grid_step) if phase.cache.grid_step else 1.0
+    parts["decode kernels"] = slower * phase.cache.read / rates.bandwidth
+    parts["waiting for links"] = _waited(calls, machine, rates)
+    return parts
+
+
+def _waited(calls: Calls, machine: Machine, rates: Rates) -> float:
+    """Return the seconds of the collectives that devices wait for: those of their bytes, and of their beginnings."""
     return sum(
-        one.total_sent * (call.turns if call.turns and None in one.loops else call.count)
+        _turns(one, call) * (one.sent / rates.link + one.count * machine.latency + one.hops * machine.hop)
+        for program, call in calls
         for one in program.collectives
-        if not (waited and one.asynchronous)
+        if not one.asynchronous
     )
+
+
+def _assumed(
+    phase: Phase, calls: Calls, machine: Machine, rates: Rates, compute: float, link: float
+) -> dict[str, float]:
+    """Return the longest of the times at the machine's assumed shares, and what beginning collectives takes."""
+    read = phase.bytes + max(phase.cache.read - phase.cache.live, 0.0)
+    times = {
+        "compute": compute / machine.share,
+        "memory": read / rates.bandwidth / machine.memory_share,
+        "links": link / machine.memory_share,
+    }
+    longest = max(times, key=times.__getitem__)
+    number = sum(_turns(one, call) * one.count for program, call in calls for one in program.collectives)
+    return {longest: times[longest], "beginning collectives": number * machine.latency}
+
+
+def _turns(one: Collective, call: Call) -> int:
+    """Return the number of turns of a collective's loops in the calls of a program. Those of a loop of unknown length
+    are those of all calls.
+    """
+    return one.turns * (call.turns if call.turns and None in one.loops else call.count)
 
 
 def _cycles(program: CompiledProgram, call: Call) -> float:

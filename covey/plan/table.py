@@ -1,6 +1,6 @@
 """A plan as tables for the terminal, and as JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from covey.plan.compiled import CompiledProgram
 from covey.plan.memory import SYNC
 from covey.plan.plan import Plan
+from covey.plan.work import HOST_SLOT, HOST_TURN
 
 SCHEMA = 1
 """Version of the JSON; a name in it is never given another meaning."""
@@ -32,7 +33,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "assumed": {
             "prompt_tokens": plan.lengths.prompt,
             "completion_tokens": plan.lengths.completion,
+            "completion_tokens_of": list(plan.lengths.completions),
+            "lengths": plan.lengths.origin,
             "share_of_roofline": machine.share,
+            "share_of_bandwidth": machine.memory_share,
+            "collective_seconds": machine.latency,
+            "hop_seconds": machine.hop,
         },
         "memory": {
             "parts": groups[0]["parts"],
@@ -49,10 +55,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "name": time.phase.name, "flops": time.phase.flops, "bytes": time.phase.bytes,
                 "link_bytes": time.link_bytes, "compute_seconds": time.compute, "memory_seconds": time.memory,
                 "link_seconds": time.link, "bound": time.bound, "compiled_seconds": time.compiled,
-                "expected_seconds": time.expected,
+                "expected_seconds": time.expected, "expected_parts": dict(time.parts),
             }
             for time in plan.phases
         ],
+        "rollout": _rollout(plan),
         "step_seconds": {
             "roofline": sum(time.roofline for time in plan.phases),
             "expected": sum(time.expected for time in plan.phases),
@@ -73,6 +80,12 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         for role, arrays in plan.residents._asdict().items()
         if arrays and (peak := plan.peak_of(arrays))
     ]  # fmt: skip
+
+
+def _rollout(plan: Plan) -> dict[str, Any] | None:
+    """Return the calls of the rollout of one process, and the longest completion, which decides when it ends."""
+    made = next((time.phase.timeline for time in plan.phases if time.phase.timeline), None)
+    return None if made is None else {**asdict(made), "use": made.use, "longest": max(plan.lengths.completions)}
 
 
 def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
@@ -117,6 +130,7 @@ def _tables(plan: Mapping[str, Any]) -> list[Table]:
         _programs(plan),
         _inventory(plan["inventory"]),
         _phases(plan),
+        _parts(plan["phases"]),
         _collectives(plan["programs"]),
     ]
 
@@ -160,6 +174,12 @@ def _phases(plan: Mapping[str, Any]) -> Table:
     return make_table(titles, [*rows, ("step", "", "", "", roofline, "", expected)])
 
 
+def _parts(phases: list[dict[str, Any]]) -> Table:
+    """Return the table of what the expected seconds of each phase are made of."""
+    rows = [(phase["name"], part, f"{s:.3g}") for phase in phases for part, s in phase["expected_parts"].items()]
+    return make_table(["expected seconds of", "part", "s"], rows)
+
+
 def _collectives(programs: list[dict[str, Any]]) -> Table:
     rows = [
         (
@@ -176,15 +196,40 @@ def _collectives(programs: list[dict[str, Any]]) -> Table:
 
 
 def _show_assumptions(plan: Plan, console: Console) -> None:
+    for line in _assumptions(plan):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    """Yield what the figures of a plan assume, a sentence a line."""
     machine, lengths = plan.machine, plan.lengths
-    estimates = "Expected seconds are the compiler's own estimates; attention kernels are charged from their flops."
-    if all(time.compiled is None for time in plan.phases):
-        estimates = f"Expected seconds assume {machine.share:.0%} of the roofline."
-    console.print(f"Assumed: prompts of {lengths.prompt} tokens, completions of {lengths.completion}.", soft_wrap=True)
-    console.print(estimates, soft_wrap=True)
-    console.print(f"Rates: {machine.source}.", soft_wrap=True, highlight=False)
+    yield (
+        f"Assumed: prompts of {lengths.prompt} tokens, completions of {lengths.completion} in the mean and "
+        f"{max(lengths.completions)} at most ({lengths.origin})."
+    )
+    if made := _rollout(plan):
+        yield (
+            f"Rollout: {made['steps']:,} decode steps in {made['chunks']:,} chunks until the longest completion ends; "
+            f"{made['use']:.0%} of the slots' steps draw a token."
+        )
+    if any(time.compiled is not None for time in plan.phases):
+        yield (
+            "Expected seconds are the compiler's own estimates; attention kernels are charged from their flops, decode "
+            "kernels from what they read."
+        )
+    if any(time.compiled is None for time in plan.phases):
+        yield (
+            f"Expected seconds assume {machine.share:.0%} of the peak flops and {machine.memory_share:.0%} of the "
+            f"bandwidth where the compiler has no estimate."
+        )
+    if machine.latency:
+        yield (
+            f"A collective takes {machine.latency * 1e6:.0f} us before its first byte; the host, between two programs "
+            f"of a rollout, {HOST_TURN * 1e3:.1f} ms and {HOST_SLOT * 1e6:.0f} us a slot."
+        )
+    yield f"Rates: {machine.source}."
     if plan.not_counted:
-        console.print(f"Not counted: {', '.join(plan.not_counted)}.", soft_wrap=True)
+        yield f"Not counted: {', '.join(plan.not_counted)}."
 
 
 def _show_verdict(plan: Plan, console: Console) -> None:

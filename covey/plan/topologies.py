@@ -157,8 +157,10 @@ def _gpu_devices(target: Target) -> Sequence[Any]:
             want="an environment of its own, because the plugin takes 5.6 GB; no GPU is needed to plan",
             fix=f"python -m venv cuda && {install} && cuda/bin/covey plan",
         )
+    assert target.count is not None, "GPUs have a number"
+    of_each = target.count // target.processes
     described = topologies.get_topology_desc(
-        "h100", platform="cuda", target_config=H100, topology=f"1x1x{target.count}"
+        "h100", platform="cuda", target_config=H100, topology=f"1x{target.processes}x{of_each}"
     )
     return list(described.devices)
 

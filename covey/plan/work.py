@@ -1,7 +1,8 @@
 """Work of a step by phase: flops, bytes read and written, and how often each program runs.
 
 Flops and bytes are those that every implementation must do, counted from the model's shape and the expected lengths;
-rows are packed as the run packs them, and what moves between devices is read from the programs.
+rows are packed as the run packs them, samples enter slots as in a run (`schedule`), and what moves between devices is
+read from the programs. What the kernels of decoding read beyond that, and what the host takes, stands beside it.
 
 A multiplication with its addition is two flops, and only products are counted: norms, softmax, rotations and the
 optimizer are not. Every real token goes through every layer, a prompt once for its group; attention counts the pairs
@@ -10,38 +11,35 @@ in the backward pass are no work here: they are what a percentage of the peak is
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
 from covey.packing.bins import Piece, choose_row_length, rows_per_micro_batch
+from covey.plan.lengths import Lengths
+from covey.plan.schedule import Timeline, timeline
+from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import Scheduler
 from covey.types import Completion, FinishReason, Group
 
-COMPLETION_SHARE = 0.35
-"""Assumed mean length of a completion, as a fraction of the longest; that of the benchmarks' recipes too."""
 BLOCKS_VISITED = 2.0
 """Pairs in the blocks that attention kernels visit over pairs that see each other: 1.1 to 2.2 for blocks of 128."""
 KERNEL_SHARE = 0.6
 """Share of the peak that the schedules of the attention kernels for TPUs reach: 57 to 72 per cent of their bundles."""
-
-
-class Lengths(NamedTuple):
-    """Expected lengths in tokens.
-
-    Attributes:
-        prompt: of a prompt.
-        completion: of a completion.
-    """
-
-    prompt: int
-    completion: int
+GRID_STEP = 0.35e-6
+"""Seconds that a step of a kernel's grid takes on TPUs, however few bytes it reads."""
+HOST_TURN, HOST_SLOT = 0.3e-3, 3e-6
+"""Seconds of the host between two programs of a rollout, and more for each slot: it reads what was drawn, schedules,
+and launches (0.35 ms of Python with 64 slots and 0.9 with 256, measured without a device, and a transfer).
+"""
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,24 @@ class Call:
     Attributes:
         count: number of calls.
         turns: turns of its loop of unknown length, over all calls; 0 if it has none. It is the loop over decode steps,
-            or that over the chunks of scored tokens in the head.
+            that over the slots that prompts are inserted into, or that over the chunks of scored tokens in the head.
     """
 
     count: int
     turns: int = 0
+
+
+class CacheReads(NamedTuple):
+    """Bytes of the KV cache over all decode steps and devices: `live` is what tokens may see, and `read` what the
+    kernel reads in steps of `grid_step` bytes, or 0 if no kernel does.
+    """
+
+    live: float
+    read: float
+    grid_step: float = 0.0
+
+
+NO_CACHE = CacheReads(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,9 @@ class Phase:
         bytes: weights, optimizer's state and cache that are read or written.
         calls: program → calls.
         kernel_flops: flops of attention within rows, which runs in kernels on accelerators.
+        cache: bytes of the KV cache, of which `bytes` has the live ones.
+        host: seconds of the host between programs, in which the devices have nothing to do.
+        timeline: calls of the rollout of one process.
     """
 
     name: str
@@ -75,6 +89,9 @@ class Phase:
     bytes: float
     calls: Mapping[str, Call]
     kernel_flops: float = 0.0
+    cache: CacheReads = NO_CACHE
+    host: float = 0.0
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,10 @@ class Sizes:
         sampled: what a prefill reads of the weights on the devices with which one process samples; `weights` if not
             set.
         copies: number of copies of the weights there, each for an equal part of the slots.
+        cache_copies: bytes of the KV cache on all devices over those of one cache: more than 1 where an axis of the
+            mesh does not divide its heads.
+        block: number of positions that the kernel of decoding reads at a time; 0 if there is none.
+        block_heads: number of heads of keys in a step of its grid; 0 where steps run side by side.
     """
 
     weights: float
@@ -95,12 +116,9 @@ class Sizes:
     cache_itemsize: int
     sampled: float | None = None
     copies: int = 1
-
-
-def expected_lengths(recipe: Recipe | SFTRecipe) -> Lengths:
-    """Return prompts as long as they may be, and completions of `COMPLETION_SHARE` of their maximum."""
-    most = recipe.rollout.max_new_tokens
-    return Lengths(recipe.rollout.max_prompt_length, max(1, round(COMPLETION_SHARE * most)))
+    cache_copies: float = 1.0
+    block: int = 0
+    block_heads: int = 0
 
 
 def step_phases(
@@ -125,9 +143,9 @@ def step_phases(
     """
     rank = recipe.model.lora.rank
     if isinstance(recipe, SFTRecipe):
-        groups, updates = _groups(recipe.training.batch_size, 1, lengths), 1
+        groups, updates = step_groups(recipe.training.batch_size, 1, lengths), 1
     else:
-        groups = _groups(recipe.training.prompts_per_step, recipe.grpo.num_generations, lengths)
+        groups = step_groups(recipe.training.prompts_per_step, recipe.grpo.num_generations, lengths)
         updates = recipe.grpo.num_iterations
     batches, chunks = _micro_batches(groups, recipe, shards, fixed_shapes)
     once = forward(config, groups, rank)
@@ -151,23 +169,66 @@ def _rollout(
     recipe: Recipe, config: ModelConfig, lengths: Lengths, sizes: Sizes, fixed_shapes: bool, processes: int
 ) -> Phase:
     prompts, samples = math.ceil(recipe.training.prompts_per_step / processes), recipe.grpo.num_generations
-    requests = [lengths.prompt] * prompts, [samples] * prompts
-    scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes)
-    slots, rank = min(len(scheduler.slots), prompts * samples), recipe.model.lora.rank
-    fed = [(lengths.prompt, max(lengths.completion - 1, 0))] * (prompts * samples)
-    flops, read = decoding(config, fed, slots / sizes.copies, rank, sizes.cache_itemsize)
-    prefills = math.ceil(prompts / scheduler.prefill_shape[0])
-    turns = math.ceil(prompts * samples / slots) * max(lengths.completion - 1, 0)
-    calls = {"prefill": Call(prefills), "decode": Call(math.ceil(turns / recipe.rollout.decode_chunk), turns)}
-    flops += prefill(config, [lengths.prompt] * prompts, rank)
+    completions = lengths.of(prompts * samples).reshape(prompts, samples)
+    at_once = math.ceil(stage_sizes(recipe.training, samples).rollout / processes)
+    made = rollout_timeline(recipe, lengths.prompt, completions, at_once, fixed_shapes)
+    rank, slots = recipe.model.lora.rank, recipe.rollout.slots
+    fed = [(lengths.prompt, max(n - 1, 0)) for n in completions.ravel().tolist()]
+    batch = max(made.drawn, 1) / max(made.steps * sizes.copies, 1)  # tokens for which the weights are read once
+    flops, read = decoding(config, fed, batch, rank, sizes.cache_itemsize)
+    cache = cache_reads(config, fed, made, sizes)
+    prompt = _flops(config, [(0, lengths.prompt)] * prompts, prompts * lengths.prompt, prompts, rank)
+    calls = {
+        "prefill": Call(made.prefills),
+        "admit": Call(made.admissions, made.samples),
+        "decode": Call(made.chunks, made.steps),
+    }
     weights = sizes.weights if sizes.sampled is None else sizes.sampled
-    return Phase("rollout", processes * flops, processes * (read + prefills * weights), calls)
+    return Phase(
+        "rollout",
+        processes * (flops + sum(prompt)),
+        processes * (read + made.prefills * weights),
+        calls,
+        processes * prompt.attention,
+        CacheReads(processes * cache.live, processes * cache.read, cache.grid_step),
+        made.host_turns * (HOST_TURN + HOST_SLOT * min(slots, completions.size)),
+        made,
+    )
 
 
-def _groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
-    tokens, none = np.zeros(lengths.prompt, np.int32), np.zeros(lengths.completion)
-    one = Completion(np.zeros(lengths.completion, np.int32), none, none, FinishReason.STOP)
-    return [Group("", tokens, (one,) * samples)] * prompts
+def rollout_timeline(
+    recipe: Recipe, prompt: int, completions: Int[np.ndarray, "prompts samples"], at_once: int, fixed_shapes: bool
+) -> Timeline:
+    """Return the calls of one process that samples these completions, those of `at_once` prompts at a time."""
+    (prompts, samples), made = completions.shape, Timeline()
+    for part in np.split(completions, range(at_once, prompts, at_once)):
+        requests = [prompt] * len(part), [samples] * len(part)
+        made += timeline(Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes), part)
+    return made
+
+
+def cache_reads(c: ModelConfig, fed: Sequence["Span"], made: Timeline, sizes: Sizes) -> CacheReads:
+    """Return what the decode steps of one process read of the KV cache.
+
+    A kernel reads whole blocks, on average half a block more than a token may see, and one block of a slot in which no
+    sample is decoded.
+    """
+    position = 2 * c.num_kv_heads * c.head_dim * sizes.cache_itemsize * sizes.cache_copies
+    seen, half = float(_pairs(c, fed)), sizes.block / 2
+    beyond = c.num_layers * (half * made.drawn + sizes.block * (made.slot_steps - made.drawn))
+    grid_step = 2 * sizes.block_heads * sizes.block * c.head_dim * sizes.cache_itemsize
+    return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
+
+
+def step_groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
+    """Return groups of completions without content, with the expected lengths."""
+    completions = lengths.of(prompts * samples).reshape(prompts, samples).tolist()
+    prompt, tokens, none = np.zeros(lengths.prompt, np.int32), *np.zeros((2, max(lengths.completions)))
+    blank = {
+        n: Completion(tokens[:n].astype(np.int32), none[:n], none[:n], FinishReason.STOP)
+        for n in sorted({n for group in completions for n in group})
+    }
+    return [Group("", prompt, tuple(blank[n] for n in group)) for group in completions]
 
 
 def _micro_batches(groups: list[Group], recipe: Recipe | SFTRecipe, shards: int, fixed_shapes: bool) -> tuple[int, int]:
@@ -275,6 +336,16 @@ def _in_adapters(c: ModelConfig, rank: int) -> int:
 
 def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
     """Return the number of pairs of query and key that attend to each other, over all layers."""
-    seen = np.concatenate([np.arange(start + 1, start + count + 1) for start, count in fed] or [np.zeros(0, int)])
-    windows = [c.window(layer) for layer in range(c.num_layers)]
-    return sum(int((seen if window is None else np.minimum(seen, window)).sum()) for window in windows)
+    start, count = np.array(list(fed) or [(0, 0)], np.int64).T
+    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers))
+    return sum(
+        layers * int((_seen(start + count, window) - _seen(start, window)).sum())
+        for window, layers in layers_by_window.items()
+    )
+
+
+def _seen(count: Int[np.ndarray, "n"], window: int | None) -> Int[np.ndarray, "n"]:
+    """Return the number of pairs of the first `count` positions."""
+    near = count if window is None else np.minimum(count, window)
+    pairs: np.ndarray = near * (near + 1) // 2 + (count - near) * near
+    return pairs

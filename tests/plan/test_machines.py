@@ -30,6 +30,7 @@ def test_clocks_are_those_at_which_the_units_for_products_reach_the_peak(name: s
         ("v5p:2x2x2", "tpu", 8),
         ("h100:8", "gpu", 8),
         ("H100", "gpu", 1),
+        ("h100:2x8", "gpu", 16),
         ("V6E:2X4", "tpu", 8),
         ("CPU", "cpu", None),
         ("cpu", "cpu", None),
@@ -52,7 +53,7 @@ def test_a_suggestion_is_accepted(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "v4:2x2", "v5e", "v5e:8", "v5e:2x0", "v5e:2x2x2x2", "h100:2x4", "cpu:4", "v5e:²x2"]
+    "text", ["", "v4:2x2", "v5e", "v5e:8", "v5e:2x0", "v5e:2x2x2x2", "h100:2x4x2", "cpu:4", "v5e:²x2"]
 )
 def test_devices_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(CoveyError, match=r"v5e:2x4|--on cpu"):

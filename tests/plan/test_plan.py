@@ -22,11 +22,13 @@ from covey.parallel import make_mesh
 from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
+from covey.plan.lengths import Lengths
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
 from covey.plan.roofline import Rates, phase_time
+from covey.plan.schedule import Timeline
 from covey.plan.topologies import Places
-from covey.plan.work import Call, Lengths, Phase, Sizes, step_phases, weights_in_products
+from covey.plan.work import GRID_STEP, CacheReads, Call, Phase, Sizes, cache_reads, step_phases, weights_in_products
 from covey.rl.programs import RLPrograms
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -90,7 +92,11 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert "memory of a device of the rollout" in out
     assert "Not counted: the time that sampling takes beside training" in out
     assert "completions of 3" in out
-    assert "40% of the roofline" in out
+    assert "completions of 3 in the mean and 8 at most" in out
+    assert "40% of the peak flops" in out
+    assert "decode steps in 2 chunks until the longest completion ends" in out
+    assert found["rollout"]["longest"] == 8
+    assert all(sum(one["expected_parts"].values()) == one["expected_seconds"] for one in found["phases"])
     small = replace(made, machine=replace(made.machine, memory=1.0), trials=())
     table.show(small, Console(width=120))
     assert "does not fit: peak" in capsys.readouterr().out
@@ -128,7 +134,8 @@ def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> Non
 def test_a_quick_plan_compiles_nothing(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["training.checkpoint_every_n_steps=1", "training.max_to_keep=3", "training.keep_best=eval/accuracy"]
     words = [*SETTINGS, *kept, "training.eval_every_n_steps=1", "model.mesh.fsdp=2"]
-    command.plan("quickstart", words, parse_target("cpu"), (None, None), as_json, here=False, quick=True)
+    asked = command.Asked(as_json=as_json, quick=True)
+    command.plan("quickstart", words, parse_target("cpu"), asked)
     out = capsys.readouterr().out
     if as_json:
         found = json.loads(out)
@@ -174,12 +181,12 @@ def test_token_values_are_planned_where_a_run_computes_them() -> None:
 
 def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
     sizes = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4)
-    one, two = (step_phases(load([]), SHAPE, Lengths(16, 8), sizes, 1, False, count)[0] for count in (1, 2))
+    one, two = (step_phases(load([]), SHAPE, Lengths(16, (8,)), sizes, 1, False, count)[0] for count in (1, 2))
     assert two.flops == one.flops
     assert two.calls["decode"].turns == one.calls["decode"].turns / 2
     assert two.bytes - one.bytes == 1000  # of a prefill in each
     # Two copies are read in seven steps of four slots, as two are of four, and in the prefill.
-    copies = step_phases(load([]), SHAPE, Lengths(16, 8), replace(sizes, sampled=2000.0, copies=2), 1)[0]
+    copies = step_phases(load([]), SHAPE, Lengths(16, (8,)), replace(sizes, sampled=2000.0, copies=2), 1)[0]
     assert copies.bytes - one.bytes == 1000 + 14 * 4 * weights_in_products(SHAPE)
 
 
@@ -231,7 +238,7 @@ def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monke
 def test_log_probs_and_updates_are_as_many_as_the_algorithm_asks_for() -> None:
     sizes = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4)
     phases: Callable[[Sequence[str]], dict[str, Phase]] = lambda more: {  # noqa: E731
-        phase.name: phase for phase in step_phases(load(more), SHAPE, Lengths(16, 8), sizes, 1)
+        phase.name: phase for phase in step_phases(load(more), SHAPE, Lengths(16, (8,)), sizes, 1)
     }
     once, twice = phases(["grpo.beta=0"]), phases(["grpo.num_iterations=2"])
     assert list(once) == ["rollout", "update"]
@@ -249,7 +256,7 @@ def test_rows_are_those_of_the_machine_and_their_head_is_computed_in_chunks() ->
     """Rows of 1024 have 896 scored places, seven chunks of 128 in six rows. A CPU chooses rows of 320 with 256 scored
     places, for which an accelerator compiles no programs: eight chunks of 32 in 19 rows.
     """
-    sizes, lengths = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4), Lengths(16, 128)
+    sizes, lengths = Sizes(weights=1000, optimizer_pass=10, cache_itemsize=4), Lengths(16, (128,))
     more = ["training.row_length=1024", "training.max_tokens_per_micro_batch=8192", "training.prompts_per_step=7"]
     update = partial(step_phases, load([*more, "grpo.num_generations=5"]), SHAPE, lengths, sizes, 1)
     assert update(True)[-1].calls["gradients"] == Call(1, turns=7)
@@ -265,7 +272,8 @@ def test_seconds_are_those_of_what_binds() -> None:
     time = phase_time(phase, {"decode": program}, v5e, rates)
     assert (time.compute, time.memory, time.bound) == (1.0, 2.0, "memory")
     assert time.link_bytes == 16 * 10 + 2 * 7
-    assert time.expected == pytest.approx(2.0 / v5e.share)
+    assert time.expected == pytest.approx(2.0 / v5e.memory_share + (16 * 2 + 2) * v5e.latency)
+    assert set(time.parts) == {"memory", "beginning collectives"}
 
 
 def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
@@ -274,11 +282,34 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     program = CompiledProgram("gradients", 1.0, cycles=(3 * 10**9, 10**9))
     phase = Phase("update", 1.0, 1.0, {"gradients": Call(2)})
     assert phase_time(phase, {"gradients": program}, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
-    moved = tuple(Collective("all-gather", (), 1, 2 * 10**10, 10**10, beside) for beside in (True, False))
+    moved = tuple(Collective("all-gather", (), 3, 2 * 10**10, 10**10, beside, hops=12) for beside in (True, False))
     waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
-    assert waited.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2 * 1e10 / v5e.link)
+    begun = 2 * (3 * v5e.latency + 12 * v5e.hop)
+    assert waited.parts["waiting for links"] == pytest.approx(2 * 1e10 / v5e.link + begun)
+    assert waited.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2 * 1e10 / v5e.link + begun)
     charged = phase_time(replace(phase, kernel_flops=197e12), {"gradients": program}, v5e, rates)
     assert charged.expected == pytest.approx(2 * 4e9 / 1.5e9 + 2.0 / 0.6)
+
+
+def test_a_rollout_is_charged_for_its_kernels_and_its_host() -> None:
+    v5e = MACHINES["v5e"]
+    program = CompiledProgram("decode", 1.0, cycles=(0, 1500))
+    phase = Phase("rollout", 1.0, 1.0, {"decode": Call(2, turns=16)}, cache=CacheReads(5e8, 8.19e8, 1e6), host=0.25)
+    found = phase_time(phase, {"decode": program}, v5e, Rates(197e12, 819e9, v5e.link, 1))
+    assert found.parts == pytest.approx({"decode": 16e-6, "decode kernels": 1e-3, "host": 0.25})
+    assert found.expected == pytest.approx(0.251016)
+    small = replace(phase, cache=phase.cache._replace(grid_step=0.5 * GRID_STEP * v5e.bandwidth))
+    slower = phase_time(small, {"decode": program}, v5e, Rates(197e12, 819e9, v5e.link, 1))
+    assert slower.parts["decode kernels"] == pytest.approx(2e-3)
+
+
+def test_the_cache_is_read_in_blocks_and_also_for_idle_slots() -> None:
+    made = Timeline(steps=10, slot_steps=40, drawn=30)
+    sizes = Sizes(weights=1, optimizer_pass=1, cache_itemsize=2, cache_copies=2, block=64)
+    found = cache_reads(SHAPE, [(9, 1)] * 30, made, sizes)
+    position = 2 * 2 * 4 * 2  # keys and values, heads, width, bytes
+    assert found.live == 2 * 30 * 10 * position
+    assert found.read == 2 * (30 * 10 * 2 + 2 * (30 * 32 + 10 * 64)) * position
 
 
 def test_what_is_measured_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:

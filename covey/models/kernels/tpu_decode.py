@@ -40,6 +40,12 @@ def block_size(time: int) -> int:
     return 256 if time % 256 == 0 else 128
 
 
+def block_heads(kv_heads: int) -> int:
+    """Return the number of key heads in a step of the grid: half of them, where that divides them."""
+    half = max(1, kv_heads // 2)
+    return 1 if kv_heads % half else half
+
+
 def decode_tables(start: Int[Array, "S"], end: Int[Array, "S"], time: int) -> Tables:
     """Return the tables of slots in which keys `start` to `end` (exclusive) are visible, at least one in each."""
     size, slots = block_size(time), len(start)
@@ -110,9 +116,7 @@ def decode(
     """Compute attention of scaled queries; keys and values are [S, K, T, W], or [S, K, W, T]."""
     _, kv_heads, group, width = q.shape
     time_last = _time_last(keys, width)
-    size, heads = block_size(keys.shape[3 if time_last else 2]), max(1, kv_heads // 2)
-    if kv_heads % heads:
-        heads = 1
+    size, heads = block_size(keys.shape[3 if time_last else 2]), block_heads(kv_heads)
     query = pl.BlockSpec((None, heads, group, width), lambda head, pair, slot, *_: (slot[pair], head, 0, 0))
     shape, place = (
         ((size, width), lambda block: (block, 0)) if not time_last else ((width, size), lambda block: (0, block))
