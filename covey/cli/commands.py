@@ -338,6 +338,7 @@ examples
   covey plan gsm8k-gemma2 --on v5e:2x2
   covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
   covey plan gsm8k-gemma2 --on v5e:2x2 --samples runs/mine
+  covey plan gsm8k-gemma2 --on v5e:2x2 --advise
   covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
 
 The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
@@ -351,6 +352,11 @@ its files are read. docs/calibration.md holds plans against published runs.""",
                 ),
                 JSON,
                 Option("--quick", help="stop after what follows from shapes, and compile nothing"),
+                Option(
+                    "--advise",
+                    help="plan every mesh of the machine's devices, and tell the settings of the fastest; as many "
+                    "compilations as there are meshes",
+                ),
                 Option("--here", help="run two steps too, and compare this machine's memory with the plan's"),
                 Option("--prompt-tokens", "N", "mean length of a prompt; the longest allowed when not given"),
                 Option(

@@ -103,11 +103,11 @@ def _resources(source: str, files: str, outline: "Outline") -> Iterator[str]:
 
 
 def plan(line: Line) -> None:
-    """Execute `covey plan NAME_OR_YAML [--on MACHINE] [--json] [--here] [--quick] [settings]`."""
+    """Execute `covey plan NAME_OR_YAML [--on MACHINE] [--advise] [--json] [--here] [--quick] [settings]`."""
     from covey.plan.machines import parse_target
 
-    if {"--quick", "--here"} <= line.options.keys():
-        raise CoveyError("--quick beside --here", want="one of them", fix="leave --quick out to run two steps")
+    if len(chosen := [f for f in ("--quick", "--here", "--advise") if f in line.options]) > 1:
+        raise CoveyError(" beside ".join(chosen), want="one of them", fix=f"leave {' and '.join(chosen[1:])} out")
     prompt, completions = line.whole_number("--prompt-tokens"), line.whole_numbers("--completion-tokens")
     samples = Path(line.options["--samples"]) if "--samples" in line.options else None
     if samples and completions:
@@ -116,6 +116,6 @@ def plan(line: Line) -> None:
     check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
     from covey.plan import command
 
-    chosen = {name: f"--{name}" in line.options for name in ("here", "quick")}
-    asked = command.Asked(prompt, completions, samples, as_json="--json" in line.options, **chosen)
+    switches = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
+    asked = command.Asked(prompt, completions, samples, as_json="--json" in line.options, **switches)
     command.plan(line.arguments[0], line.settings, target, asked)

@@ -17,7 +17,9 @@ from covey.errors import CoveyError
 from covey.plan.machines import Target
 
 if TYPE_CHECKING:
+    from covey.plan.lengths import Lengths
     from covey.plan.memory import Outline  # late in what follows: it needs JAX
+    from covey.plan.plan import Load
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -42,6 +44,7 @@ class Asked:
         as_json: print one line of JSON instead of tables.
         here: also run two steps on this machine, and print measured beside predicted memory.
         quick: print the outline, and compile nothing.
+        advise: print the meshes of these devices instead, the fastest first.
     """
 
     prompt: int | None = None
@@ -50,6 +53,7 @@ class Asked:
     as_json: bool = False
     here: bool = False
     quick: bool = False
+    advise: bool = False
 
 
 def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> None:
@@ -83,6 +87,9 @@ def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> 
         return
     expected = expected_lengths(ready, asked.prompt, asked.completions, asked.samples)
     console = Console(stderr=True)
+    if asked.advise:
+        _advise(load, target, console, expected, asked.as_json)
+        return
     with console.status("") as status:
         show_first = partial(_show_first, status) if not asked.as_json else lambda first: None
         needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
@@ -96,6 +103,18 @@ def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> 
     table.show(needs, make_console())
     if asked.here:
         measuring.show(figures, make_console())
+
+
+def _advise(load: "Load", target: Target, console: Console, lengths: "Lengths", as_json: bool) -> None:
+    """Print the meshes of `target`, the fastest first."""
+    from covey.plan import advise
+
+    with console.status("") as status:
+        found = advise.advise(load, target, partial(_tell, console, status), lengths)
+    if as_json:
+        print(json.dumps({"on": target.name, "meshes": advise.as_json(found)}))
+    else:
+        advise.show(found, make_console())
 
 
 def _show_first(status: Status, outline: "Outline") -> None:

@@ -19,7 +19,7 @@ from covey.monitor.run_files import SAMPLES
 
 COMPLETION_SHARE = 0.35
 """Assumed mean length of a completion, as a fraction of the longest; that of the benchmarks' recipes too."""
-QUANTILES = 256
+QUANTILES = 64
 """Number of lengths that stand for a distribution."""
 MOST_SAMPLES = 8192
 """Number of samples of a run that are read, the last ones."""
@@ -88,11 +88,11 @@ def cut_geometric(mean: int, most: int) -> tuple[int, ...]:
     """Return the lengths of completions that end at each token with the same probability, or at the latest with `most`
     tokens, in ascending order.
 
-    >>> cut_geometric(8, 8)[:2], round(np.mean(cut_geometric(300, 1024))), max(cut_geometric(300, 1024))
-    ((8, 8), 300, 1024)
+    >>> cut_geometric(8, 8), round(np.mean(cut_geometric(300, 1024))), max(cut_geometric(300, 1024))
+    ((8,), 300, 1024)
     """
     if mean >= most:
-        return (most,) * QUANTILES
+        return (most,)
     low, high = 0.0, 1.0  # probability that a token is not the last
     for _ in range(60):
         middle = (low + high) / 2

@@ -170,7 +170,7 @@ def plan_programs(
     machine = machine or _machine_of(recipe, target)
     executables: list[Any] = []  # a run keeps its programs, which are part of its process
     compiled = _compile(run.called(), target, machine, places, tell, executables)
-    residents = _residents(run).with_programs(_further_programs(run, compiled))
+    residents = residents_of(run).with_programs(_further_programs(run, compiled))
     process = process_memory() if machine.platform == "cpu" else 0
     executables.clear()
     tell("counting")
@@ -201,7 +201,7 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
 
 def outline_of(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
     """Return the outline of a run with these programs."""
-    return make_outline(recipe, run.trainer.trainable, run.called(), _residents(run), _not_counted(recipe, ()))
+    return make_outline(recipe, run.trainer.trainable, run.called(), residents_of(run), _not_counted(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
@@ -249,7 +249,8 @@ def _placed_model(recipe: AnyRecipe, place: Mesh | jax.Device) -> tuple[Decoder,
     return place_model(model, place), tokenizer
 
 
-def _residents(run: RunPrograms) -> RunResidents:
+def residents_of(run: RunPrograms) -> RunResidents:
+    """Return the arrays of the devices of a run with these programs."""
     reference, rollout, synced = False, None, None
     if isinstance(run, RLPrograms):
         reference = run.has_reference
@@ -305,7 +306,7 @@ def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, 
 
     def peak_with(settings: Sequence[str]) -> int:
         run = programs_of(load(settings), places)
-        residents = _residents(run).with_programs(further)
+        residents = residents_of(run).with_programs(further)
         tell(f"trying {' '.join(settings)}")
         floor = plan.process + residents.floor
         if floor > plan.machine.memory:  # no program can fit

@@ -82,6 +82,7 @@ class Phase:
         cache: bytes of the KV cache, of which `bytes` has the live ones.
         host: seconds of the host between programs, in which the devices have nothing to do.
         timeline: calls of the rollout of one process.
+        positions: tokens of the rows of an update, with padding.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Phase:
     cache: CacheReads = NO_CACHE
     host: float = 0.0
     timeline: Timeline | None = None
+    positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,9 @@ def step_phases(
         fixed_shapes: see `Decoder.fixed_shapes`.
         processes: number of processes, each of which samples its share of the prompts with its own weights.
     """
-    rank = recipe.model.lora.rank
-    if isinstance(recipe, SFTRecipe):
-        groups, updates = step_groups(recipe.training.batch_size, 1, lengths), 1
-    else:
-        groups = step_groups(recipe.training.prompts_per_step, recipe.grpo.num_generations, lengths)
-        updates = recipe.grpo.num_iterations
-    batches, chunks = _micro_batches(groups, recipe, shards, fixed_shapes)
+    rank, groups = recipe.model.lora.rank, step_groups(recipe, lengths)
+    updates = recipe.grpo.num_iterations if isinstance(recipe, Recipe) else 1
+    batches, chunks, positions = _micro_batches(groups, recipe, shards, fixed_shapes)
     once = forward(config, groups, rank)
     phases = []
     if isinstance(recipe, Recipe):
@@ -162,7 +160,8 @@ def step_phases(
     calls = {"gradients": Call(updates * batches, updates * batches * chunks), "apply": Call(updates)}
     flops = updates * training(config, groups, rank)
     moved = updates * (3 * batches * sizes.weights + sizes.optimizer_pass)
-    return [*phases, Phase("update", flops, moved, calls, updates * 4.5 * once.attention)]
+    kernels = updates * 4.5 * once.attention
+    return [*phases, Phase("update", flops, moved, calls, kernels, positions=updates * positions)]
 
 
 def _rollout(
@@ -220,8 +219,12 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], made: Timeline, sizes: Si
     return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
 
 
-def step_groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
-    """Return groups of completions without content, with the expected lengths."""
+def step_groups(recipe: Recipe | SFTRecipe, lengths: Lengths) -> list[Group]:
+    """Return the groups of a step, of completions without content that have the expected lengths."""
+    if isinstance(recipe, SFTRecipe):
+        prompts, samples = recipe.training.batch_size, 1
+    else:
+        prompts, samples = recipe.training.prompts_per_step, recipe.grpo.num_generations
     completions = lengths.of(prompts * samples).reshape(prompts, samples).tolist()
     prompt, tokens, none = np.zeros(lengths.prompt, np.int32), *np.zeros((2, max(lengths.completions)))
     blank = {
@@ -231,21 +234,34 @@ def step_groups(prompts: int, samples: int, lengths: Lengths) -> list[Group]:
     return [Group("", prompt, tuple(blank[n] for n in group)) for group in completions]
 
 
-def _micro_batches(groups: list[Group], recipe: Recipe | SFTRecipe, shards: int, fixed_shapes: bool) -> tuple[int, int]:
-    """Return the number of micro-batches, with rows packed as a run packs them, and of each one's chunks in the head,
-    where the devices that share a vocabulary compute each other's rows.
-    """
-    row_length, max_tokens = recipe.training.row_length, recipe.training.max_tokens_per_micro_batch
+def num_rows(recipe: Recipe | SFTRecipe, lengths: Lengths) -> int:
+    """Return the number of rows of a step on an accelerator."""
+    return len(_rows(step_groups(recipe, lengths), recipe, fixed_shapes=True)[1])
+
+
+def _rows(groups: list[Group], recipe: Recipe | SFTRecipe, fixed_shapes: bool) -> tuple[int, list[list[Piece]]]:
+    """Return the length of the rows, and the rows, packed as a run packs them."""
     lengths = [tuple(len(c.tokens) for c in group.completions) for group in groups]
     pieces = [
         Piece(len(group.prompt_tokens), of_group, tuple(range(len(of_group))))
         for group, of_group in zip(groups, lengths, strict=True)
     ]
-    length, rows = choose_row_length(pieces, row_length, max_tokens, math.inf if fixed_shapes else 0.0)
+    row_length, max_tokens = recipe.training.row_length, recipe.training.max_tokens_per_micro_batch
+    return choose_row_length(pieces, row_length, max_tokens, math.inf if fixed_shapes else 0.0)
+
+
+def _micro_batches(
+    groups: list[Group], recipe: Recipe | SFTRecipe, shards: int, fixed_shapes: bool
+) -> tuple[int, int, int]:
+    """Return the number of micro-batches, that of each one's chunks in the head, where the devices that share a
+    vocabulary compute each other's rows, and the positions of all rows.
+    """
+    length, rows = _rows(groups, recipe, fixed_shapes)
+    max_tokens = recipe.training.max_tokens_per_micro_batch
     at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, fixed_shapes)
     columns = chunk_columns(at_once // recipe.model.mesh.data, length)
-    longest = max(sum(piece.num_scored for piece in row) for row in rows)
-    return math.ceil(len(rows) / at_once), math.ceil(longest / columns)
+    longest, batches = max(sum(piece.num_scored for piece in row) for row in rows), math.ceil(len(rows) / at_once)
+    return batches, math.ceil(longest / columns), batches * at_once * length
 
 
 Span = tuple[int, int]
