@@ -20,7 +20,7 @@ from covey.sampling.noise import exponential_noise
 
 BLOCKS = 128
 """Number of blocks in the first level of a draw, and of tokens in a block that top-k searches."""
-_LOWEST = jnp.finfo(jnp.float32).min
+LOWEST = jnp.finfo(jnp.float32).min
 
 
 class SamplingParams(SamplingConfig):
@@ -73,11 +73,11 @@ def draw(
     if sampling_params.temperature == 0:
         token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
         total = jax.nn.logsumexp(scaled, axis=-1)
-        return token, _gather(scaled, token) - total, jnp.zeros_like(total)
+        return token, gather(scaled, token) - total, jnp.zeros_like(total)
     kept = truncate(scaled, sampling_params)
     token, kept_total = race(kept, keys)
     total = kept_total if kept is scaled else jax.nn.logsumexp(scaled, axis=-1)
-    chosen = _gather(scaled, token)
+    chosen = gather(scaled, token)
     return token, chosen - total, chosen - kept_total
 
 
@@ -86,7 +86,7 @@ def _draw_traced(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], number
     scaled = logits.astype(jnp.float32) / _column(jnp.where(greedy, 1.0, numbers.temperature))
     token, kept_total = race(_truncate_traced(scaled, numbers), keys)
     token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), token)
-    chosen = _gather(scaled, token)
+    chosen = gather(scaled, token)
     return token, chosen - jax.nn.logsumexp(scaled, axis=-1), jnp.where(greedy, 0.0, chosen - kept_total)
 
 
@@ -100,15 +100,20 @@ def race(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"]) -> tuple[Int[A
     most twice the total variation of their blocks plus twice that of their tokens.
     """
     top = logits.max(-1, keepdims=True)
-    mass = jnp.where(logits > _LOWEST, jnp.exp(logits - top), 0.0)
+    mass = masses(logits, top)
     blocks = min(BLOCKS, logits.shape[-1])
     of_block, of_place = exponential_noise(keys, blocks, -(-logits.shape[-1] // BLOCKS))
-    sums = _split_blocks(mass, 0.0).sum(1)[:, :blocks]
+    sums = split_blocks(mass, 0.0).sum(1)[:, :blocks]
     block = jnp.argmax(sums / of_block, axis=-1)
     ids = block[:, None] + BLOCKS * jnp.arange(of_place.shape[-1])
     inner = jnp.take_along_axis(mass, ids, axis=-1, mode="fill", fill_value=0.0)
     place = jnp.argmax(inner / of_place, axis=-1)
     return (place * BLOCKS + block).astype(jnp.int32), top[:, 0] + jnp.log(sums.sum(-1))
+
+
+def masses(logits: Float[Array, "*n"], top: Float[Array, "*#n"]) -> Float[Array, "*n"]:
+    """Return exp(logit - top); 0 for a token that was cut."""
+    return jnp.where(logits > LOWEST, jnp.exp(logits - top), 0.0)
 
 
 def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
@@ -118,7 +123,7 @@ def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams)
 
     def keep(on: Array, threshold: Any, values: Array) -> Array:
         def truncated(values: Array) -> Array:
-            kept = jnp.where(values >= threshold(values)[:, None], values, _LOWEST)
+            kept = jnp.where(values >= threshold(values)[:, None], values, LOWEST)
             return jnp.where(on[:, None], kept, values) if on.ndim else kept
 
         kept: Array = jax.lax.cond(on.any() if on.ndim else on, truncated, lambda values: values, values)
@@ -141,12 +146,12 @@ def _column(numbers: Array) -> Array:
 def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
     """Set logits outside top-k, then top-p, then min-p to the lowest float; return the same array when all are off."""
     if 0 < sampling_params.top_k < scaled.shape[-1]:
-        scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, _LOWEST)
+        scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, LOWEST)
     if sampling_params.top_p < 1:
-        scaled = jnp.where(scaled >= nucleus_threshold(scaled, sampling_params.top_p)[:, None], scaled, _LOWEST)
+        scaled = jnp.where(scaled >= nucleus_threshold(scaled, sampling_params.top_p)[:, None], scaled, LOWEST)
     if sampling_params.min_p > 0:
         least = scaled.max(-1, keepdims=True) + math.log(sampling_params.min_p)
-        scaled = jnp.where(scaled >= least, scaled, _LOWEST)
+        scaled = jnp.where(scaled >= least, scaled, LOWEST)
     return scaled
 
 
@@ -155,7 +160,7 @@ def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
 
     The k largest lie in the k blocks with the largest maxima, so only those are searched.
     """
-    blocks = _split_blocks(values, _LOWEST)
+    blocks = split_blocks(values, LOWEST)
     if k < blocks.shape[1]:
         _, best = jax.lax.top_k(blocks.max(-1), k)
         blocks = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
@@ -192,11 +197,11 @@ def _ordered_bits(values: Float[Array, "S V"]) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def _split_blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
+def split_blocks(values: Float[Array, "S V"], fill: Any) -> Float[Array, "S blocks width"]:
     rows, size = values.shape
     padded = jnp.pad(values, ((0, 0), (0, -size % BLOCKS)), constant_values=fill)
     return padded.reshape(rows, -1, BLOCKS)
 
 
-def _gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
+def gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]

@@ -50,6 +50,14 @@ def exponential_noise(
     return _exponential(of_block[:, :blocks]), _exponential(of_place[:, :places])
 
 
+def exponential_at(
+    keys: UInt32[Array, "*n 2"], counters: UInt32[Array, "*n"]
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+    """Return the numbers of `exponential_noise` with these counters: those of a block and of a place under each key."""
+    of_block, of_place = _threefry(keys, np.uint32(0), counters)
+    return _exponential(of_block), _exponential(of_place)
+
+
 def _exponential(bits: UInt32[Array, "..."]) -> Float[Array, "..."]:
     """Map random bits to an exponential number between 1.1e-10 and 16.7: one of 0 would win against any mass."""
     unit = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)

@@ -34,8 +34,9 @@ from covey.sampling.cache import (
     put_slot,
     take_slot,
 )
-from covey.sampling.logits import SamplingParams, TracedSamplingParams, draw
+from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.noise import token_keys
+from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
 
@@ -109,7 +110,7 @@ class Programs:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
         model = nnx.merge(self.graph, params)
         c, layout = model.config, CacheLayout.of(model)
-        make = _empty_block(_cache_sharding(params, (slots, c.num_kv_heads, 1, 1)))
+        make = _empty_block(_sharding(params, (slots, c.num_kv_heads, 1, 1)))
         shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
         sizes = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
         return [[make(layout, slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
@@ -132,7 +133,8 @@ class Programs:
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
         whole = self._abstract_cache(params, slots, cache_length)
         if self.compiled_sampling_params is not None:
-            prefilled = Prefix(_placed(prefilled.cache, params), prefilled.logits)
+            logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
+            prefilled = Prefix(_placed(prefilled.cache, params), logits)
             keys, numbers = (
                 jax.ShapeDtypeStruct((slots, 2), jnp.uint32),
                 TracedSamplingParams.of(self.compiled_sampling_params),
@@ -162,30 +164,21 @@ def _empty_block(sharding: Sharding | None) -> Any:
     return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
 
 
-def _cache_sharding(params: Any, shape: tuple[int, ...]) -> Sharding | None:
-    """Return the sharding of keys or values of this shape: by `CACHE_AXES`, or on one device that of the weights."""
+def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
+    """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
+    weights.
+    """
     mesh = mesh_of(params)
     if mesh is None:
         return getattr(jax.tree.leaves(params)[0], "sharding", None)
-    sharding: Sharding = sharding_of(CACHE_AXES, shape, mesh)
+    sharding: Sharding = sharding_of(axes, shape, mesh)
     return sharding
 
 
 def _placed(cache: Tree, params: Any) -> Tree:
     """Return the shapes of a cache with its shardings."""
-    shapes: Tree = jax.tree.map(lambda x: abstract(x, _cache_sharding(params, x.shape)), cache)
+    shapes: Tree = jax.tree.map(lambda x: abstract(x, _sharding(params, x.shape)), cache)
     return shapes
-
-
-def _by_slot(logits: Float[Array, "S V"], model: Decoder) -> Float[Array, "S V"]:
-    """Constrain logits, of which devices computed parts of the vocabulary, to be divided by slots: on accelerators each
-    device draws for its slots. Otherwise top-k would gather the logits of all on every device, in each step.
-    """
-    if model.mesh.empty or model.platform == "cpu":
-        return logits
-    for axes in (("rows", "vocab"), ("slots", None)):  # without the first, the head itself would be gathered
-        logits = jax.lax.with_sharding_constraint(logits, sharding_of(axes, logits.shape, model.mesh))
-    return logits
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -206,7 +199,7 @@ def draw_first(
     sampling_params: SamplingParams | TracedSamplingParams,
 ) -> tuple[Array, ...]:
     """Draw the first token of each slot after prompt `prompt[s]`."""
-    return draw(logits[prompt], keys, sampling_params)
+    return draw_sharded(logits[prompt], keys, sampling_params)
 
 
 def admit(
@@ -255,7 +248,7 @@ def decode(
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
         keys = token_keys(slots.key, slots.num_tokens)
-        drawn = draw(_by_slot(model.logits(hidden[:, 0]), model), keys, sampling_params)
+        drawn = draw_sharded(model.logits(hidden[:, 0]), keys, sampling_params)
         count = slots.num_tokens + active
         after = slots._replace(
             length=length + active,
