@@ -94,6 +94,7 @@ parity: .venv-parity/ready ## golden numbers again, and round trips, with torch,
 	.venv-parity/bin/python tests/parity/make_golden.py $(ARGS)
 	.venv-parity/bin/python tests/parity/make_heads_golden.py
 	.venv-parity/bin/python tests/parity/make_trl_golden.py
+	.venv-parity/bin/python tests/parity/make_draw_golden.py
 	.venv-parity/bin/python tests/parity/make_tool_schemas.py
 	.venv-parity/bin/python tests/parity/live_round_trip.py
 

@@ -1,5 +1,8 @@
 """The draw: its distribution, its truncation, its log-probs."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +83,19 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
         wanted = list(np.array(wanted) * sum(observed) / sum(wanted))
     assert stats.chisquare(observed, wanted).pvalue > 1e-3
     np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
+
+
+def test_tokens_are_those_of_the_golden_file() -> None:
+    """Those of `tests/parity/make_draw_golden.py` in float64, whose logits are exact numbers without a near tie."""
+    golden = json.loads((Path(__file__).parents[1] / "parity" / "golden" / "draw.json").read_text())
+    keys = np.array([row["key"] for row in golden["keys"]], np.uint32)
+    for size in {row["size"] for row in golden["tokens"]}:
+        rows = [row for row in golden["tokens"] if row["size"] == size]
+        logits = (np.arange(1, size + 1, dtype=np.uint64) * 2654435761 % 2**32 >> 8) / 2**21
+        numbers = TracedSamplingParams.stack([SamplingParams(**row["settings"]) for row in rows for _ in keys])
+        every = np.broadcast_to(logits.astype(np.float32), (len(numbers.top_k), size))
+        token, _, _ = fast_draw_traced(every, np.tile(keys, (len(rows), 1)), numbers)
+        assert token.reshape(len(rows), -1).tolist() == [row["tokens"] for row in rows]
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """The noise of the draw: the words of Threefry, the same in a program and on the host, and what is made of them."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +32,18 @@ def test_a_program_has_the_words_of_the_host() -> None:
     for word, other, of_jax in zip(host, program, np.moveaxis(jaxs, -1, 0), strict=True):
         assert np.array_equal(word, other)
         assert np.array_equal(word, of_jax)
+
+
+def test_keys_and_words_are_those_of_the_golden_file() -> None:
+    """Those of `tests/parity/make_draw_golden.py`, made without Covey: other ones would break runs that are resumed."""
+    golden = json.loads((Path(__file__).parents[1] / "parity" / "golden" / "draw.json").read_text())
+    assert golden["version"] == noise.DRAW_VERSION
+    for row, words in zip(golden["keys"], golden["words"], strict=True):
+        seed, *place, index = row["place"]
+        key = noise.token_keys(noise.sample_keys(seed, np.array([place], np.uint32)), np.array([index]))
+        assert key.tolist() == [row["key"]]
+        found = noise._threefry(key, np.uint32(0), np.array(golden["counters"], np.uint32))
+        assert np.transpose(found).tolist() == words
 
 
 def test_no_bits_make_a_number_of_zero_or_infinity() -> None:
