@@ -43,7 +43,9 @@ def measure(settings: Settings) -> Result:
     shape = settings.shape
     batches = sorted({*BATCHES, shape.slots})
     tokens, place = CHUNKS * shape.decode_chunk * max(batches), shape.prompt_length + shape.max_new_tokens // 2
-    works = {f"batch {batch}": _Work(settings, batch, place) for batch in batches}
+    graph, params = nnx.split(settings.model())
+    programs = Programs(graph, (shape.model.vocab_size,))
+    works = {f"batch {batch}": FullSlots(programs, params, batch, shape.decode_chunk, place) for batch in batches}
     runs = {name: partial(work, tokens) for name, work in works.items()}
     checks = {f"{name}: slots busy to the end": run() for name, run in runs.items()}
     seconds = interleaved(runs, settings.repeat)
@@ -91,13 +93,19 @@ def _facts(found: Limits, seconds: float, chunks: int, size: int) -> dict[str, A
     }
 
 
-class _Work:
-    """Decode program of the sampler at one batch size, and the slots it runs on."""
+class FullSlots:
+    """Decode program of the sampler at one batch size, and the slots it runs on, which are never finished.
 
-    def __init__(self, settings: Settings, batch: int, place: int):
-        self.batch, self.chunk, c = batch, settings.shape.decode_chunk, settings.shape.model
-        graph, self.params = nnx.split(settings.model())
-        self.programs = Programs(graph, (c.vocab_size,))
+    Args:
+        programs: those of the sampler.
+        params: weights that it samples with.
+        batch: number of slots.
+        chunk: number of decode steps in a call.
+        place: number of tokens in each slot's cache when a call begins.
+    """
+
+    def __init__(self, programs: Programs, params: Any, batch: int, chunk: int, place: int):
+        self.programs, self.params, self.batch, self.chunk = programs, params, batch, chunk
         self.cache = self.programs.empty_cache(self.params, batch, 0, length_bucket(place + self.chunk))
         length, ones = np.full(batch, place, np.int32), np.ones(batch, np.int32)
         keys = np.random.default_rng(0).integers(0, 2**32, (batch, 2), np.uint32)

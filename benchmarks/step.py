@@ -50,16 +50,36 @@ def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(np.mean([token % 2 == 0 for token in ids])) for ids in completion_ids]
 
 
-def number_words(settings: Settings) -> Tokenizer:
-    """Return a tokenizer whose word for token n is the number n; it has one word more than the model has tokens."""
-    vocab = {str(n): n for n in range(settings.shape.model.vocab_size + 1)}
+def number_words(size: int, stop_ids: tuple[int, ...]) -> Tokenizer:
+    """Return a tokenizer whose word for token n is the number n, with one word more than a model of `size` tokens."""
+    vocab = {str(n): n for n in range(size + 1)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return Tokenizer(inner, eos_id=settings.stop_ids[0], stop_ids=settings.stop_ids)
+    return Tokenizer(inner, eos_id=stop_ids[0], stop_ids=stop_ids)
 
 
-class Way:
-    """Cluster and learner that can take the first step repeatedly.
+class FirstStep:
+    """Learner that can take the first step repeatedly."""
+
+    def __init__(self, cluster: RLCluster, grpo: GRPOConfig):
+        self.records = list[StepRecord]()
+        self.learner = GRPOLearner(
+            rl_cluster=cluster, reward_fns=even, grpo_config=grpo, observers=[self.records.append]
+        )
+
+    def step(self, words: list[dict[str, str]]) -> StepRecord:
+        """Take step 0 on these prompts in this order; without a new loader each call would go on in the data."""
+        self.learner.step = 0
+        self.learner.train(PromptLoader(words, len(words), shuffle=False))
+        return self.records[-1]
+
+    def phases(self) -> dict[str, Any]:
+        """Return the seconds of each phase of the steps in `records`."""
+        return {p: spread_of([float(r.metrics[f"time/{p}"]) for r in self.records]) for p in PHASES}
+
+
+class Way(FirstStep):
+    """Cluster and learner of the random model.
 
     Args:
         settings: model and work.
@@ -67,7 +87,7 @@ class Way:
     """
 
     def __init__(self, settings: Settings, rollout: Any = None, training: Any = None):
-        shape, self.records = settings.shape, list[StepRecord]()
+        shape = settings.shape
         sampling = {
             "max_prompt_length": shape.prompt_length,
             "max_new_tokens": shape.max_new_tokens,
@@ -85,20 +105,6 @@ class Way:
             training_config=RLTrainingConfig(**work | (training or {})),
             rollout_config=RolloutConfig(**sampling | (rollout or {})),
         )
-        cluster = RLCluster(actor=settings.model(), tokenizer=number_words(settings), cluster_config=config)
-        self.learner = GRPOLearner(
-            rl_cluster=cluster,
-            reward_fns=even,
-            grpo_config=GRPOConfig(num_generations=shape.samples),
-            observers=[self.records.append],
-        )
-
-    def step(self, words: list[dict[str, str]]) -> StepRecord:
-        """Take step 0 on these prompts in this order; without a new loader each call would go on in the data."""
-        self.learner.step = 0
-        self.learner.train(PromptLoader(words, len(words), shuffle=False))
-        return self.records[-1]
-
-    def phases(self) -> dict[str, Any]:
-        """Return the seconds of each phase of the steps in `records`."""
-        return {p: spread_of([float(r.metrics[f"time/{p}"]) for r in self.records]) for p in PHASES}
+        tokenizer = number_words(shape.model.vocab_size, settings.stop_ids)
+        cluster = RLCluster(actor=settings.model(), tokenizer=tokenizer, cluster_config=config)
+        super().__init__(cluster, GRPOConfig(num_generations=shape.samples))
