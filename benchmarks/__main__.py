@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import curves, decode, logprobs, memory, rollout, startup, step, update
+from benchmarks.accelerator import command as accelerator
 from benchmarks.common import Result, Settings, tell
 from benchmarks.sizes import SIZES, size_of
 from covey.errors import CoveyError
@@ -31,13 +32,15 @@ def main(words: Sequence[str] | None = None) -> int:
             asked.dtype,
             asked.picture,
             asked.only,
+            asked.folder,
         )
-        for part in USUAL if asked.part == "all" else [asked.part]:
-            PARTS[part](settings)
+        codes = [PARTS[part](settings) or 0 for part in (USUAL if asked.part == "all" else [asked.part])]
     except CoveyError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    except KeyboardInterrupt:
+        return 130
+    return max(codes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dtype", choices=["float32", "bfloat16"], default=Settings.dtype, help="of weights, cache and products")
     add("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
-    add("--only", default="", metavar="TEXT", help="only variants with this in their names, as 'groups'")
+    add("--only", default="", metavar="TEXT", help="only variants or checks with this in their names")
     add("--picture", type=Path, default=Settings.picture, metavar="FILE", help="where curves are drawn")
+    add("--folder", type=Path, default=Settings.folder, metavar="DIR", help="where the accelerator's results are kept")
     return parser
 
 
@@ -75,7 +79,7 @@ def _telling(part: str, measure: Callable[[Settings], Result], settings: Setting
     tell(measure(settings), part, settings)
 
 
-PARTS: dict[str, Callable[[Settings], None]] = {
+PARTS: dict[str, Callable[[Settings], int | None]] = {
     "decode": partial(_telling, "decode", decode.measure),
     "rollout": partial(_telling, "rollout", rollout.measure),
     "logprobs": partial(_telling, "logprobs", logprobs.measure),
@@ -84,7 +88,9 @@ PARTS: dict[str, Callable[[Settings], None]] = {
     "startup": partial(_telling, "startup", startup.measure),
     "memory": memory.main,
     "curves": curves.main,
+    "accelerator": accelerator.main,
 }
+"""Part → function that measures it; the number that it may return is the exit code."""
 
 USUAL = ("decode", "rollout", "logprobs", "update", "step")
 """Parts that `all` measures: not those that start processes or draw curves, which take long."""

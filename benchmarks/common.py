@@ -44,6 +44,7 @@ class Settings:
         dtype: type of the weights, of the cache and of the operands of products.
         picture: where curves are drawn.
         only: part of the names of the variants to take; others are too slow for some sizes.
+        folder: where the results of the accelerator's checks are kept.
     """
 
     size: str
@@ -55,6 +56,7 @@ class Settings:
     dtype: str = "float32"
     picture: Path = Path("benchmarks/curves.png")
     only: str = ""
+    folder: Path = Path("runs/accelerator")
 
     @property
     def asked(self) -> dict[str, Any]:

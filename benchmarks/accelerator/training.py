@@ -1,0 +1,205 @@
+"""A step and a decode of random weights beside the plan of the same programs; the sampler against the trainer."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.accelerator.checks import Context
+from benchmarks.accelerator.machine import is_cpu, machine_here, memory_limit, memory_peak, places_of, target_here
+from benchmarks.accelerator.results import NotTriedError, Row, seconds_row
+from benchmarks.accelerator.shapes import Shape, abstract_model, random_model, recipe_of, shape_here, work_here
+from benchmarks.common import short
+from benchmarks.decode import FullSlots
+from benchmarks.step import FirstStep, number_words
+from covey.config.recipe import Recipe
+from covey.models.decoder import Decoder
+from covey.packing.rows import pack
+from covey.plan.lengths import Lengths
+from covey.plan.plan import TOTAL_STEPS, Plan, outline_of, plan_programs
+from covey.plan.topologies import Places
+from covey.plan.work import decoding
+from covey.rl.cluster import RLCluster
+from covey.rl.programs import RLPrograms
+from covey.rl.roles import ClusterConfig, Role
+from covey.types import Group
+
+REPEAT = 3
+"""Number of steps that are measured behind the first, which compiles."""
+CHUNKS = 8
+"""Number of chunks of decode steps that are measured."""
+LOGPS_APART = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest mean distance in nats of the trainer's log-probs from the sampler's, by the type of weights and products."""
+
+
+class Subject:
+    """A model's shape with the recipe of its step, on some devices.
+
+    Args:
+        shape: the shape.
+        mesh: number of devices along each axis; one device if not set.
+        dtype: see `recipe_of`.
+    """
+
+    def __init__(self, shape: Shape, mesh: Mapping[str, int] | None = None, dtype: str | None = None):
+        self.shape = shape
+        self.recipe: Recipe = recipe_of(shape, mesh, dtype)
+        self.places: Places = places_of(self.recipe.model.mesh, jax.devices())
+        self.model: Decoder = abstract_model(self.shape, self.recipe, self.places)
+        self.dtype = str(jnp.dtype(self.recipe.model.dtype))
+
+    def cluster(self, model: Decoder) -> RLCluster:
+        """Return the cluster of the step, with `model` of arrays or of shapes; no completion ever stops."""
+        size, mesh = self.shape.config.vocab_size, self.places.actor
+        meshes = {Role.ACTOR: mesh} if isinstance(mesh, jax.sharding.Mesh) else {}
+        config = ClusterConfig(meshes, self.recipe.training, self.recipe.rollout)
+        return RLCluster(actor=model, tokenizer=number_words(size, (size,)), cluster_config=config)
+
+    def plan(self, context: Context) -> Plan:
+        """Return the plan of the step's programs on these devices.
+
+        Raises:
+            NotTriedError: they do not fit.
+        """
+        run = RLPrograms(self.cluster(self.model), self.recipe.grpo, total_steps=TOTAL_STEPS)
+        held = max(sum(parts.values()) for parts in outline_of(self.recipe, run).memory.values())
+        if (limit := memory_limit()) and held > limit:
+            raise NotTriedError(f"does not fit: arrays of {held / 1e9:.1f} GB, and a device has {limit / 1e9:.1f} GB")
+        count, machine, work = self.recipe.model.mesh, machine_here(self.dtype), work_here()
+        target = target_here(count.data * count.fsdp * count.tp)
+        lengths = Lengths(work.prompt_length, (work.new_tokens,))
+        plan = plan_programs(self.recipe, run, target, self.places, context.tell, lengths, machine)
+        if not plan.fits:
+            peak, memory = plan.peak / 1e9, plan.machine.memory / 1e9
+            raise NotTriedError(f"does not fit: a peak of {peak:.1f} GB, and a device has {memory:.1f} GB")
+        return plan
+
+    def learner(self) -> FirstStep:
+        """Return a learner of random weights."""
+        return FirstStep(self.cluster(random_model(self.model)), self.recipe.grpo)
+
+    def prompts(self) -> list[dict[str, str]]:
+        """Return the step's prompts, all of the greatest length."""
+        work, draw = work_here(), np.random.default_rng(1)
+        tokens = draw.integers(0, self.shape.config.vocab_size, (work.prompts, work.prompt_length))
+        return [{"prompt": " ".join(map(str, prompt))} for prompt in tokens]
+
+
+def measure(name: str, context: Context) -> Iterator[Row]:
+    """Measure the step and the decode of a shape beside their plan.
+
+    Raises:
+        NotTriedError: it does not fit.
+    """
+    yield from Measurement(Subject(shape_here(name)), context).rows()
+
+
+class Measurement:
+    """Steps of a subject that were taken after its plan was made.
+
+    Attributes:
+        first: record of the first step.
+
+    Raises:
+        NotTriedError: it does not fit.
+    """
+
+    def __init__(self, subject: Subject, context: Context):
+        self.subject, self.context = subject, context
+        self.plan = subject.plan(context)
+        context.tell("the first step, which compiles")
+        self.learner, prompts = subject.learner(), subject.prompts()
+        self.first = self.learner.step(prompts)
+        self.learner.records.clear()
+        for number in range(REPEAT):
+            context.tell(f"step {number + 1} of {REPEAT}")
+            self.learner.step(prompts)
+        self.peak = memory_peak()
+
+    @property
+    def cluster(self) -> RLCluster:
+        """The models."""
+        return self.learner.learner.cluster
+
+    def rows(self, told: str = "") -> Iterator[Row]:
+        """Yield the rows, with `told` behind the names of the quantities."""
+        expected = {one.phase.name: one.expected for one in self.plan.phases}
+        for phase, seconds in self.learner.phases().items():
+            yield seconds_row(f"{phase}{told}", seconds["median"], expected.get(phase))
+        if self.peak:
+            yield Row(f"peak memory{told}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
+        yield from _sampler_rows(self.first.metrics, self.subject.dtype, told)
+        self.context.tell("decoding with all slots busy")
+        yield seconds_row(f"decode step, beside its bound{told}", *_decode(self.subject, self.cluster, self.plan))
+
+    def logps(self, groups: Sequence[Group]) -> np.ndarray:
+        """Return the trainer's log-probs of all tokens of these groups."""
+        training = self.subject.recipe.training
+        rows = pack(groups, training.row_length, max_tokens=training.max_tokens_per_micro_batch)
+        lengths = [len(completion.tokens) for group in groups for completion in group.completions]
+        return np.concatenate(self.cluster.get_old_per_token_logps(rows, lengths))
+
+
+def _decode(subject: Subject, cluster: RLCluster, plan: Plan) -> tuple[float, float]:
+    """Return the seconds of a decode step in the middle of the completions, and the least that the devices allow."""
+    work, chunk, rank = work_here(), subject.recipe.rollout.decode_chunk, subject.recipe.model.lora.rank
+    slots, place = work.prompts * work.samples, work.prompt_length + work.new_tokens // 2
+    params = cluster.rollout.sampling_params()
+    decode = FullSlots(cluster.rollout.engine.programs, params, slots, chunk, place)
+    decode(slots * chunk)
+    seconds = _seconds(lambda: decode(CHUNKS * slots * chunk)) / (CHUNKS * chunk)
+    itemsize, mesh = jnp.dtype(subject.dtype).itemsize, subject.recipe.model.mesh
+    flops, read = decoding(subject.shape.config, [(place, 1)] * slots, slots / mesh.data, rank, itemsize)
+    count = mesh.data * mesh.fsdp * mesh.tp if plan.target.count else 1
+    rate = plan.machine.flops.get(subject.dtype, max(plan.machine.flops.values()))
+    return seconds, max(read / plan.machine.bandwidth, flops / rate) / count
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _sampler_rows(metrics: Mapping[str, float], dtype: str, told: str = "") -> Iterator[Row]:
+    """Yield the distance of the sampler's log-probs from the trainer's, and the share of tokens that it draws otherwise
+    with the same noise, from a step's metrics.
+    """
+    mean, most = (short(metrics[f"sampling/logp_difference/{which}"]) for which in ("mean", "max"))
+    yield Row(f"sampler's log-probs, mean distance{told}", mean, LOGPS_APART[dtype], "nats", bound=True)
+    yield Row(f"sampler's log-probs, greatest distance{told}", most, None, "nats")
+
+
+def compare_sampler(context: Context) -> Iterator[Row]:
+    """Compare sampler and trainer at equal weights in the shape of 0.5B with adapters, in both types; on a CPU, where
+    the steps of the shapes are in float32, in bfloat16 alone.
+    """
+    shape = replace(shape_here("0.5B"), rank=shape_here("2B").rank)
+    for dtype in ("bfloat16",) if is_cpu() else ("float32", "bfloat16"):
+        context.tell(f"a step in {dtype}, which compiles")
+        subject = Subject(shape, dtype=dtype)
+        yield from _sampler_rows(subject.learner().step(subject.prompts()).metrics, dtype, f", {dtype}")
+
+
+def compare_meshes(context: Context) -> Iterator[Row]:
+    """Measure the step of 2B on all devices, divided by weights and by products, and compare the log-probs that the two
+    compute of the same tokens.
+
+    Raises:
+        NotTriedError: there is one device, or the step does not fit.
+    """
+    if (count := jax.device_count()) == 1:
+        raise NotTriedError("there is one device")
+    groups: Sequence[Group] = ()
+    logps, bound = [], 0.0
+    for axis in ("fsdp", "tp"):
+        measurement = Measurement(Subject(shape_here("2B"), {axis: count}), context)
+        yield from measurement.rows(f", {axis} {count}")
+        groups = groups or measurement.first.groups
+        logps.append(measurement.logps(groups))
+        bound = LOGPS_APART[measurement.subject.dtype]
+    distance = short(np.abs(logps[0] - logps[1]).mean())
+    yield Row("log-probs by the two meshes, mean distance", distance, bound, "nats", bound=True)

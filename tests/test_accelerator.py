@@ -1,0 +1,131 @@
+"""The checks for machines with accelerators, in tiny sizes, and the command that makes them one after the other."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.accelerator import attention, checks, command, restart
+from benchmarks.accelerator.__main__ import run
+from benchmarks.accelerator.checks import CHECKS, Check, Context
+from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
+from covey.config import recipe
+from covey.plan import roofline
+
+DESCRIBED = {"identity": {"covey": "0.1.0", "device": "a card", "devices": 1}, "machine": {}}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
+def test_the_tiny_sizes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that start processes (tests/faults) and that take the same step in another type or shape."""
+    monkeypatch.setattr(roofline, "STREAMED", 2**20)
+    monkeypatch.setattr(roofline, "CALLS", 1)
+    monkeypatch.setattr(attention, "_platforms", lambda: [("cuda", True)])
+    rows: dict[str, Row] = {}
+    for name in ("machine", "attention", "decode attention", "2B"):
+        outcome = run(by_name(name), Context(tmp_path, lambda text: None))
+        assert (outcome.status, outcome.message) == (PASSED, "")
+        rows |= {f"{name}: {row.what}": row for row in outcome.rows}
+    assert {name.split(": ")[0] for name, row in rows.items() if row.bound} == {"attention", "decode attention", "2B"}
+    planned = ("rollout", "logps", "update", "peak memory", "decode step, beside its bound")
+    assert all((rows[f"2B: {what}"].expected or 0) > 0 for what in planned)
+
+
+def test_the_run_that_is_killed_saves_each_step_and_needs_one_device() -> None:
+    loaded = recipe.load("arithmetic-tiny", restart.settings())
+    assert (loaded.training.max_steps, loaded.training.checkpoint_every_n_steps) == (restart.STEPS, 1)
+    assert (loaded.model.mesh.data, loaded.model.mesh.fsdp, loaded.model.mesh.tp) == (1, 1, 1)
+
+
+def by_name(name: str) -> Check:
+    return next(check for check in CHECKS if check.name == name)
+
+
+def passes(context: Context) -> Iterator[Row]:
+    yield Row("seconds", 3.0, 2.0, "s")
+
+
+def is_beyond(context: Context) -> Iterator[Row]:
+    yield Row("difference", 3.0, 2.0, bound=True)
+    yield Row("difference", float("nan"), 2.0, bound=True)
+
+
+def raises(context: Context) -> Iterator[Row]:
+    yield Row("seconds", 3.0)
+    raise ValueError("no such | kernel")
+
+
+def is_alone(context: Context) -> Iterator[Row]:
+    raise NotTriedError("there is one device")
+    yield
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checks that were made, here and not in processes of their own; of four that are made up."""
+    functions: dict[str, Callable[[Context], Any]] = {f.__name__: f for f in (passes, raises, is_beyond, is_alone)}
+    monkeypatch.setattr(checks, "resolve_name", lambda path: functions[path.split(":")[1]])
+    monkeypatch.setattr(command, "CHECKS", [Check(name, f":{name}", "does it", 1.0) for name in functions])
+    monkeypatch.setattr(command, "describe", lambda folder: DESCRIBED)
+    names: list[str] = []
+
+    def make(check: Check, folder: Path) -> Outcome:
+        names.append(check.name)
+        return run(check, Context(folder, print))
+
+    monkeypatch.setattr(command, "make", make)
+    return names
+
+
+def test_a_check_that_raises_is_recorded_and_the_others_go_on(
+    made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["accelerator", "--folder", str(tmp_path)]) == 1
+    values = json.loads((tmp_path / "results.json").read_text())
+    statuses = {name: one["status"] for name, one in values["checks"].items()}
+    assert statuses == {"passes": PASSED, "raises": ERROR, "is_beyond": FAILED, "is_alone": NOT_TRIED}
+    assert values["checks"]["raises"]["message"] == "ValueError: no such | kernel"
+    told = capsys.readouterr().out
+    assert "| passes | seconds | 2 s | 3 s | 1.50 |" in told
+    assert "| raises | error: ValueError: no such \\| kernel |" in told
+    assert "| is_beyond | difference (failed) | ≤ 2 | 3 | 1.50 |" in told
+
+
+def test_a_call_that_was_stopped_is_gone_on_with(
+    made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is finished is skipped, what failed is made again; on another device or version all is."""
+    words, make = ["accelerator", "--folder", str(tmp_path)], command.make
+
+    def stop(check: Check, folder: Path) -> Outcome:
+        if check.name == "raises":
+            raise KeyboardInterrupt
+        return make(check, folder)
+
+    monkeypatch.setattr(command, "make", stop)
+    assert main(words) == 130
+    monkeypatch.setattr(command, "make", make)
+    assert (main(words), main(words)) == (1, 1)
+    assert made == ["passes", "raises", "is_beyond", "is_alone", "raises", "is_beyond"]
+    monkeypatch.setitem(DESCRIBED, "identity", {"device": "another card", "devices": 1})
+    assert main([*words, "--only", "passes"]) == 0
+    assert made[6:] == ["passes"]
+    assert (tmp_path / "results.earlier.json").exists()
+
+
+def test_a_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(name: str, folder: Path, limit: float) -> tuple[int | None, Path]:
+        (folder / "log").write_text("the driver is gone\n")
+        return codes.pop(0), folder / "log"
+
+    codes = [-9, None]
+    monkeypatch.setattr(command, "start", start)
+    messages = [command.make(by_name("8B"), tmp_path).message for _ in range(2)]
+    assert messages == [
+        "its process ended with -9: the driver is gone",
+        "took too long and was ended: the driver is gone",
+    ]
