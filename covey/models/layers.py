@@ -32,16 +32,24 @@ def save_product(x: Array) -> Array:
     16-bit floats are saved as integers: a loop saves into one array for all of its iterations, and on a CPU, where XLA
     has no such floats, it would convert the whole array to float32 and back in each iteration.
     """
-    return _save_16_bit(x) if jnp.dtype(x.dtype).itemsize == 2 else checkpoint_name(x, SAVED_PRODUCT)
+    return _save_16_bit(x) if _has_16_bits(x) else mark_product(x)
 
 
-def _save_bits(x: Array) -> Array:
-    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), SAVED_PRODUCT)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
+def mark_product(x: Array) -> Array:
+    """Return `x`, marked as by `save_product`, without a derivative: for the forward rules of other derivatives, where
+    a policy would see the call of `save_product` as a whole, and not the name in it.
+    """
+    stored = jax.lax.bitcast_convert_type(x, jnp.uint16) if _has_16_bits(x) else x
+    marked: Array = checkpoint_name(stored, SAVED_PRODUCT)
+    return jax.lax.bitcast_convert_type(marked, x.dtype) if _has_16_bits(x) else marked
 
 
-_save_16_bit = jax.custom_vjp(_save_bits)
-_save_16_bit.defvjp(lambda x: (_save_bits(x), None), lambda _, grad: (grad,))
+def _has_16_bits(x: Array) -> bool:
+    return jnp.dtype(x.dtype).itemsize == 2
+
+
+_save_16_bit = jax.custom_vjp(mark_product)
+_save_16_bit.defvjp(lambda x: (mark_product(x), None), lambda _, grad: (grad,))
 
 
 def _dot(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from covey.models.attention import Attend
 from covey.models.blockwise import blockwise_attention
 from covey.models.decoder import Decoder
-from covey.models.layers import save_product
+from covey.models.layers import mark_product
 from covey.models.spans import NO_WINDOW, Spans, distinct_windows
 from covey.parallel.sharding import DEFAULT_RULES, num_row_shards, row_sharding
 
@@ -136,7 +136,7 @@ def _attention(
 def _forward(call: _Call, q: Array, k: Array, v: Array, tables: Any) -> tuple[Array, Any]:
     run = partial(call.kernel.forward, softcap=call.softcap, interpret=call.interpret)
     inputs = ("activation", "activation", "activation", "table")
-    out, logsumexp = map(save_product, call.shard(run, inputs, ("activation", "statistic"))(q, k, v, tables))
+    out, logsumexp = map(mark_product, call.shard(run, inputs, ("activation", "statistic"))(q, k, v, tables))
     return out, (q, k, v, out, logsumexp, tables)
 
 

@@ -240,9 +240,10 @@ def kernels(jaxpr: Any) -> Iterator[str]:
                 yield from kernels(inner)
 
 
-def traced(platform: str, of: Callable[..., Any]) -> list[str]:
+def traced(platform: str, of: Callable[..., Any], dtype: str = "float32") -> list[str]:
     """Kernels of a decoder, or of its gradient."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))
+    make = lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), param_dtype=jnp.dtype(dtype), compute_dtype=jnp.dtype(dtype))  # noqa: E731
+    graph, state = nnx.split(nnx.eval_shape(make))
 
     def total(state: Any) -> jax.Array:
         model = nnx.merge(graph, state)
@@ -253,9 +254,10 @@ def traced(platform: str, of: Callable[..., Any]) -> list[str]:
     return [name.removeprefix("tree_attention_") for name in kernels(jax.make_jaxpr(of(total))(state).jaxpr)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_a_layer_computed_again_does_not_attend_again(platform: str) -> None:
-    assert traced(platform, jax.grad) == ["forward", "dq", "dkv"]
+def test_a_layer_computed_again_does_not_attend_again(platform: str, dtype: str) -> None:
+    assert traced(platform, jax.grad, dtype) == ["forward", "dq", "dkv"]
 
 
 def test_the_platform_chooses_the_implementation() -> None:
