@@ -50,7 +50,10 @@ def scan_layers(
     """
     if platform != "cpu":
         weights = jax.tree.map(lambda *x: jnp.stack(x), *trees) if isinstance(trees, Sequence) else trees
-        body = jax.checkpoint(lambda x, inputs: (step(x, *inputs), None), policy=policy)
+        # Passes in loops of their own share no computation, and the barrier against it would copy each layer's weights.
+        # A loop of one turn is no loop to XLA.
+        is_alone = len(jax.tree.leaves(per_layer)[0]) == 1
+        body = jax.checkpoint(lambda x, inputs: (step(x, *inputs), None), prevent_cse=is_alone, policy=policy)
         return jax.lax.scan(body, x, (weights, per_layer))[0]
     assert isinstance(trees, Sequence), "a CPU has a list of layers"
     sums = _take_sums(trees)

@@ -1,18 +1,29 @@
-"""Projections split over the devices of a mesh, as the compiler for v5e leaves them."""
+"""Projections split over the devices of a mesh, and layers in an update, as the compiler for v5e leaves them."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from covey.config.algorithms import algorithm_of
+from covey.config.schema import GRPOConfig, LoRAConfig
 from covey.models.config import ModelConfig
-from covey.models.decoder import rngs_for_shapes
+from covey.models.decoder import abstract_decoder, rngs_for_shapes
+from covey.models.layer_stack import stack_layers
 from covey.models.layers import MLP, Linear
+from covey.models.lora import with_lora
+from covey.packing.rows import abstract_rows
+from covey.parallel.sharding import place_model, rows_placement
 from covey.plan.hlo import Program
+from covey.rl.micro_batches import abstract_policy_batch, policy_loss_fn
+from covey.train.programs import UpdatePrograms
 
 ROWS, TIME, WIDTH = 2, 1024, 2304
 
@@ -44,3 +55,19 @@ def test_devices_add_their_parts_of_a_product_in_its_own_type(topology: Callable
     compiled = jax.jit(run, out_shardings=x.sharding).lower(placed, x, x).compile()
     sums = Program(compiled.as_text()).of("all-reduce")
     assert [shape for one in sums for shape in one.shapes] == [f"bf16[{ROWS},{TIME},{WIDTH}]"] * 2
+
+
+def test_an_update_attends_once_in_a_layer_and_copies_no_layer_of_a_stack(topology: Callable[[str], Any]) -> None:
+    """The whole program of the gradients of adapters: kernels are read where they lie in their stacks."""
+    config = ModelConfig(1024, 1024, 2048, 3, 8, 4, 128)
+    base = abstract_decoder(config, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    model = nnx.eval_shape(partial(with_lora, config=LoRAConfig(rank=16)), base)
+    model = stack_layers(place_model(model, topology("v5e:2x2").devices[0]))
+    programs = UpdatePrograms(model, optax.sgd(1.0), policy_loss_fn(algorithm_of(GRPOConfig(beta=0.0)), 1.0))
+    rows = abstract_rows(1, 640, rows_placement(programs.trainable))
+    batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False)
+    text = programs.gradients_program(batch).lower().compile().as_text()
+    assert sorted(re.findall(r"%\w*tree_attention_(\w+?)_*(?:\.\d+)? = ", text)) == ["dkv", "dq", "forward"]
+    kernels = {f"bf16[{n_in},{n_out}]" for n_in, n_out in config.projection_shapes().values()}
+    made = Program(text).of("copy", "dynamic-slice", "fusion")
+    assert [x for x in made if x.loops == (config.num_layers,) and kernels & set(x.shapes)] == []

@@ -93,3 +93,10 @@ def test_stacks_are_not_copied() -> None:
     gradient = jax.jit(jax.grad(lambda x, stacks: run(x, stacks).sum()))
     assert gradient.lower(x, stacks).compile().memory_analysis().temp_size_in_bytes < 0.2 * stacks["kernel"].nbytes
     np.testing.assert_allclose(run(x, stacks), run(x, layers(count)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "barriers"), [(1, True), (2, False)])
+def test_a_layer_alone_has_a_barrier_between_its_passes(count: int, barriers: bool) -> None:
+    """XLA spells out a loop of one turn, and would undo the recomputation; in others a barrier copies the weights."""
+    lowered = jax.jit(jax.grad(partial(total, "tpu", None), 1)).lower(layers(count), jnp.ones((5, WIDTH), jnp.float32))
+    assert ("optimization_barrier" in lowered.as_text()) == barriers
