@@ -7,6 +7,7 @@ other way, CPU upcasts whole bfloat16 weights. Norms and rotations run in float3
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -209,7 +210,11 @@ class LoRA(nnx.Module):
 
     def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes, sum_dtype: DTypeLike) -> Array:
         narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in), sum_dtype)
-        narrow = narrow * jnp.asarray(self.scale, x.dtype)  # scaled where the array is smallest
+        return self.widen(narrow, dtype, n_out, sum_dtype)
+
+    def widen(self, narrow: Float[Array, "... rank"], dtype: DTypeLike, n_out: Axes, sum_dtype: DTypeLike) -> Array:
+        """Return the addition whose product with A is `narrow`."""
+        narrow = narrow * jnp.asarray(self.scale, narrow.dtype)  # scaled where the array is smallest
         return project(narrow, self.b[...].reshape(-1, *n_out), dtype, 1, sum_dtype)
 
 
@@ -253,46 +258,73 @@ class Linear(nnx.Module):
         return self.platform == "tpu" and time > 1 and not isinstance(self.kernel, QuantisedKernel)
 
     def _apply(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
+        out, sum_dtype = self._product(x, n_in, n_out), sum_dtype_of(x.dtype, self.platform)
+        adapted = None if self.lora is None else self.lora(x, self.dtype, n_in, n_out, sum_dtype)
+        return self._finish(out, n_out, adapted)
+
+    def _product(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
+        """Return the product with the kernel."""
         kernel = self.kernel
         if isinstance(kernel, QuantisedKernel):
-            out = project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
-        else:
-            sum_dtype = sum_dtype_of(x.dtype, self.platform)
-            out = project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in), sum_dtype)
-        return self._finish(x, out, n_in, n_out)
+            return project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
+        sum_dtype = sum_dtype_of(x.dtype, self.platform)
+        return project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in), sum_dtype)
 
-    def _finish(self, x: Array, out: Array, n_in: Axes, n_out: Axes) -> Array:
-        """Add to the product with the kernel what else is added."""
+    def _finish(self, out: Array, n_out: Axes, adapted: Array | None) -> Array:
+        """Add the bias, and what the adapter adds, to the product with the kernel."""
         if self.bias is not None:
-            out = out + self.bias[...].astype(x.dtype).reshape(n_out)
-        if self.lora is not None:
-            out = out + self.lora(x, self.dtype, n_in, n_out, sum_dtype_of(x.dtype, self.platform))
-        return save_product(out)
+            out = out + self.bias[...].astype(out.dtype).reshape(n_out)
+        return save_product(out if adapted is None else out + adapted)
 
 
 def apply_together(
     linears: Sequence[Linear], x: Float[Array, "... n_in"], width: int | None = None
 ) -> list[Float[Array, "..."]]:
-    """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared`.
+    """Return the projection of `x` by each of `linears`, as heads if their `width` is given; see `project_shared` and
+    `_apply_adapters`.
 
     Heads of one token are divided behind a barrier: on a TPU the compiler would divide the kernel instead, and copy it
     into another order.
     """
-    if any(linear.platform == "cpu" or isinstance(linear.kernel, QuantisedKernel) for linear in linears):
+    platform, is_decoding = linears[0].platform, x.shape[-2] == 1
+    quantised = any(isinstance(linear.kernel, QuantisedKernel) for linear in linears)
+    if platform == "cpu" or (quantised and is_decoding):
         return [linear(x) if width is None else linear.to_heads(x, width) for linear in linears]
     axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(x, width) for linear in linears]
-    shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
-    kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
-    products = project_shared(x, kernels, linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform))
-    outs = [
-        linear._finish(x, out, linear.shape[:1], n_out)
-        for linear, out, n_out in zip(linears, products, axes, strict=True)
-    ]
+    products = _apply_kernels(linears, x, axes, quantised)
+    parts = zip(linears, products, axes, _apply_adapters(linears, x, axes), strict=True)
+    outs = [linear._finish(out, n_out, adapted) for linear, out, n_out, adapted in parts]
     if width is None:
         return outs
-    if x.shape[-2] == 1 and linears[0].platform == "tpu":
+    if is_decoding and platform == "tpu":
         outs = list(jax.lax.optimization_barrier(tuple(outs)))
     return [out.reshape(*x.shape[:-1], -1, width) for out in outs]
+
+
+def _apply_kernels(linears: Sequence[Linear], x: Array, axes: Sequence[Axes], quantised: bool) -> Sequence[Array]:
+    """Return the product of `x` with the kernel of each of `linears`, with these axes for n_out."""
+    if quantised:
+        return [linear._product(x, linear.shape[:1], n_out) for linear, n_out in zip(linears, axes, strict=True)]
+    shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
+    kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))
+    return project_shared(x, kernels, linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform))
+
+
+def _apply_adapters(linears: Sequence[Linear], x: Array, axes: Sequence[Axes]) -> list[Array | None]:
+    """Return what the adapter of each of `linears` adds, with these axes for n_out; None where there is none.
+
+    Their A lie side by side in one product, forward and backward: a rank is narrower than the unit for products. To
+    decode, where time goes into reading them, they are not copied together.
+    """
+    dtype, sum_dtype = linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform)
+    adapters = [linear.lora for linear in linears if linear.lora is not None]
+    if x.shape[-2] == 1 or len(adapters) < len(linears):
+        pairs = [(linear.lora, n_out) for linear, n_out in zip(linears, axes, strict=True)]
+        return [None if lora is None else lora(x, dtype, x.shape[-1:], n_out, sum_dtype) for lora, n_out in pairs]
+    joined = project(x, jnp.concatenate([lora.a[...] for lora in adapters], axis=1), dtype, 1, sum_dtype)
+    narrow = jnp.split(joined, list(accumulate(lora.a.shape[1] for lora in adapters))[:-1], axis=-1)
+    parts = zip(adapters, narrow, axes, strict=True)
+    return [lora.widen(part, dtype, n_out, sum_dtype) for lora, part, n_out in parts]
 
 
 class RMSNorm(nnx.Module):
