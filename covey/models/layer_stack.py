@@ -37,7 +37,7 @@ def stack_models(models: Sequence[Model]) -> list[Model]:
     stacked: dict[tuple[Any, ...], Any] = {}
 
     def join(*leaves: Any) -> Any:
-        key = tuple(map(_buffers, leaves))
+        key = tuple(map(buffers, leaves))
         if key not in stacked:
             stacked[key] = _stack(leaves)
         return stacked[key]
@@ -187,9 +187,9 @@ def _adapters(layer: Layer) -> list[LoRA]:
     return [node for _, node in nnx.iter_graph(layer) if isinstance(node, LoRA)]
 
 
-def _buffers(x: Any) -> Any:
-    """Return the identity of the memory of an array: two objects may share it."""
-    if not isinstance(x, jax.Array):
+def buffers(x: Any) -> Any:
+    """Return the identity of the memory of an array, which objects may share; that of the object where it has none."""
+    if not isinstance(x, jax.Array) or x.is_deleted():
         return id(x)
     return x.shape, x.dtype, tuple(piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards)
 

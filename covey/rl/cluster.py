@@ -39,6 +39,7 @@ from covey.rl.inference import (
 from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
+from covey.rl.sampling_weights import StackLoan
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import make_optimizer
@@ -189,6 +190,8 @@ class RLCluster(Keywords):
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()
+        if self._actor.stacked and self.config.shares_weights and not self.config.runs_ahead:
+            self._lend_stacks()
 
     def make_trainer(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> Trainer:
         """Make the trainer of the actor; arguments as for `prepare`."""
@@ -395,6 +398,15 @@ class RLCluster(Keywords):
         )
         self._reference_moves = bool(config.reference_every_n_updates)
         self.inference.host(Role.REFERENCE, copy_donated_arrays(reference, self._actor, self._reference_moves))
+
+    def _lend_stacks(self) -> None:
+        """Let the rollout take the stacks of all models apart while it samples; it may share them with any."""
+        trainers = [trainer for trainer in (self.trainer, self.critic_trainer) if trainer is not None]
+        states = [(trainer, name) for trainer in trainers for name in ("trainable", "frozen")]
+        holders = [*states, (self.rollout, "params"), (self.inference, "params")]
+        self.rollout.loan = StackLoan(self.rollout.weights.stacks, holders)
+        graph, params = nnx.split(self._actor)
+        self._actor = nnx.merge(graph, abstract(params))  # the trainer has the arrays
 
     def _host_critic(self) -> ValueModel:
         """Return the critic that was given or a new one; the inference worker hosts it."""

@@ -2,22 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
 from covey.config.schema import RolloutConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
-from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_head
-from covey.models.layer_stack import LayerStacks, unstack_layers
+from covey.models.dtypes import with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
-from covey.parallel.programs import abstract, takes_shapes
 from covey.parallel.reshard import mesh_of
 from covey.rl.inference import RowScorer
+from covey.rl.sampling_weights import SamplingWeights, StackLoan
 from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import SamplerStats
@@ -83,6 +80,8 @@ class RolloutWorker:
         params: current weights; `sampling_params` are those that the engine takes.
         version: number of times that they were set.
         engine: draws the tokens.
+        weights: makes `sampling_params` of `params`.
+        loan: lends the stacks of a learner on the same devices; without one, they stay beside `sampling_params`.
         tool: the tool that `config` names; None without one.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
@@ -100,8 +99,9 @@ class RolloutWorker:
         self._graph, self.params = nnx.split(model)
         self.version = 0
         self.tokenizer, self.config, self.environments = tokenizer, config, environments
-        shapes, self._convert = _conversion(with_rounded_head(model))
-        self.engine = Engine(shapes, tokenizer.stop_ids, config, fixed_shapes)
+        self.weights = SamplingWeights(with_rounded_head(model))
+        self.loan: StackLoan | None = None
+        self.engine = Engine(self.weights.model, tokenizer.stop_ids, config, fixed_shapes)
         self._scorer = RowScorer(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self.tool = self._prepare(config)
@@ -173,11 +173,13 @@ class RolloutWorker:
     ) -> list[list[Completion]]:
         """Wake the engine for the current weights and these settings, sample, and let it sleep."""
         self.engine.configure(config)
-        self.engine.update_weights(self.sampling_params(), self.version)
         try:
+            self.engine.update_weights(self._take_weights(), self.version)
             return generate(self.engine, requests, progress)
         finally:
             self.engine.sleep()
+            if self.loan is not None:
+                self.loan.give_back()
 
     def check_prompts(self, examples: Sequence[Mapping[str, Any]], data: str) -> None:
         """Refuse data with a prompt that cannot be sampled, before any sampling. The prompt of an environment is known
@@ -216,7 +218,20 @@ class RolloutWorker:
 
     def sampling_params(self) -> Any:
         """Return the current weights as the engine's programs take them; of a model of shapes, their shapes."""
-        return self._convert(nnx.split(with_rounded_head(self.model))[1])
+        return self.weights.convert(self._own_params())
+
+    def _take_weights(self) -> Any:
+        """Return `sampling_params`; with a loan, the stacks that it lends have no memory any more."""
+        if self.loan is None:
+            return self.sampling_params()
+        lendable, kept = self.weights.split_lendable(self._own_params())
+        paths = [path for path, _ in nnx.to_flat_state(lendable)]
+        del lendable
+        return nnx.merge_state(self.loan.take(self, "params", paths), self.weights.convert(kept))
+
+    def _own_params(self) -> Any:
+        """Return the current weights, with a head of its own if sampling needs one."""
+        return nnx.split(with_rounded_head(self.model))[1]
 
     def _prepare(self, config: RolloutConfig) -> Tool | None:
         """Check that the model has enough positions for `config`, and return its tool."""
@@ -232,31 +247,3 @@ class RolloutWorker:
     def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
         read = self.tokenizer.decode if tool is None else tool.text
         return dataclasses.replace(completion, text=read(completion.tokens))
-
-
-def _conversion(model: Decoder) -> tuple[Decoder, Callable[[Any], Any]]:
-    """Return the model that samples, of shapes, and the function that makes its parameters of those of `model`.
-
-    It has a list of layers. A step of decoding reads all weights once, as fast as memory gives them only from arrays of
-    their own: from stacks a TPU takes more than twice as long, and a GPU first copies kernels of the MLPs. The list is
-    freed behind the rollout.
-    """
-    graph, params = nnx.split(model)
-    dtype = sampling_type(model)
-    shapes = abstract(params)
-    if not model.stacked:
-        return nnx.merge(graph, round_for_sampling(shapes, dtype)), partial(round_for_sampling, dtype=dtype)
-    stacks = LayerStacks(model)
-    graph = nnx.split(unstack_layers(nnx.merge(graph, shapes)))[0]
-
-    def listed(layers: Any) -> Any:
-        return round_for_sampling(stacks.unstack(layers), dtype)
-
-    places = jax.tree.map(lambda x: x.sharding, listed(stacks.split(shapes)[0]))
-    convert = takes_shapes(jax.jit(listed, out_shardings=places), places)
-
-    def converted(params: Any) -> Any:
-        layers, rest = stacks.split(params)
-        return nnx.merge_state(convert(layers), rest)
-
-    return nnx.merge(graph, converted(shapes)), converted

@@ -27,6 +27,7 @@ from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
+from covey.parallel.programs import is_abstract
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.micro_batches import TrainBatch
@@ -501,6 +502,39 @@ def momentum_cluster(actor: Decoder, mesh: Any) -> RLCluster:
     return made
 
 
+@pytest.mark.parametrize("lora", [0, 4])
+def test_stacks_are_lent_while_the_rollout_samples(
+    cluster: Callable[..., RLCluster], monkeypatch: pytest.MonkeyPatch, lora: int
+) -> None:
+    """Whoever shares them has shapes meanwhile, and no second copy is in memory; behind a rollout, even one that fails,
+    they are there again, bit for bit.
+    """
+    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
+    made = cluster(lora)
+    assert made.trainer is not None
+    sharing = [made.trainer, made.rollout, *([made.inference] if lora else [])]
+    states = lambda: [flatten(one.params) for one in sharing]  # noqa: E731
+    (stack,) = (x for name, x in flatten(made.trainer.params).items() if name.endswith("gate_proj.kernel"))
+    shapes = stack.shape, stack.shape[1:]
+    del stack
+
+    def in_memory() -> int:
+        gc.collect()
+        return sum(x.size for x in jax.live_arrays() if x.shape in shapes)
+
+    before, kernels, sampled = jax.tree.map(np.array, states()), in_memory(), []
+
+    def fails(*_: Any) -> None:
+        sampled.append((in_memory(), [is_abstract(state) for state in states()]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("covey.rl.rollout.generate", fails)
+    with pytest.raises(KeyboardInterrupt):
+        made.generate(EXAMPLES, 4)
+    assert sampled == [(kernels, [True] * len(sharing))]
+    jax.tree.map(np.testing.assert_array_equal, states(), before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("lora", "mesh"), [(0, None), (4, (2, 2))], ids=["one device", "mesh"])
 def test_stacks_of_layers_train_as_a_list_does(
@@ -531,6 +565,7 @@ def test_stacks_of_layers_train_as_a_list_does(
             made.sync_weights()
         np.testing.assert_allclose(np.concatenate(ref[1]), np.concatenate(ref[0]), atol=1e-5)
         assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    assert tokens(stacked.generate(EXAMPLES, 4)) == tokens(listed.generate(EXAMPLES, 4))
     states = [made.state() for made in pairs]
     shapes = [{name: x.shape for name, x in flatten(tree).items()} for tree in (*states, stacked.state_shapes())]
     assert shapes[0] == shapes[1] == shapes[2]
