@@ -2,7 +2,8 @@
 
 As the engine does it: samples enter free slots in the order of their prompts, between two chunks of decode steps; a
 prompt is prefilled with those behind it, when its first sample enters. A slot whose sample has ended stays free until
-the chunk ends, and at the end of a rollout until the longest sample has ended.
+the chunk ends, also through the next one if that was launched before this was read, and at the end of a rollout until
+the longest sample has ended.
 """
 
 import heapq
@@ -50,17 +51,18 @@ class Timeline:
         return self.drawn / self.slot_steps if self.slot_steps else 0.0
 
 
-def timeline(scheduler: Scheduler, lengths: Int[np.ndarray, "prompts samples"]) -> Timeline:
+def timeline(scheduler: Scheduler, lengths: Int[np.ndarray, "prompts samples"], unread: int = 0) -> Timeline:
     """Return the calls of one rollout.
 
     Args:
         scheduler: one to which its requests were added.
         lengths: number of tokens of each completion.
+        unread: number of chunks that are launched before the one before them is read.
     """
     (prompts, samples), rows = lengths.shape, scheduler.prefill_shape[0]
     slots, chunk = min(len(scheduler.slots), lengths.size), scheduler.config.decode_chunk
     steps = np.maximum(lengths.ravel() - 1, 0)
-    starts = _starts(-(-steps // chunk), slots)
+    starts = _starts(-(-steps // chunk), slots, unread)
     batches = np.arange(lengths.size) // samples // rows
     per_chunk = _steps_per_chunk(starts, steps, chunk)
     return Timeline(
@@ -74,12 +76,17 @@ def timeline(scheduler: Scheduler, lengths: Int[np.ndarray, "prompts samples"]) 
     )
 
 
-def _starts(chunks: Int[np.ndarray, "n"], slots: int) -> Int[np.ndarray, "n"]:
-    """Return the chunk before which each sample of so many chunks enters the slot that is free first."""
-    free, starts = [0] * slots, np.zeros(len(chunks), int)
-    for sample, needed in enumerate(chunks.tolist()):
-        starts[sample] = free[0]
-        heapq.heapreplace(free, free[0] + needed)
+def _starts(chunks: Int[np.ndarray, "n"], slots: int, unread: int) -> Int[np.ndarray, "n"]:
+    """Return the chunk before which each sample of so many chunks enters a slot: one that is known to be free, or with
+    the first such one any that is, since what is launched is read when prompts enter.
+    """
+    free, starts, sample = [0] * slots, np.zeros(len(chunks), int), 0
+    while sample < len(chunks):
+        now = free[0] + (unread if free[0] else 0)
+        while sample < len(chunks) and free[0] <= now:
+            starts[sample] = now
+            heapq.heapreplace(free, now + int(chunks[sample]))
+            sample += 1
     return starts
 
 

@@ -12,7 +12,7 @@ from covey.plan.memory import SYNC
 from covey.plan.plan import Plan
 from covey.plan.work import HOST_SLOT, HOST_TURN
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON; a name in it is never given another meaning."""
 
 
@@ -35,7 +35,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "completion_tokens": plan.lengths.completion,
             "completion_tokens_of": list(plan.lengths.completions),
             "lengths": plan.lengths.origin,
-            "share_of_roofline": machine.share,
+            "share_of_flops": machine.share,
             "share_of_bandwidth": machine.memory_share,
             "collective_seconds": machine.latency,
             "hop_seconds": machine.hop,
