@@ -38,8 +38,8 @@ from covey.parallel.reshard import flatten
 from covey.sampling import noise, sequence
 from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
-from covey.sampling.model_runner import Chunk, ModelRunner, SamplerStats
-from covey.sampling.programs import Programs
+from covey.sampling.model_runner import ModelRunner, SamplerStats
+from covey.sampling.programs import Drawn, Programs
 from covey.sampling.responder import NewBranch, PendingResponses, Responder, Response, Turn, demands_of
 from covey.sampling.scheduler import Sample, Scheduler, check_length
 from covey.types import Completion
@@ -248,7 +248,8 @@ class Engine:
         if self.scheduler.can_admit:
             self._collect(*self._admit())
         elif self.scheduler.active:
-            self._collect(*self._decode())
+            samples, drawn = self._decode()
+            self._collect(samples, drawn)
         self.stats.seconds += time.perf_counter() - began
         finished, self._finished = self._finished, []
         return finished
@@ -267,7 +268,7 @@ class Engine:
         while (slots := self.scheduler.resize()) is not None:
             self.runner.resize(slots, self.scheduler.cache_length)
 
-    def _admit(self) -> tuple[Mapping[int, Sample], Chunk]:
+    def _admit(self) -> tuple[Mapping[int, Sample], Drawn]:
         """Insert waiting samples into free slots, with their first tokens."""
         if batch := self.scheduler.next_prefill():
             prompts = [next(iter(self.sequences[request].values())).prompt for request in batch]
@@ -276,17 +277,16 @@ class Engine:
         samples = {one.slot: one.sample for one in admitted}
         return samples, self.runner.insert({one.slot: one.row for one in admitted}, self._in_slots(samples))
 
-    def _decode(self) -> tuple[Mapping[int, Sample], Chunk]:
+    def _decode(self) -> tuple[Mapping[int, Sample], Drawn]:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
         active = self._in_slots(self.scheduler.active)
         self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
-        began = time.perf_counter()
-        chunk = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
-        self.stats.decode_seconds += time.perf_counter() - began
-        return self.scheduler.active, chunk
+        drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
+        return self.scheduler.active, drawn
 
-    def _collect(self, samples: Mapping[int, Sample], chunk: Chunk) -> None:
-        """Collect the tokens of a chunk, and ask for responses to the samples that have halted."""
+    def _collect(self, samples: Mapping[int, Sample], drawn: Drawn) -> None:
+        """Collect what was drawn, and ask for responses to the samples that have halted."""
+        chunk = self.runner.read(drawn, samples)
         for slot, sample in samples.items():
             if chunk.counts[slot]:
                 self._sequence(sample).extend(chunk.of(slot), self.version)

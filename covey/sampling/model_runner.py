@@ -1,7 +1,7 @@
 """Decode batch of an engine: its slots with their KV cache, and the programs that are run on them.
 
-Only the KV cache stays on the device: the few numbers of each slot pass through the host between chunks, where samples
-are admitted, resumed and moved without a program.
+The slots stay on the device. The host launches programs on them without a look at what they hold: what it writes to a
+slot it knows from the sequence there. It reads what the slots drew, in one transfer for each chunk.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
 
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.noise import token_keys
-from covey.sampling.programs import Programs, Slots, empty_slots
+from covey.sampling.programs import Drawn, Entries, Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
 from covey.sampling.sequence import SampledTokens, Sequence
 
@@ -63,20 +61,13 @@ class SamplerStats:
         return 1.0 - (1.0 - self.waste) * self.decode_seconds / self.seconds if self.seconds else 0.0
 
 
-class SwappedSlot(NamedTuple):
-    """Content of a slot: each layer's blocks [1, ...], and the state of the slot."""
-
-    cache: list[LayerCache]
-    slot: Slots
-
-
 class Chunk(NamedTuple):
-    """Result of some steps of the decode batch.
+    """What the slots drew, read by the host.
 
     Attributes:
         tokens: arrays [S, steps].
-        counts: int [S], number of tokens that the slot drew: it was active in so many steps, from the first on.
-        active: bool [S], whether the slot is still active after the steps.
+        counts: int [S], number of tokens of each slot.
+        active: bool [S], whether the slot is still active.
     """
 
     tokens: SampledTokens
@@ -116,7 +107,7 @@ class ModelRunner:
         if (slots, cache_length) != (len(self.slots.token), self.cache_length):
             self.release()
             self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
-        self.slots, self.cache_length = empty_slots(slots), cache_length
+        self.slots, self.cache_length = self.programs.place_slots(self.params, empty_slots(slots)), cache_length
 
     def prefill(self, prompts: Collection[np.ndarray], shape: tuple[int, int]) -> None:
         """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
@@ -128,46 +119,32 @@ class ModelRunner:
         self.stats.prompt_tokens += sum(map(len, prompts))
         self.stats.prefill_cells += tokens.size
 
-    def insert(self, rows: Mapping[int, int], sequences: Mapping[int, Sequence]) -> Chunk:
+    def insert(self, rows: Mapping[int, int], sequences: Mapping[int, Sequence]) -> Drawn:
         """Insert prefilled prompts and draw the first tokens: row of the prompt, and sequence, of each slot."""
         size = len(self.slots.token)
-        inserted, prompt = np.zeros(size, bool), np.zeros(size, np.int32)
-        for slot, row in rows.items():
-            inserted[slot], prompt[slot] = True, row
-        keys = self._keys(sequences)
-        first = token_keys(keys, np.zeros(size, np.int32))
-        tokens = jax.device_get(self._insert(prompt, inserted, first, self._sampling_params(sequences)))
-        self._start(sequences, inserted, keys, self.prefix_lengths[prompt], tokens[0])
-        self.stats.first_tokens += int(inserted.sum())
-        return self._chunk(tuple(x[None] for x in tokens), inserted[None])
+        inserted, (prompt, limit) = np.zeros(size, bool), np.zeros((2, size), np.int32)
+        keys = np.zeros((size, 2), np.uint32)
+        for slot, one in sequences.items():
+            inserted[slot], prompt[slot], keys[slot], limit[slot] = True, rows[slot], one.key, one.turn_end
+        entries = Entries(inserted, prompt, keys, self.prefix_lengths[prompt], limit)
+        return self._insert(entries, self._sampling_params(sequences))
 
-    def _insert(
-        self,
-        prompt: np.ndarray,
-        inserted: np.ndarray,
-        keys: np.ndarray,
-        sampling_params: SamplingParams | TracedSamplingParams,
-    ) -> tuple[Any, ...]:
-        """Insert the prefilled `prompt[s]` into each slot that is `inserted`; return the first tokens."""
+    def _insert(self, entries: Entries, sampling_params: SamplingParams | TracedSamplingParams) -> Drawn:
         programs, prefix = self.programs, self.prefix
         assert prefix is not None, "prompts are prefilled before they are inserted"
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
-            self.cache, tokens = programs.admit(self.cache, prefix, prompt, inserted, keys, sampling_params)
-            return tuple(tokens)
+            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params)
+            self.cache, self.slots, drawn = admitted
+            return drawn
+        place = entries.prompt, entries.inserted
         for blocks, new in zip(self.cache, prefix.cache, strict=True):
-            blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
+            blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
         traced = isinstance(sampling_params, TracedSamplingParams)
         draw_first = programs.draw_first_traced if traced else programs.draw_first
-        return tuple(draw_first(prefix.logits, prompt, keys, sampling_params=sampling_params))
-
-    def _keys(self, sequences: Mapping[int, Sequence]) -> UInt32[np.ndarray, "S 2"]:
-        """Return the random key of the sequence in each slot; 0 in the others."""
-        keys = np.zeros((len(self.slots.token), 2), np.uint32)
-        for slot, one in sequences.items():
-            keys[slot] = one.key
-        return keys
+        self.slots, drawn = draw_first(self.slots, prefix.logits, entries, sampling_params=sampling_params)
+        return drawn
 
     def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
         """Return the settings that these sequences share; where they differ, the numbers of each slot."""
@@ -178,75 +155,95 @@ class ModelRunner:
         slots = range(len(self.slots.token))
         return TracedSamplingParams.stack([sequences.get(slot, default).sampling_params for slot in slots])
 
-    def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Chunk:
-        """Run a chunk of decode steps for the sequences in slots that are active."""
+    def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
+        """Launch a chunk of decode steps for the sequences in slots that are active."""
         decode = self.programs.decode_with(self._sampling_params(sequences))
-        self.cache, *results = decode(self.params, self.cache, self.slots, steps=steps, pause_id=pause_id)
-        slots, tokens, valid, made = jax.device_get(results)  # all at once: the host waits for one transfer
-        self.slots = jax.tree.map(np.array, slots)
-        self.stats.slot_steps += int(made) * len(self.slots.token)
+        decoded = decode(self.params, self.cache, self.slots, steps=steps, pause_id=pause_id)
+        self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1
-        return self._chunk(tokens, valid)
+        return drawn
+
+    def read(self, drawn: Drawn, slots: Collection[int]) -> Chunk:
+        """Wait for what a program drew, and return what it drew in these slots."""
+        draws, counts, active, steps = jax.device_get(drawn)  # all at once: the host waits for one transfer
+        kept = np.zeros_like(counts)
+        kept[list(slots)] = counts[list(slots)]
+        self.stats.tokens += int(kept.sum())
+        self.stats.first_tokens += 0 if steps else int(kept.sum())
+        self.stats.slot_steps += int(steps) * len(counts)
+        # Copies, since the device may use its buffers again.
+        return Chunk(SampledTokens(*(x.T.copy() for x in draws)), kept, active)
 
     def resume(self, sequences: Mapping[int, Sequence]) -> None:
         """Append the responses of sequences that have halted in these slots, and let them go on. A new branch drops the
         last tokens of the slot first.
         """
-        slots, cached = self.slots, {}
-        for slot, resumed in sequences.items():
-            response = resumed.response
-            if isinstance(response, NewBranch):
-                count, tokens, slots.length[slot] = len(response.tokens), response.tokens, response.kept
-            else:
-                count, tokens = len(response), np.append(slots.token[slot], response)
-            cached[slot], slots.token[slot] = tokens[:-1], tokens[-1]
-            slots.num_tokens[slot] += count
-            slots.active[slot], slots.limit[slot] = True, resumed.turn_end
-            resumed.response = None
-        self._append({slot: tokens for slot, tokens in cached.items() if len(tokens)})
+        pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self.slots.token))
+        for slot, one in sequences.items():
+            response, length, tokens = one.response, one.length - 1, one.tokens
+            # Without a branch, the last token that was drawn is not in the cache either.
+            start = response.kept if isinstance(response, NewBranch) else length - len(response)
+            if start < length:
+                pieces[slot] = start, tokens[start - length - 1 : -1]
+            state = Slots(one.key, length, tokens[-1], one.num_tokens, True, one.turn_end)
+            for array, value in zip(rows, state, strict=True):
+                array[slot] = value
+            one.response = None
+        self._append(pieces)
+        self._put_rows(sequences, rows)
 
-    def halt(self, slots: list[int]) -> None:
-        """Decode these slots no further."""
-        self.slots.active[slots] = False
+    def halt(self, slots: Collection[int]) -> None:
+        """Empty these slots."""
+        self._put_rows(slots, empty_slots(len(self.slots.token)))
 
-    def _append(self, tokens: Mapping[int, np.ndarray]) -> None:
-        """Append `tokens`, int32 [n], to the cache of each slot, piece by piece."""
-        while tokens:
-            sizes = {slot: append_size(len(new)) for slot, new in tokens.items()}
+    def _put_rows(self, slots: Collection[int], rows: Slots) -> None:
+        """Write the state that these slots have in `rows`."""
+        if slots:
+            chosen = np.isin(np.arange(len(self.slots.token)), list(slots))
+            self.slots = self.programs.put_rows(self.slots, chosen, rows)
+
+    def _append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
+        """Append tokens, int32 [n], to the cache of each slot from a position on, piece by piece."""
+        while pieces:
+            sizes = {slot: append_size(len(tokens)) for slot, (_, tokens) in pieces.items()}
             for size in sorted(set(sizes.values())):
-                self._append_pieces({slot: tokens[slot][:size] for slot in tokens if sizes[slot] == size}, size)
-            tokens = {slot: new[sizes[slot] :] for slot, new in tokens.items() if len(new) > sizes[slot]}
+                alike = {slot: piece for slot, piece in pieces.items() if sizes[slot] == size}
+                self._append_pieces({slot: (start, tokens[:size]) for slot, (start, tokens) in alike.items()}, size)
+            pieces = {
+                slot: (start + sizes[slot], tokens[sizes[slot] :])
+                for slot, (start, tokens) in pieces.items()
+                if len(tokens) > sizes[slot]
+            }
 
-    def _append_pieces(self, pieces: Mapping[int, np.ndarray], size: int) -> None:
+    def _append_pieces(self, pieces: Mapping[int, tuple[int, np.ndarray]], size: int) -> None:
         number = len(self.slots.token)
-        padded, (slots, start, count) = np.zeros((number, size), np.int32), np.zeros((3, number), np.int32)
-        for row, (slot, piece) in enumerate(pieces.items()):
+        padded, (slots, starts, counts) = np.zeros((number, size), np.int32), np.zeros((3, number), np.int32)
+        for row, (slot, (start, piece)) in enumerate(pieces.items()):
             padded[row, : len(piece)] = piece
-            slots[row], start[row], count[row] = slot, self.slots.length[slot], len(piece)
-            self.slots.length[slot] += len(piece)
+            slots[row], starts[row], counts[row] = slot, start, len(piece)
         rows = np.int32(len(pieces))
-        self.cache = self.programs.append(self.params, self.cache, slots, padded, start, count, rows)
+        self.cache = self.programs.append(self.params, self.cache, slots, padded, starts, counts, rows)
         self.stats.append_cells += len(pieces) * size
-        self.stats.appended_tokens += int(count.sum())
+        self.stats.appended_tokens += int(counts.sum())
 
-    def swap_out(self, slot: int) -> SwappedSlot:
-        """Return a copy of the content of a slot, which `swap_in` restores in any slot, bit for bit."""
-        state = jax.tree.map(lambda x: x[slot], self.slots)
-        return SwappedSlot(self.programs.take(self.cache, np.int32(slot)), state)
+    def swap_out(self, slot: int) -> list[LayerCache]:
+        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit."""
+        copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
+        return copy
 
-    def swap_in(self, slot: int, swapped: SwappedSlot) -> None:
-        """Restore a swapped slot in a free one; the cache must not have been resized since."""
-        self.cache = self.programs.put(self.cache, swapped.cache, np.int32(slot))
-        for array, value in zip(self.slots, swapped.slot, strict=True):
-            array[slot] = value
+    def swap_in(self, slot: int, cache: list[LayerCache]) -> None:
+        """Restore the cache of a slot in a free one, before `resume`; the whole must not have been resized since."""
+        self.cache = self.programs.put(self.cache, cache, np.int32(slot))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
         """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those
         that there were are free.
         """
         if len(indices) != (old := len(self.slots.token)):
-            self.slots = jax.tree.map(lambda x: x[indices], self.slots)
-            self.slots.active[old:] = False
+            # On the host, which has read all there is: a program more for each size would only cost its compiling.
+            slots = jax.tree.map(lambda x: x[indices], jax.device_get(self.slots))
+            slots.active[old:] = False
+            self.slots = self.programs.place_slots(self.params, slots)
             for blocks in self.cache:  # one block after the other: the whole cache is never there twice
                 for i, block in enumerate(blocks):
                     blocks[i] = self.programs.keep(block, indices)
@@ -254,27 +251,3 @@ class ModelRunner:
             new = self.programs.empty_cache(self.params, len(indices), self.cache_length, cache_length)
             self.cache = [old + more for old, more in zip(self.cache, new, strict=True)]
             self.cache_length = cache_length
-
-    def _start(
-        self,
-        sequences: Mapping[int, Sequence],
-        inserted: np.ndarray,
-        keys: np.ndarray,
-        lengths: np.ndarray,
-        tokens: np.ndarray,
-    ) -> None:
-        """Let the slots that were `inserted` begin after prompts of these lengths with these first tokens."""
-        limit = np.ones_like(tokens)
-        for slot, one in sequences.items():
-            limit[slot] = one.turn_end
-        active = ~np.isin(tokens, self.programs.stop_ids) & (limit > 1)
-        new = Slots(keys, lengths, tokens, np.ones_like(tokens), active, limit)
-        for array, value in zip(self.slots, new, strict=True):
-            array[inserted] = value[inserted]
-
-    def _chunk(self, tokens: tuple[Any, ...], valid: np.ndarray) -> Chunk:
-        counts = valid.sum(0)
-        self.stats.tokens += int(counts.sum())
-        # Copies, since the device may use its buffers again.
-        host = SampledTokens(*(x.T.copy() for x in tokens))
-        return Chunk(host, counts, self.slots.active.copy())

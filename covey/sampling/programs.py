@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import mesh_of
+from covey.parallel.reshard import mesh_of, put_host
 from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
     CACHE_AXES,
@@ -42,7 +42,7 @@ Tree = TypeVar("Tree")
 
 
 class Slots(NamedTuple):
-    """State of each slot but its cache: NumPy arrays between chunks.
+    """State of each slot but its cache. It stays on the device: programs write it where samples enter, go on or end.
 
     Attributes:
         key: random key of the completion.
@@ -61,8 +61,42 @@ class Slots(NamedTuple):
     limit: Int[Any, "S"]
 
 
+class Entries(NamedTuple):
+    """Samples that enter slots.
+
+    Attributes:
+        inserted: whether one enters the slot; the other numbers of other slots have no meaning.
+        prompt: row of its prompt among those prefilled.
+        key: random key of its completion.
+        length: number of tokens of its prompt.
+        limit: number of tokens of the completion at which the slot halts.
+    """
+
+    inserted: Bool[Any, "S"]
+    prompt: Int[Any, "S"]
+    key: UInt32[Any, "S 2"]
+    length: Int[Any, "S"]
+    limit: Int[Any, "S"]
+
+
+class Drawn(NamedTuple):
+    """What the slots drew in a chunk of steps, or with their prompts.
+
+    Attributes:
+        draws: tokens and their log-probs, see `logits.Draw`, [steps, S] each.
+        counts: number of tokens of each slot: it was active in so many steps, from the first on.
+        active: whether the slot is still active.
+        steps: number of decode steps that were made.
+    """
+
+    draws: tuple[Any, ...]
+    counts: Int[Any, "S"]
+    active: Bool[Any, "S"]
+    steps: Int[Any, ""]
+
+
 def empty_slots(slots: int) -> Slots:
-    """Create empty slots."""
+    """Create empty slots, on the host."""
     length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
     return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
 
@@ -85,10 +119,11 @@ class Programs:
     ):
         self.graph, self.stop_ids, self.compiled_sampling_params = graph, stop_ids, compiled_sampling_params
         self.prefill = jax.jit(partial(prefill, graph))
-        self.draw_first = jax.jit(draw_first, static_argnames="sampling_params")
-        self.draw_first_traced = jax.jit(draw_first)
+        self.draw_first = jax.jit(partial(draw_first, stop_ids), static_argnames="sampling_params")
+        self.draw_first_traced = jax.jit(partial(draw_first, stop_ids))
         self.insert = jax.jit(insert_block, donate_argnums=0)
-        self.admit = jax.jit(admit, donate_argnums=0)
+        self.admit = jax.jit(partial(admit, stop_ids), donate_argnums=0)
+        self.put_rows = jax.jit(put_rows)
         self.keep = jax.jit(keep_rows)
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
@@ -115,6 +150,11 @@ class Programs:
         sizes = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
         return [[make(layout, slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
 
+    def place_slots(self, params: Any, slots: Slots) -> Slots:
+        """Put slots of the host onto the devices, as the programs return them."""
+        sharding = _sharding(params, (), ())
+        return slots if sharding is None else put_host(slots, sharding)
+
     def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
         in the methods below, and no array is made.
@@ -131,15 +171,15 @@ class Programs:
         prefill = self.prefill_program(params, prompts, prompt_length)
         prefilled = jax.eval_shape(prefill.function, *prefill.args)
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
+        keys = jax.ShapeDtypeStruct((slots, 2), jnp.uint32)
         whole = self._abstract_cache(params, slots, cache_length)
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
             prefilled = Prefix(_placed(prefilled.cache, params), logits)
-            keys, numbers = (
-                jax.ShapeDtypeStruct((slots, 2), jnp.uint32),
-                TracedSamplingParams.of(self.compiled_sampling_params),
-            )
-            return [Program("admit", self.admit, (whole, prefilled, number, inserted, keys, numbers))]
+            entries = Entries(inserted, number, keys, number, number)
+            numbers = TracedSamplingParams.of(self.compiled_sampling_params)
+            state = abstract(empty_slots(slots), _sharding(params, (), ()))
+            return [Program("admit", self.admit, (whole, state, prefilled, entries, numbers))]
         prefix, cache = _placed(prefilled.cache[0], params), whole[0]
         blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
@@ -148,11 +188,11 @@ class Programs:
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        state = empty_slots(slots)
+        state = abstract(empty_slots(slots), _sharding(params, (), ()))
         cache = self._abstract_cache(params, slots, cache_length)
         function = self.decode_with(SamplingParams.from_config(config))
         settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
-        return Program("decode", function.func, (abstract(params), cache, abstract(state)), settings)
+        return Program("decode", function.func, (abstract(params), cache, state), settings)
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -175,6 +215,17 @@ def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] 
     return sharding
 
 
+def _replicated(tree: Tree, like: Array) -> Tree:
+    """Constrain arrays that a program returns to be the same on every device of the mesh of `like`, where each process
+    reads them and the next program takes them.
+    """
+    mesh = jax.typeof(like).sharding.mesh
+    if mesh.empty:
+        return tree
+    constrained: Tree = jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
+    return constrained
+
+
 def _placed(cache: Tree, params: Any) -> Tree:
     """Return the shapes of a cache with its shardings."""
     shapes: Tree = jax.tree.map(lambda x: abstract(x, _sharding(params, x.shape)), cache)
@@ -191,29 +242,45 @@ def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Arra
     return Prefix(keep_sharding(cache, model.embed.embedding[...]), model.logits(last))
 
 
+def put_rows(slots: Slots, rows: Bool[Array, "S"], new: Slots) -> Slots:
+    """Return `slots` with the state that `new` has in `rows`."""
+
+    def put(old: Array, x: Array) -> Array:
+        return jnp.where(rows[:, None] if x.ndim > 1 else rows, x, old)
+
+    return _replicated(jax.tree.map(put, slots, new), slots.token)
+
+
 def draw_first(
+    stop_ids: tuple[int, ...],
+    slots: Slots,
     logits: Float[Array, "P V"],
-    prompt: Int[Array, "S"],
-    keys: UInt32[Array, "S 2"],
-    *,
+    entries: Entries,
     sampling_params: SamplingParams | TracedSamplingParams,
-) -> tuple[Array, ...]:
-    """Draw the first token of each slot after prompt `prompt[s]`."""
-    return draw_sharded(logits[prompt], keys, sampling_params)
+) -> tuple[Slots, Drawn]:
+    """Draw the first token of each sample that enters a slot, and begin the slot with it."""
+    keys = token_keys(entries.key, jnp.zeros_like(entries.length))
+    draws = draw_sharded(logits[entries.prompt], keys, sampling_params)
+    token, ones = draws[0], jnp.ones_like(draws[0])
+    active = ~_is_any(token, stop_ids) & (entries.limit > 1)
+    new = Slots(entries.key, entries.length, token, ones, active, entries.limit)
+    started = put_rows(slots, entries.inserted, new)
+    drawn = Drawn(tuple(x[None] for x in draws), entries.inserted.astype(jnp.int32), started.active, jnp.int32(0))
+    return started, _replicated(drawn, slots.token)
 
 
 def admit(
+    stop_ids: tuple[int, ...],
     cache: list[LayerCache],
+    slots: Slots,
     prefix: Prefix,
-    prompt: Int[Array, "S"],
-    inserted: Bool[Array, "S"],
-    keys: UInt32[Array, "S 2"],
+    entries: Entries,
     sampling_params: TracedSamplingParams,
-) -> tuple[list[LayerCache], tuple[Array, ...]]:
-    """Insert prompt `prompt[s]` into each slot that is `inserted`, in all layers, and draw the first tokens."""
-    admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
-    draws = draw_first(prefix.logits, prompt, keys, sampling_params=sampling_params)
-    return keep_sharding(admitted, cache[0][0].keys), draws
+) -> tuple[list[LayerCache], Slots, Drawn]:
+    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token."""
+    admitted = insert_prompts(cache, prefix.cache, entries.prompt, entries.inserted)
+    started, drawn = draw_first(stop_ids, slots, prefix.logits, entries, sampling_params)
+    return keep_sharding(admitted, cache[0][0].keys), started, drawn
 
 
 def decode(
@@ -226,9 +293,8 @@ def decode(
     steps: int,
     sampling_params: SamplingParams | TracedSamplingParams,
     pause_id: int | None = None,
-) -> tuple[list[LayerCache], Slots, tuple[Array, ...], Array, Array]:
-    """Run up to `steps` decode steps; return the cache, the slots, the draws [steps, S], their validity mask and the
-    steps made.
+) -> tuple[list[LayerCache], Slots, Drawn]:
+    """Run up to `steps` decode steps; return the cache, the slots and what they drew.
 
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
     """
@@ -239,12 +305,12 @@ def decode(
     draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)
 
     def unfinished(carry: Any) -> Array:
-        step, _, slots, _, _ = carry
+        step, _, slots, _ = carry
         more: Array = (step < steps) & slots.active.any()
         return more
 
     def body(carry: Any) -> Any:
-        step, cache, slots, draws, valid = carry
+        step, cache, slots, draws = carry
         length, active = slots.length, slots.active
         hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
         keys = token_keys(slots.key, slots.num_tokens)
@@ -257,11 +323,12 @@ def decode(
             active=active & ~_is_any(drawn[0], halt_ids) & (count < slots.limit),
         )
         draws = tuple(buffer.at[step].set(new) for buffer, new in zip(draws, drawn, strict=True))
-        return step + 1, cache, after, draws, valid.at[step].set(active)
+        return step + 1, cache, after, draws
 
-    start = (jnp.int32(0), cache, Slots(*slots), draws, jnp.zeros((steps, size), bool))
-    steps_made, cache, slots, draws, valid = jax.lax.while_loop(unfinished, body, start)
-    return keep_sharding(cache, model.embed.embedding[...]), slots, draws, valid, steps_made
+    made, cache, after, draws = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, slots, draws))
+    results = after, Drawn(draws, after.num_tokens - slots.num_tokens, after.active, made)
+    like = model.embed.embedding[...]
+    return keep_sharding(cache, like), *_replicated(results, like)
 
 
 def _is_any(token: Int[Array, "S"], ids: tuple[int, ...]) -> Bool[Array, "S"]:
