@@ -1,14 +1,18 @@
 """Sample completions with continuous batching: slots are refilled while others are still decoding.
 
-    add ─▶ waiting ─▶ schedule ─▶ run: prefill and insert, or decode a chunk of steps ─▶ collect ─▶ finished
-                         ▲                                                                │
-                         └───────────── respond, resume ◀── halt ◀────────────────────────┘
+    add ─▶ waiting ─▶ schedule ─▶ launch: prefill and insert, or decode a chunk of steps ─▶ collect ─▶ finished
+                         ▲                                                                   │
+                         └───────────── respond, resume ◀── halt ◀───────────────────────────┘
 
 The scheduler decides which slot draws which sample, the model runner runs the programs, and a `Sequence` gathers the
 tokens of each sample. A prompt is prefilled once; its keys and values are copied into the slot of each of its samples.
 
 The noise of a token depends only on (seed, step, prompt index, sample index, token index), so the same completion is
 drawn in any slot, batch, order or chunk size.
+
+On accelerators an engine runs ahead: a step launches a program before it reads the one before, so the device does not
+wait for the host. A slot that has ended is seen one program late, and draws nothing in that; a program finds what it
+needs of a slot on the device. Where sizes follow the samples, each step reads what it launched.
 
 With a responder (a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
 prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
@@ -114,6 +118,30 @@ class Finished(NamedTuple):
     versions: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A program that draws, launched and not read.
+
+    Attributes:
+        samples: sample of each slot for which it may draw.
+        drawn: what it draws.
+        version: version of the weights.
+        decodes: whether it is a chunk of decode steps.
+        began: time of the launch.
+    """
+
+    samples: dict[int, Sample]
+    drawn: Drawn
+    version: int
+    decodes: bool
+    began: float
+
+    def drop(self, request: int) -> None:
+        """Forget the samples of a request."""
+        for slot in [slot for slot, sample in self.samples.items() if sample.request == request]:
+            del self.samples[slot]
+
+
 class Engine:
     """Sequences of requests, and the steps that finish them.
 
@@ -124,6 +152,7 @@ class Engine:
         fixed_shapes: whether all sizes follow the settings, and other settings of the sampling distribution than those
             of `config` share a program.
         max_waiting: maximum number of requests that wait.
+        runs_ahead: whether a program is launched before the one before is read; by default on accelerators.
 
     Attributes:
         scheduler: assigns sequences to slots.
@@ -139,6 +168,7 @@ class Engine:
         config: RolloutConfig,
         fixed_shapes: bool = False,
         max_waiting: int = MAX_WAITING,
+        runs_ahead: bool | None = None,
     ):
         graph, params = nnx.split(model)
         self.stop_ids, self.max_waiting, self.version = tuple(sorted(stop_ids)), max_waiting, 0
@@ -148,6 +178,9 @@ class Engine:
         self.sequences: dict[int, dict[int, sequence.Sequence]] = {}
         self._model, self._shapes, self._ids = model.config, flatten(abstract(params)), count()
         self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
+        self.runs_ahead = model.platform != "cpu" if runs_ahead is None else runs_ahead
+        self._launched, self._read_at = deque[Launched](), 0.0
+        self._stepped_at = 0.0
         self._responses, self._finished = PendingResponses(), list[Finished]()
 
     @property
@@ -169,6 +202,13 @@ class Engine:
     def has_room(self) -> bool:
         """Whether one more request may wait."""
         return len(self.scheduler.waiting) < self.max_waiting
+
+    @property
+    def num_unread(self) -> int:
+        """Number of launched programs that a step leaves unread. The host must have read all before it can fit batch
+        and cache to what the slots hold.
+        """
+        return int(self.runs_ahead and not self.scheduler.resizes)
 
     def configure(self, config: RolloutConfig) -> None:
         """Change the settings of an engine without requests, and begin new statistics."""
@@ -201,7 +241,7 @@ class Engine:
     def reset(self) -> None:
         """Cancel all requests, and free the cache, of which an interrupted program may have left nothing."""
         for request in list(self.sequences):
-            self.cancel(request)
+            self._forget(request)
         self.runner.release()
         self._finished.clear()
 
@@ -234,23 +274,34 @@ class Engine:
         """
         if request not in self.sequences:
             raise CoveyError(f"there is no request {request}", want="the id of a request that is not finished")
+        self.runner.halt(self._forget(request))
+
+    def _forget(self, request: int) -> list[int]:
+        """Forget a request; return the slots of its samples."""
         del self.sequences[request]
         self._responses.drop(request)
-        self.runner.halt(self.scheduler.cancel(request))
+        for launched in self._launched:
+            launched.drop(request)
+        if not self.sequences:  # nobody is left to read for
+            self._launched.clear()
+        return self.scheduler.cancel(request)
 
     def step(self) -> list[Finished]:
-        """Run one batch: prompts that enter free slots, or else a chunk of decode steps. Return the samples that ended.
+        """Run one batch: prompts that enter free slots, or else a chunk of decode steps. Return the samples that ended,
+        as far as they are read.
 
         Where nothing can run before a response comes, wait for one.
         """
-        began = time.perf_counter()
+        began = self._stepped_at if self._launched else time.perf_counter()
         self._schedule()
         if self.scheduler.can_admit:
-            self._collect(*self._admit())
+            self._launched.append(self._admit())
         elif self.scheduler.active:
-            samples, drawn = self._decode()
-            self._collect(samples, drawn)
-        self.stats.seconds += time.perf_counter() - began
+            self._launched.append(self._decode())
+        while len(self._launched) > (self.num_unread if self.scheduler.active else 0):
+            self._collect(self._launched.popleft())
+        self._stepped_at = time.perf_counter()
+        self.stats.seconds += self._stepped_at - began
         finished, self._finished = self._finished, []
         return finished
 
@@ -268,35 +319,48 @@ class Engine:
         while (slots := self.scheduler.resize()) is not None:
             self.runner.resize(slots, self.scheduler.cache_length)
 
-    def _admit(self) -> tuple[Mapping[int, Sample], Drawn]:
+    def _admit(self) -> Launched:
         """Insert waiting samples into free slots, with their first tokens."""
+        began = time.perf_counter()
         if batch := self.scheduler.next_prefill():
             prompts = [next(iter(self.sequences[request].values())).prompt for request in batch]
             self.runner.prefill(prompts, self.scheduler.prefill_shape)
         admitted = self.scheduler.admit()
         samples = {one.slot: one.sample for one in admitted}
-        return samples, self.runner.insert({one.slot: one.row for one in admitted}, self._in_slots(samples))
+        drawn = self.runner.insert({one.slot: one.row for one in admitted}, self._in_slots(samples))
+        return Launched(samples, drawn, self.version, decodes=False, began=began)
 
-    def _decode(self) -> tuple[Mapping[int, Sample], Drawn]:
+    def _decode(self) -> Launched:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
-        active = self._in_slots(self.scheduler.active)
+        samples = self.scheduler.active
+        active = self._in_slots(samples)
         self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
+        began = time.perf_counter()
         drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
-        return self.scheduler.active, drawn
+        return Launched(samples, drawn, self.version, decodes=True, began=began)
 
-    def _collect(self, samples: Mapping[int, Sample], drawn: Drawn) -> None:
-        """Collect what was drawn, and ask for responses to the samples that have halted."""
-        chunk = self.runner.read(drawn, samples)
-        for slot, sample in samples.items():
-            if chunk.counts[slot]:
-                self._sequence(sample).extend(chunk.of(slot), self.version)
+    def _collect(self, launched: Launched) -> None:
+        """Read what a program drew, and ask for responses to the samples that have halted in it."""
+        chunk = self.runner.read(launched.drawn, launched.samples)
+        self._count_seconds(launched)
         self.scheduler.update(chunk.counts)
-        for slot, sample in samples.items():
+        drew = {slot: sample for slot, sample in launched.samples.items() if chunk.counts[slot]}
+        for slot, sample in drew.items():
+            self._sequence(sample).extend(chunk.of(slot), launched.version)
+        for slot, sample in drew.items():
             if not chunk.active[slot]:
                 self.scheduler.pause(sample)
-                with self._cancelling(sample.request):
-                    self._responses.submit(self._turn(sample), self._sequence(sample).responder)
+                self._responses.submit(self._turn(sample), self._sequence(sample).responder)
         self._take_responses(block=False)
+
+    def _count_seconds(self, launched: Launched) -> None:
+        """Count the time that the device took for a chunk: since its launch, or since it was done with what was before,
+        if that was later.
+        """
+        now = time.perf_counter()
+        if launched.decodes:
+            self.stats.decode_seconds += now - max(launched.began, self._read_at)
+        self._read_at = now
 
     def _turn(self, sample: Sample) -> Turn:
         halted = self._sequence(sample)

@@ -28,7 +28,8 @@ class SamplerStats:
         chunks: calls of the decode program.
         prompt_tokens: prompt tokens prefilled; `prefill_cells` includes their padding.
         appended_tokens: tokens of tools and environments in the completions; `append_cells` includes their padding.
-        seconds: time of the calls; `decode_seconds` of it in decode steps. They follow the clock.
+        seconds: time of the steps, and between them while the device works; `decode_seconds` of it in decode steps.
+            They follow the clock.
     """
 
     tokens: int = 0
@@ -135,6 +136,7 @@ class ModelRunner:
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
+            admitted: tuple[list[LayerCache], Slots, Drawn]
             admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params)
             self.cache, self.slots, drawn = admitted
             return drawn
@@ -143,7 +145,9 @@ class ModelRunner:
             blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
         traced = isinstance(sampling_params, TracedSamplingParams)
         draw_first = programs.draw_first_traced if traced else programs.draw_first
-        self.slots, drawn = draw_first(self.slots, prefix.logits, entries, sampling_params=sampling_params)
+        started: tuple[Slots, Drawn]
+        started = draw_first(self.slots, prefix.logits, entries, sampling_params=sampling_params)
+        self.slots, drawn = started
         return drawn
 
     def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
@@ -158,6 +162,7 @@ class ModelRunner:
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
         decode = self.programs.decode_with(self._sampling_params(sequences))
+        decoded: tuple[list[LayerCache], Slots, Drawn]
         decoded = decode(self.params, self.cache, self.slots, steps=steps, pause_id=pause_id)
         self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1

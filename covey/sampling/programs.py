@@ -248,7 +248,8 @@ def put_rows(slots: Slots, rows: Bool[Array, "S"], new: Slots) -> Slots:
     def put(old: Array, x: Array) -> Array:
         return jnp.where(rows[:, None] if x.ndim > 1 else rows, x, old)
 
-    return _replicated(jax.tree.map(put, slots, new), slots.token)
+    after: Slots = jax.tree.map(put, slots, new)
+    return _replicated(after, slots.token)
 
 
 def draw_first(

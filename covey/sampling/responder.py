@@ -151,8 +151,15 @@ class PendingResponses:
         self._responses: dict[Sample, Response | Future[Response]] = {}
 
     def submit(self, turn: Turn, responder: Responder | None) -> None:
-        """Ask for the response to a turn; without a responder it is the end of the completion."""
-        self._responses[turn.sample] = None if responder is None else responder.answer(turn)
+        """Ask for the response to a turn; without a responder it is the end of the completion. What the responder
+        raises is raised where the response is taken.
+        """
+        try:
+            self._responses[turn.sample] = None if responder is None else responder.answer(turn)
+        except Exception as error:
+            failed: Future[Response] = Future()
+            failed.set_exception(error)
+            self._responses[turn.sample] = failed
 
     def collect(self, *, block: bool) -> "Iterator[tuple[Sample, Response | Future[Response]]]":
         """Yield each sample whose response is there, with it; with `block`, wait for one if there is none."""

@@ -1,6 +1,7 @@
 """Requests of an engine: they come and go at any time, and what is wrong with one is no matter of the others."""
 
 import gc
+import random
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.sampling.engine import Engine, Finished, Request, generate
 from covey.sampling.logits import SamplingParams
-from covey.sampling.responder import Response, Turn
+from covey.sampling.responder import NewBranch, Response, Turn
 from covey.types import Completion
 
 STOP, VOCABULARY = 3, 300
@@ -41,9 +42,10 @@ def engine() -> Engine:
     return fresh(fixed_shapes=True)
 
 
-def fresh(*, fixed_shapes: bool) -> Engine:
+def fresh(*, fixed_shapes: bool, runs_ahead: bool = False) -> Engine:
     engine = SHARED[fixed_shapes]
     engine.reset()
+    engine.runs_ahead = runs_ahead
     engine.update_weights(PARAMS, 0)
     engine.configure(CONFIG)
     engine.max_waiting = 1000
@@ -73,6 +75,13 @@ def step_until_stalled(engine: Engine) -> None:
         engine.step()
 
 
+def check_active(engine: Engine) -> None:
+    """Check that no slot draws beside those of samples: of these, some have ended without that the host knows."""
+    drawing, known = np.flatnonzero(engine.runner.slots.active), set(engine.scheduler.active)
+    assert known >= set(drawing)
+    assert engine.runs_ahead or len(known) == len(drawing)
+
+
 def same(a: Completion, b: Completion, *, atol: float = 0.0) -> None:
     assert a.tokens.tolist() == b.tokens.tolist()
     np.testing.assert_allclose(a.logps, b.logps, rtol=0, atol=atol)
@@ -83,14 +92,14 @@ def same(a: Completion, b: Completion, *, atol: float = 0.0) -> None:
 # --- requests that come and go
 
 
-@pytest.mark.parametrize("fixed_shapes", [True, False])
-def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shapes: bool) -> None:
+@pytest.mark.parametrize(("fixed_shapes", "runs_ahead"), [(True, False), (True, True), (False, False)])
+def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shapes: bool, runs_ahead: bool) -> None:
     """With fixed shapes bit for bit. Sizes that grow round otherwise, and the tokens are the same."""
-    engine, wanted, ended = fresh(fixed_shapes=fixed_shapes), requests(9, 1), list[Finished]()
+    engine, wanted, ended = fresh(fixed_shapes=fixed_shapes, runs_ahead=runs_ahead), requests(9, 1), list[Finished]()
     for request in wanted:
         engine.add(request)
         ended += engine.step()
-        assert engine.runner.slots.active.sum() == len(engine.scheduler.active), "no other slot draws"
+        check_active(engine)
     done = {(one.request, one.number): one for one in ended} | finish(engine)
     first = min(request for request, _ in done)
     for number, request in enumerate(wanted):
@@ -99,9 +108,11 @@ def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shape
             same(done[first + number, n].completion, completion, atol=0.0 if fixed_shapes else 1e-5)
 
 
-@pytest.mark.parametrize("fixed_shapes", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_requests_added_and_cancelled_at_random_change_no_other(fixed_shapes: bool) -> None:
-    engine, rng = fresh(fixed_shapes=fixed_shapes), np.random.default_rng(1)
+@pytest.mark.parametrize(
+    ("fixed_shapes", "runs_ahead"), [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)]
+)
+def test_requests_added_and_cancelled_at_random_change_no_other(fixed_shapes: bool, runs_ahead: bool) -> None:
+    engine, rng = fresh(fixed_shapes=fixed_shapes, runs_ahead=runs_ahead), np.random.default_rng(1)
     settings = [None, None, None, SamplingParams(1.3, top_k=7), SamplingParams(0.0), SamplingParams(min_p=0.1)]
     left = [
         replace(request, samples=samples, max_new_tokens=limit, first=first, sampling_params=settings[setting])
@@ -118,7 +129,7 @@ def test_requests_added_and_cancelled_at_random_change_no_other(fixed_shapes: bo
                 by_id[engine.add(request)] = request
         if engine.sequences and rng.random() < 0.15:
             engine.cancel(int(rng.choice(list(engine.sequences))))
-        assert engine.runner.slots.active.sum() == len(engine.scheduler.active), "no other slot draws"
+        check_active(engine)
         done |= {(one.request, one.number): one for one in engine.step()}
     whole = [number for number, request in by_id.items() if all((number, n) in done for n in range(request.samples))]
     assert 30 < len(whole) < 60
@@ -196,10 +207,11 @@ class Echo:
         self.futures.append((Future(), response))
         return self.futures[-1][0]
 
-    def release(self) -> None:
-        for future, response in self.futures:
+    def release(self, count: int | None = None) -> None:
+        """Let so many responses come; by default all."""
+        for future, response in self.futures[:count]:
             future.set_result(response)
-        self.futures.clear()
+        del self.futures[:count]
 
 
 def test_requests_with_different_responders_wait_for_each_other(engine: Engine) -> None:
@@ -216,6 +228,42 @@ def test_requests_with_different_responders_wait_for_each_other(engine: Engine) 
         same(ended[ids[0], n].completion, alone[n])
         same(ended[ids[1], n].completion, ended[ids[2], n].completion)
         assert ended[ids[2], n].completion.mask is not None
+
+
+class Rewriter(Echo):
+    """An echo that rewrites the history of every second sample, with more samples begun than there are slots."""
+
+    max_num_seqs = 7
+
+    def answer(self, turn: Turn) -> Any:
+        if len(turn.tokens) < 4 and turn.sample.number % 2:
+            branch = NewBranch(3, turn.tokens[-2:])
+            self.futures.append((Future(), branch))
+            return self.futures[-1][0] if self.is_async else branch
+        return super().answer(turn)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_engine_that_runs_ahead_draws_the_same_behind_responses(is_async: bool) -> None:
+    """Also with a request that is cancelled under way, and answers that come in another order each time."""
+    drawn = []
+    for runs_ahead in (False, True):
+        engine, rewriter, rng = fresh(fixed_shapes=True, runs_ahead=runs_ahead), Rewriter(is_async), random.Random(3)
+        for index, request in enumerate(requests(5, 4)):
+            engine.add(replace(request, prompt=np.resize(request.prompt, 9), id=index, responder=rewriter))
+        ended: dict[tuple[int, int], Finished] = {}
+        while engine.unfinished:
+            ended |= {(one.request, one.number): one for one in engine.step()}
+            if 1 in engine.sequences and len(ended) > 3:
+                engine.cancel(1)
+            rng.shuffle(rewriter.futures)
+            rewriter.release(rng.randrange(1, 5))
+        assert not engine.runner.slots.active.any()
+        drawn.append({key: one for key, one in ended.items() if key[0] != 1})
+    assert drawn[0].keys() == drawn[1].keys()
+    assert any(one.completion.branches for one in drawn[0].values())
+    for key, one in drawn[0].items():
+        same(one.completion, drawn[1][key].completion)
 
 
 # --- cancelled requests
