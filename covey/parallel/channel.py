@@ -31,7 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain, count
+from itertools import accumulate, chain, count, pairwise
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +42,7 @@ from jax._src import distributed as runtime  # the only way to the key-value sto
 from covey.config.processes import BIND, PEER_LOST, PORT
 from covey.display import printable
 from covey.errors import CoveyError, Stopped
+from covey.parallel.links import Links, own_host
 from covey.parallel.wire import deserialize, serialize
 
 log = logging.getLogger(__name__)
@@ -235,6 +236,9 @@ class Channel:
         self._values: dict[str, dict[int, bytes]] = defaultdict(dict)
         self._numbers: Counter[str] = Counter()
         self._changed, self._leaves = threading.Condition(), threading.Event()
+        self._links: Links | None = None
+        self._received: dict[tuple[int, int], bytearray] = {}
+        self._exchanges = 0
 
     def __enter__(self) -> "Channel":
         threading.Thread(target=self._watch, name="liveness", daemon=True).start()
@@ -303,6 +307,70 @@ class Channel:
                 )
         return [theirs for _, theirs in everyone]
 
+    def exchange(
+        self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str
+    ) -> dict[int, bytearray]:
+        """Send bytes to some processes and return those of others, by their index, over direct connections. All must
+        call it, from the thread that has opened the channel.
+
+        Args:
+            outgoing: bytes for each process.
+            sizes: number of bytes that each process sends to this one.
+            about: name of the exchange, for the log.
+
+        Raises:
+            PeerLostError: a process is stopped, gone or has failed, or sends another number of bytes.
+        """
+        if self.count == 1:
+            return {}
+        if self._links is None:
+            self._links = self._open_links()
+        outgoing = {process: data for process, data in outgoing.items() if len(data)}
+        sizes = {process: size for process, size in sizes.items() if size}
+        self._exchanges += 1
+        try:
+            self._links.send(self._exchanges, outgoing)
+        except OSError as error:
+            verdict = self.find_lost_peer() or Verdict(f"a process cannot be reached directly: {error}")
+            raise verdict.error() from error
+        keys = {process: (self._exchanges, process) for process in sizes}
+        self._wait(lambda: self._received.keys() >= set(keys.values()), about)
+        with self._changed:
+            received = {process: self._received.pop(key) for process, key in keys.items()}
+        for process, data in received.items():
+            if len(data) != sizes[process]:
+                raise PeerLostError(f"process {process} sends {len(data)} bytes of {about!r} and not {sizes[process]}")
+        return received
+
+    def _open_links(self) -> Links:
+        with self._changed:
+            connections = [peer.connection for peer in self._peers.values()]
+        links = Links(self.index, listen(f"{own_host(connections)}:0"), self._store)
+        links.places = self.all_gather(links.place, "addresses")
+        return links
+
+    def _store(self, number: int, sender: int, data: bytearray) -> None:
+        with self._changed:
+            self._received[number, sender] = data
+            self._changed.notify_all()
+
+    def _wait(self, is_over: Callable[[], bool], about: str) -> None:
+        """Wait for `is_over`, and say so if that takes long.
+
+        Raises:
+            PeerLostError: a process is stopped, gone or has failed.
+        """
+
+        def is_over_or_lost() -> bool:
+            return self.verdict is not None or is_over()
+
+        with self._changed:
+            if not self._changed.wait_for(is_over_or_lost, REPORT_SECONDS):
+                log.warning(f"waiting for the other processes at {about!r} since {REPORT_SECONDS:.0f} s")
+                self._changed.wait_for(is_over_or_lost)
+            if not is_over() and self.verdict is not None:
+                raise self.verdict.error()
+
     def find_lost_peer(self, seconds: float = BLAME_SECONDS) -> Verdict | None:
         """Wait for the verdict; None if there is none after `seconds`.
 
@@ -327,6 +395,8 @@ class Channel:
             peer.send(Message(LEAVES))
         for peer in self._peers.values():
             peer.close()
+        if self._links is not None:
+            self._links.close()
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Take a message of another process."""
@@ -523,6 +593,39 @@ def all_gather(value: T, about: str) -> list[T]:
     """Return the `value` of every process, by process index; arguments and errors as for `Channel.all_gather`."""
     channel = current()
     return [value] if channel is None else channel.all_gather(value, about)
+
+
+def exchange(outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str) -> dict[int, bytearray]:
+    """Exchange bytes with some processes; arguments and errors as for `Channel.exchange`. With one process there is
+    nothing to exchange.
+    """
+    channel = current()
+    return {} if channel is None else channel.exchange(outgoing, sizes, about)
+
+
+def gather_parts(parts: Sequence[bytes], numbers: Sequence[int], about: str) -> list[bytes | memoryview]:
+    """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
+
+    Args:
+        parts: those of this process.
+        numbers: the number of each, among those of all processes.
+        about: what they are.
+    """
+    if (channel := current()) is None:
+        return list(parts)
+    sizes = channel.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {about}")
+    if channel.index:
+        channel.exchange({0: b"".join(parts)}, {}, about)
+        return []
+    whole = channel.exchange(
+        {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, about
+    )
+    numbered = list[tuple[int, bytes | memoryview]](zip(numbers, parts, strict=True))
+    for process, (theirs, lengths) in enumerate(sizes[1:], 1):
+        data = memoryview(whole.get(process, b""))
+        pieces = (data[start:end] for start, end in pairwise(accumulate(lengths, initial=0)))
+        numbered += zip(theirs, pieces, strict=True)
+    return [part for _, part in sorted(numbered, key=lambda each: each[0])]
 
 
 def gather_items(items: Sequence[T], about: str) -> list[T]:

@@ -37,6 +37,36 @@ def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
         assert [(each.size, int(each.sum())) for each in large] == [(16 << 20, 0), (16 << 20, 16 << 20)]
 
 
+def test_bytes_go_to_the_processes_that_need_them(threads: Threads) -> None:
+    """Directly, any number of them; nothing is sent for none; and process 0 gets parts of all in the order of their
+    numbers. A stranger, who has no token, disturbs nothing.
+    """
+
+    def work(index: int) -> Any:
+        first = channel.exchange(
+            {(index + 1) % 3: bytes([index]) * 100_000, index: b""}, {(index + 2) % 3: 100_000}, "x"
+        )
+        own = channel.current()
+        assert own is not None
+        assert own._links is not None
+        host, port, _ = own._links.place
+        with socket.create_connection((host, port)) as stranger:
+            stranger.sendall(b"?" * 100)
+        second = channel.exchange({0: b"last"} if index == 1 else {}, {1: 4} if index == 0 else {}, "y")
+        return first, second, channel.gather_parts([b"a%d" % index, b"b%d" % index], [index, 9 - index], "z")
+
+    found = threads(3, work)
+    for index, (first, second, parts) in enumerate(found):
+        assert first == {(index + 2) % 3: bytes([(index + 2) % 3]) * 100_000}
+        assert second == ({1: b"last"} if index == 0 else {})
+        assert b"".join(parts) == (b"" if index else b"a0a1a2b2b1b0")
+
+
+def test_a_process_that_expects_other_bytes_says_so(threads: Threads) -> None:
+    found = threads(2, lambda index: channel.exchange({1 - index: b"four"}, {1 - index: 5}, "sizes"))
+    assert all("4 bytes of 'sizes' and not 5" in str(error) for error in found)
+
+
 def test_exchanges_of_another_thread_come_beside_those_of_the_first(threads: Any) -> None:
     """In each process they come in another order."""
 
