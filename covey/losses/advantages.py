@@ -124,7 +124,9 @@ def gae(
 
 
 def whiten(
-    arrays: Sequence[Float[np.ndarray, "n"]], mask: Sequence[Bool[np.ndarray, "n"]] | None = None
+    arrays: Sequence[Float[np.ndarray, "n"]],
+    mask: Sequence[Bool[np.ndarray, "n"]] | None = None,
+    collect: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
 ) -> list[Float[np.ndarray, "n"]]:
     """Compute (x − mean) / (std + 1e-8) over all numbers of all arrays, std with ddof 1 as in TRL, Tunix and verl:
     mean 0, variance 1.
@@ -132,6 +134,7 @@ def whiten(
     Args:
         arrays: one per completion.
         mask: True for the tokens that count; the others get 0. None means all.
+        collect: returns the numbers of each completion of all processes, [B, k], given those of this one, [b, k].
 
     Returns:
         Arrays of the same lengths. A single number, or equal ones, become 0.
@@ -141,10 +144,16 @@ def whiten(
     [[-0.7071, 0.7071], [0.0]]
     """
     masks = token_masks(mask, arrays)
-    counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [np.zeros(0)])
-    if not counted.size or _all_equal(counted):
+    counted = [np.asarray(a, np.float64)[m] for a, m in zip_equal_lengths(arrays, masks)]
+    # Sums of completions, so that the result does not depend on how these are divided among processes.
+    limits = [(len(x), x.sum(), x.min(initial=np.inf), x.max(initial=-np.inf)) for x in counted]
+    counts, sums, least, most = collect(np.reshape(limits, (-1, 4))).T
+    count = counts.sum()
+    if not count or _all_equal(np.array([least.min(), most.max()])):
         return [np.zeros(len(a)) for a in arrays]
-    mean, std = counted.mean(), counted.std(ddof=1)
+    mean = sums.sum() / count
+    squares = collect(np.reshape([((x - mean) ** 2).sum() for x in counted], (-1, 1)))
+    std = np.sqrt(squares.sum() / (count - 1))
     return [np.where(m, (a - mean) / (std + 1e-8), 0.0) for a, m in zip_equal_lengths(arrays, masks)]
 
 

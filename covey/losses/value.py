@@ -5,7 +5,7 @@ state that predicts the token. A reward model reads the hidden state of a comple
 never feed; so each completion gets one more token before packing, and the score is the value of that token's state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -78,20 +78,30 @@ def value_loss(
     return jnp.sum(weight * loss), jax.lax.stop_gradient(metric_sums)
 
 
-def explained_variance(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> float:
+def explained_variance(
+    values: Sequence[np.ndarray],
+    returns: Sequence[np.ndarray],
+    total: Callable[[np.ndarray], np.ndarray] = lambda sums: sums,
+) -> float:
     """Compute 1 − Var(R − v) / Var(R) over all tokens that the critic was trained on in a step; NaN when all returns
     are equal.
 
     Args:
         values: values of the critic, one array per completion.
         returns: returns of the same tokens.
+        total: adds the sums of other processes, which have other tokens, to those of this one.
 
     >>> explained_variance([np.array([1.0, 2.0])], [np.array([1.0, 3.0])])
     0.75
     """
     v, r = (np.concatenate([*x, np.zeros(0)]).astype(np.float64) for x in (values, returns))
-    variance = r.var() if len(r) else 0.0
-    return float(1 - (r - v).var() / variance) if variance else float("nan")
+    errors = r - v
+    count, *sums = total(np.array([len(r), r.sum(), errors.sum()]))
+    if not count:
+        return float("nan")
+    of_returns, of_errors = (((x - s / count) ** 2).sum() for x, s in zip((r, errors), sums, strict=True))
+    of_returns, of_errors = total(np.array([of_returns, of_errors])) / count
+    return float(1 - of_errors / of_returns) if of_returns else float("nan")
 
 
 def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[Group]:

@@ -24,8 +24,10 @@ class StepRecord:
         step: number of optimizer updates made or skipped so far, `updates` of them on this batch, of `total` in the
             run.
         metrics: metrics by name; `time/...` are seconds.
-        groups: every completion that the step sampled, with its rewards and advantage; none in supervised training.
+        groups: every completion that the step sampled, with its rewards and advantage; of several processes those that
+            this one has sampled. None in supervised training.
         token_values: values of the tokens of some completions, at the steps at which they are computed.
+        numbers: number of each group among those of all processes.
     """
 
     step: int
@@ -34,6 +36,7 @@ class StepRecord:
     metrics: dict[str, float]
     groups: Sequence[Group] = ()
     token_values: Sequence[TokenValues] = ()
+    numbers: Sequence[int] = ()
 
     def due(self, every: int) -> bool:
         """Return True when this step reached or passed a multiple of `every`; never when `every` is 0."""

@@ -65,21 +65,21 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
-        self._append(METRICS, [row])
+        self._append(METRICS, [encode_row(row)])
 
-    def samples(self, step: int, groups: Iterable[Group]) -> None:
-        """Append every completion of the step's scored groups."""
-        self._append(SAMPLES, sample_rows(step, groups))
+    def samples(self, lines: Iterable[bytes | bytearray | memoryview]) -> None:
+        """Append the lines of a step's groups; see `sample_lines`."""
+        self._append(SAMPLES, lines)
 
     def token_values(self, step: int, values: Iterable[TokenValues]) -> None:
         """Append the token values of a step; the file is made with the first of them."""
-        self._append(TOKENS, (token_row(step, completion) for completion in values))
+        self._append(TOKENS, (encode_row(token_row(step, completion)) for completion in values))
 
     def _open(self, name: str) -> IO[bytes]:
         return open_below(self._folder, name, "ab", buffering=0)
 
-    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        if not (encoded := b"".join(map(encode_row, rows))):
+    def _append(self, name: str, lines: Iterable[bytes | bytearray | memoryview]) -> None:
+        if not (encoded := b"".join(lines)):
             return
         if name not in self._files:
             self._files[name] = self._open(name)
@@ -151,9 +151,23 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
     return folder / name
 
 
-def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
-    """Yield one row per completion: prompt, completion, scores, and how it ended."""
-    for number, group in enumerate(groups):
+def sample_lines(step: int, groups: Iterable[Group], numbers: Iterable[int] | None = None) -> list[bytes]:
+    """Return the lines of each group in `samples.jsonl`; arguments as for `sample_rows`."""
+    return [
+        b"".join(map(encode_row, sample_rows(step, [group], [number])))
+        for number, group in (enumerate(groups) if numbers is None else zip(numbers, groups, strict=True))
+    ]
+
+
+def sample_rows(step: int, groups: Iterable[Group], numbers: Iterable[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield one row per completion: prompt, completion, scores, and how it ended.
+
+    Args:
+        step: number of the step.
+        groups: scored groups.
+        numbers: number of each group in the step; by default they are counted.
+    """
+    for number, group in enumerate(groups) if numbers is None else zip(numbers, groups, strict=True):
         for index, completion in enumerate(group.completions):
             yield {
                 "step": step,

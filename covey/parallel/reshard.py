@@ -186,6 +186,17 @@ def to_host(x: jax.Array) -> np.ndarray:
     return np.asarray(x if is_whole else multihost_utils.process_allgather(x, tiled=True))
 
 
+def read_own_rows(x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
+    """Write those rows of `x` into `out` that are on this process's devices where rows are placed as `rows` says. If
+    `x` lies otherwise, it is gathered whole; so all processes that have parts of it call this.
+    """
+    if x.is_fully_addressable or not x.sharding.is_equivalent_to(rows, x.ndim):
+        out[:] = to_host(x)
+        return
+    for shard in x.addressable_shards:
+        out[shard.index] = shard.data
+
+
 def _gather_locally(x: jax.Array, to: Sharding) -> jax.Array:
     """Gather `x`, on a mesh over processes, in each process on its part of that mesh; then put it on `to`."""
     assert isinstance(x.sharding, NamedSharding)

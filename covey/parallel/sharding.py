@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
-from covey.parallel import checks
+from covey.parallel import checks, distributed
 from covey.parallel.mesh import local_mesh, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
@@ -236,6 +237,24 @@ def put_rows(batch: Tree, like: Any) -> Tree:
     several processes, which all have the whole batch, each puts the rows of its own devices.
     """
     return put_host(batch, rows_placement(like))
+
+
+def row_holders(mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+    """Return the numbers of the rows that the devices of each process compute, by process.
+
+    Args:
+        mesh: where rows are computed; on one that does not span processes each process computes all rows.
+        count: number of rows.
+        rows_at_once: number of rows of a micro-batch, in which each device has a part.
+    """
+    rows = np.arange(count)
+    if mesh is None or not spans_processes(mesh):
+        return [rows] * distributed.count()
+    computes = np.zeros((distributed.count(), rows_at_once), bool)
+    places: Mapping[Any, Any] = row_sharding(mesh).devices_indices_map((rows_at_once,))
+    for device, (part,) in places.items():
+        computes[device.process_index, part] = True
+    return [rows[of_process[rows % rows_at_once]] for of_process in computes]
 
 
 def rows_placement(like: Any) -> Sharding:

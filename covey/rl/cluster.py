@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from covey.config.algorithms import algorithm_of
 from covey.config.base import Keywords, check_keywords, suggest
@@ -215,6 +216,12 @@ class RLCluster(Keywords):
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
         """Return the number of rows that `role` computes together."""
         return self.config.rows_at_a_time(rows, role, self.fixed_shapes)
+
+    def row_holders(self, count: int, length: int) -> list[Int[np.ndarray, "r"]]:
+        """Return the numbers of the rows, of `count` rows of `length` tokens, that the devices of each process compute,
+        by process.
+        """
+        return self.config.row_holders(count, length, self.fixed_shapes)
 
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the reference's log-probs, one array per completion.

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covey.config.algorithms import Algorithm
-from covey.config.schema import RLTrainingConfig
-from covey.losses.advantages import has_reward_variance, reward_table
+from covey.losses.advantages import has_reward_variance
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
-from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import channel
+from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch, slices
+from covey.rl.packed_groups import PackedGroups, PackedSlice
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, Group
@@ -65,8 +65,9 @@ class RolloutBatch:
     a thread that shares nothing with the learner.
 
     Attributes:
-        groups: all sampled groups, also those that dynamic sampling replaced; advantages are 0.
-        indices: indices of the groups to train on, in the order of the training; None for all.
+        groups: all groups that this process has sampled, also those that dynamic sampling replaced; advantages are 0.
+        table: numbers of the groups of all processes.
+        indices: numbers of the groups to train on, of all processes, in the order of the training; None for all.
         stats: statistics of the sampler.
         rounds: number of rounds of dynamic sampling in which prompts were replaced.
         replaced: number of prompts sampled in place of others whose groups have equal rewards.
@@ -77,6 +78,7 @@ class RolloutBatch:
     """
 
     groups: list[Group]
+    table: GroupTable = field(default_factory=lambda: table_of([]))
     indices: list[int] | None = None
     stats: SamplerStats = field(default_factory=SamplerStats)
     rounds: int = 0
@@ -87,22 +89,31 @@ class RolloutBatch:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def trained(self) -> list[Group]:
+    def trained(self) -> "Experience":
         """Groups to train on."""
-        return self.groups if self.indices is None else [self.groups[index] for index in self.indices]
+        if self.indices is None:
+            return Experience(self.groups, table=self.table)
+        return Experience([self.groups[place] for place in self._trained_places], table=self.table.select(self.indices))
+
+    @property
+    def _trained_places(self) -> list[int]:
+        """Places among `groups` of those to train on, in the order of the training."""
+        places = {number: place for place, number in enumerate(self.table.own.tolist())}
+        indices = range(len(self.table)) if self.indices is None else self.indices
+        return [places[number] for number in indices if number in places]
 
     def with_advantages(self, trained: Sequence[Group]) -> "RolloutBatch":
-        """Return the rollout with `trained` in the places of the groups to train on."""
+        """Return the rollout with `trained` in the places of this process's groups to train on."""
         groups = list(self.groups)
-        indices = range(len(groups)) if self.indices is None else self.indices
-        for index, group in zip(indices, trained, strict=True):
-            groups[index] = group
+        for place, group in zip(self._trained_places, trained, strict=True):
+            groups[place] = group
         return replace(self, groups=groups)
 
     def joined(self, other: "RolloutBatch") -> "RolloutBatch":
         """Return the groups of both, with the sums of their counts and seconds."""
         return RolloutBatch(
             [*self.groups, *other.groups],
+            join([self.table, other.table]),
             stats=self.stats + other.stats,
             rounds=self.rounds + other.rounds,
             replaced=self.replaced + other.replaced,
@@ -115,7 +126,8 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class Experience:
-    """Groups with their per-token data; lists have one array per completion, in order.
+    """Groups with their per-token data; lists have one array per completion, in order. Of several processes each has
+    the groups that it has sampled, and the numbers of all.
 
     Attributes:
         groups: groups with rewards.
@@ -123,6 +135,7 @@ class Experience:
         advantages: per token.
         returns: per token; the targets of the critic.
         packed: rows of the groups.
+        table: numbers of the groups of all processes; by default those of `groups`.
     """
 
     groups: list[Group]
@@ -131,7 +144,12 @@ class Experience:
     values: list[np.ndarray] | None = None
     advantages: list[np.ndarray] = field(default_factory=list)
     returns: list[np.ndarray] | None = None
-    packed: "PackedGroups | None" = None
+    packed: PackedGroups | None = None
+    table: GroupTable = field(default_factory=lambda: table_of([]))
+
+    def __post_init__(self) -> None:
+        if self.groups and not len(self.table):
+            object.__setattr__(self, "table", table_of(self.groups))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -150,8 +168,10 @@ class Experience:
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards, float64 [P, G]; NaN where no function scored the completion, and behind smaller groups."""
-        return reward_table([np.asarray(g.rewards) for g in self.groups])
+        """Rewards of the groups of all processes, float64 [P, G]; NaN where no function scored the completion, and
+        behind smaller groups.
+        """
+        return self.table.reward_table
 
     @property
     def completion_rewards(self) -> np.ndarray:
@@ -165,10 +185,12 @@ class Experience:
         return kl_penalty(self.policy_logps, self.ref_logps, algorithm.kl, beta, self.sampled_masks)
 
     def between(self, start: int, stop: int) -> "Experience":
-        """Return the experience of groups `start` to `stop`."""
-        at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (start, stop)))
-        lists = {name: value and value[at] for name, value in vars(self).items() if name not in ("groups", "packed")}
-        return Experience(self.groups[start:stop], **lists)
+        """Return the experience of groups `start` to `stop` of all processes."""
+        first, last = np.searchsorted(self.table.own, [start, stop]).tolist()
+        at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (first, last)))
+        others = ("groups", "packed", "table")
+        lists = {name: value and value[at] for name, value in vars(self).items() if name not in others}
+        return Experience(self.groups[first:last], **lists, table=self.table.select(range(start, stop)))
 
 
 @dataclass
@@ -177,7 +199,8 @@ class StepStats:
 
     Attributes:
         clock: measures the phases.
-        rollout: all sampled groups, with advantages (0 for replaced ones), and the sums of their rollouts' counts.
+        rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
+            of all processes, and the sums of their rollouts' counts.
         waste: fraction of padding in each micro-batch's rows.
     """
 
@@ -206,35 +229,6 @@ def _sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sum(each.get(name, 0) for each in counts) for name in dict.fromkeys(chain(*counts))}
 
 
-class PackedGroups:
-    """Rows of groups, packed slice by slice; stages that use the same slice share its rows."""
-
-    def __init__(self, groups: list[Group], training: RLTrainingConfig, compile_cost: float = 0.0):
-        self.groups, self._training, self._compile_cost = groups, training, compile_cost
-        self._rows: dict[tuple[int, int], Rows] = {}
-
-    def rows(self, start: int, stop: int) -> Rows:
-        """Return the rows of groups `start` to `stop`."""
-        if (start, stop) not in self._rows:
-            t = self._training
-            self._rows[start, stop] = pack(
-                self.groups[start:stop],
-                t.row_length,
-                packing=t.packing,
-                max_tokens=t.max_tokens_per_micro_batch,
-                compile_cost=self._compile_cost,
-            )
-        return self._rows[start, stop]
-
-    def map(self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int) -> list[np.ndarray]:
-        """Apply `compute` to `size` groups at a time; return one array per completion."""
-        out: list[np.ndarray] = []
-        for part in slices(range(len(self.groups)), size):
-            lengths = [len(c.tokens) for i in part for c in self.groups[i].completions]
-            out += compute(self.rows(part[0], part[-1] + 1), lengths)
-        return out
-
-
 def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> Group:
     """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
     if not algorithm.overlong_buffer:
@@ -252,38 +246,43 @@ def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> 
     )
 
 
-def split_by_reward_variance(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
-    """Return the indices of groups whose completions differ in reward, and those of the others; the length penalty does
+def split_by_reward_variance(table: GroupTable) -> tuple[list[int], list[int]]:
+    """Return the numbers of groups whose completions differ in reward, and those of the others; the length penalty does
     not count.
     """
-    rewards = [np.asarray(g.rewards) - g.rewards_by_function.get(OVERLONG, 0.0) for g in groups]
-    differs = np.array([has_reward_variance(row) for row in rewards], bool)
+    rewards = table.split(table.rewards - table.by_function.get(OVERLONG, 0.0))
+    differs = np.array([has_reward_variance(of_group) for of_group in rewards], bool)
     return np.flatnonzero(differs).tolist(), np.flatnonzero(~differs).tolist()
 
 
-def make_train_batch(x: Experience, rows: Rows, algorithm: Algorithm, beta: float, max_new_tokens: int) -> TrainBatch:
+def make_train_batch(
+    x: Experience, packed: PackedSlice, algorithm: Algorithm, beta: float, max_new_tokens: int
+) -> TrainBatch:
     """Return the micro-batch of some groups.
 
     Args:
         x: the groups with their advantages.
-        rows: the packed groups.
+        packed: their rows.
         algorithm: gives the weight of each token.
         beta: weight of the KL.
         max_new_tokens: limit of a completion, by which the aggregate `constant` divides.
     """
     completions = [c for g in x.groups for c in g.completions]
     in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in completions]
-    counts = np.array([mask.sum() for mask in in_loss])
+    counts = np.where(x.table.cut & algorithm.mask_truncated, 0, x.table.sampled)
     weights, denominator = AGGREGATES[algorithm.aggregate](counts, max_new_tokens)
+    own_weights = weights[x.table.own_completions]
     inputs = LossInputs(
-        advantage=scatter_to_rows(rows, x.advantages),
-        weight=scatter_to_rows(rows, [w * mask for w, mask in zip(weights, in_loss, strict=True)]),
-        rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
-        beta=np.full((len(rows.tokens), 1), beta, np.float32),
-        old_logps=None if x.old_logps is None else scatter_to_rows(rows, x.old_logps),
-        ref_logps=None if x.ref_logps is None else scatter_to_rows(rows, x.ref_logps),
+        advantage=packed.scatter(x.advantages, "advantages"),
+        weight=packed.scatter([w * mask for w, mask in zip(own_weights, in_loss, strict=True)], "weights"),
+        rollout_logps=packed.scatter([c.logps for c in completions], "log-probs of the rollout"),
+        beta=np.full((len(packed.rows.tokens), 1), beta, np.float32),
+        old_logps=None if x.old_logps is None else packed.scatter(x.old_logps, "old log-probs"),
+        ref_logps=None if x.ref_logps is None else packed.scatter(x.ref_logps, "log-probs of the reference"),
     )
-    return TrainBatch(x.groups, rows, inputs, denominator, _value_inputs(x, rows, in_loss))
+    scored = float(counts[~np.isnan(x.table.rewards)].sum())
+    values = _value_inputs(x, packed, in_loss)
+    return TrainBatch(x.groups, packed.rows, inputs, denominator, values, scored, packed.counted, x.table)
 
 
 def sampled_mask(completion: Completion) -> np.ndarray:
@@ -299,12 +298,12 @@ def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
     return mask & (not completion.finish.was_cut) if mask_truncated else mask
 
 
-def _value_inputs(x: Experience, rows: Rows, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
+def _value_inputs(x: Experience, packed: PackedSlice, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
     if x.returns is None or x.values is None:
         return None
     weight = [mask & is_scored for mask, is_scored in zip(in_loss, ~np.isnan(x.completion_rewards), strict=True)]
     return ValueInputs(
-        returns=scatter_to_rows(rows, x.returns),
-        old_values=scatter_to_rows(rows, x.values),
-        weight=scatter_to_rows(rows, weight),
+        returns=packed.scatter(x.returns, "returns"),
+        old_values=packed.scatter(x.values, "values"),
+        weight=packed.scatter(weight, "weights of values"),
     )

@@ -71,12 +71,12 @@ def group_advantages(
     compute = ADVANTAGES[algorithm.advantage] if advantage_fn is None else partial(_as_table, advantage_fn)
     if algorithm.credit == "turn":
         return turn_advantages(x, algorithm, compute, penalties)
-    rewards, sizes = x.rewards, [len(g.completions) for g in x.groups]
+    rewards = x.rewards
     if penalties is not None:
-        sums = np.array([p.sum() for p in penalties])
-        rewards = rewards - reward_table(np.split(sums, np.cumsum(sizes[:-1], dtype=int)) if sizes else [])
-    advantages = compute(rewards).astype(np.float32)
-    groups = [replace(g, advantages=a[:size]) for g, a, size in zip(x.groups, advantages, sizes, strict=True)]
+        sums = x.table.collect_numbers(np.array([p.sum() for p in penalties]), "KL of completions")
+        rewards = rewards - reward_table(x.table.split(sums))
+    advantages = compute(rewards).astype(np.float32)[x.table.own]
+    groups = [replace(g, advantages=a[: len(g.completions)]) for g, a in zip(x.groups, advantages, strict=True)]
     of_completions = np.concatenate([np.zeros(0, np.float32), *(g.advantages for g in groups)])
     per_token = [np.full(n, a) for n, a in zip(x.lengths, of_completions, strict=True)]
     return replace(x, groups=groups, advantages=per_token)
@@ -100,20 +100,20 @@ def turn_advantages(
     """
     weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
     subtracted = penalties or [np.zeros(n) for n in x.lengths]
-    tables, index = [np.zeros((0, x.rewards.shape[1]))], 0
-    for group, totals in zip(x.groups, x.rewards, strict=True):
+    tables, all_rewards, index = list[np.ndarray](), x.rewards, 0
+    for group, totals in zip(x.groups, all_rewards[x.table.own], strict=True):
         rewards = [
             turn_rewards(c, total, weight, penalty)
             for c, total, penalty in zip(group.completions, totals, subtracted[index:], strict=False)
         ]
-        tables.append(
-            _by_turn([turn_returns(of_turns, algorithm.turn_gamma) for of_turns in rewards], x.rewards.shape[1])
-        )
+        returns = [turn_returns(of_turns, algorithm.turn_gamma) for of_turns in rewards]
+        tables.append(_by_turn(returns, all_rewards.shape[1]))
         index += len(rewards)
-    computed = compute(np.concatenate(tables)).astype(np.float32)
-    of_groups = np.split(computed, np.cumsum([len(table) for table in tables[1:]])[:-1])
+    tables = x.table.collect(tables, "returns of turns")
+    computed = compute(np.concatenate([np.zeros((0, all_rewards.shape[1])), *tables])).astype(np.float32)
+    of_groups = np.split(computed, np.cumsum([len(table) for table in tables], dtype=int)[:-1])
     advantages, groups = [], []
-    for group, table in zip(x.groups, of_groups, strict=False):
+    for group, table in zip(x.groups, (of_groups[number] for number in x.table.own), strict=True):
         of_group = [table[_turn_of_tokens(c), number] for number, c in enumerate(group.completions)]
         masks = [sampled_mask(c) for c in group.completions]
         means = [a[m].mean() if m.any() else 0.0 for a, m in zip(of_group, masks, strict=True)]

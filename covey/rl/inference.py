@@ -27,7 +27,7 @@ from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import reshard, to_host
+from covey.parallel.reshard import read_own_rows, reshard
 from covey.parallel.sharding import put_rows, rows_placement
 
 RoleName = TypeVar("RoleName", bound=str)
@@ -54,7 +54,8 @@ class RowScorer:
         return Program(self.name, self._score, (self._rounded(abstract(params)), rows))
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
-        """Return for each result of the program one float32 array per completion, `lengths[i]` long.
+        """Return for each result of the program one float32 array per completion, `lengths[i]` long; on a mesh over
+        several processes with the values of the completions in rows of this process's devices.
 
         Args:
             params: the weights.
@@ -62,10 +63,13 @@ class RowScorer:
             lengths: number of tokens of each completion.
             size: number of rows that are computed at a time.
         """
-        params = self._rounded(params)
+        params, placement = self._rounded(params), rows_placement(params)
         parts = [jax.tree.leaves(self._score(params, put_rows(p, params))) for p in split_micro_batches(rows, size)]
-        results = [np.concatenate([to_host(x) for x in arrays]) for arrays in zip(*parts, strict=True)]
-        return [unpack(rows, result[: len(rows.tokens)], lengths) for result in results]
+        results = [np.zeros((size * len(parts), *x.shape[1:]), x.dtype) for x in parts[0]]
+        for number, part in enumerate(parts):
+            for x, result in zip(part, results, strict=True):
+                read_own_rows(x, placement, result[number * size : (number + 1) * size])
+        return [unpack(rows, result, lengths) for result in results]
 
     def _rounded(self, params: Any) -> Any:
         return round_kernels(params, operand_type(nnx.merge(self.graph, params)))

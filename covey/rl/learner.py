@@ -5,8 +5,9 @@ log-probs that the loss needs, estimate advantages, update, give the new weights
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
 ahead of the rest in a thread (`run_ahead`). Observers log, print and save the results of each step.
 
-Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share, and the rest of
-the step is the same in all of them.
+Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
+numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
+to a token for its own share, and has the rows of its own devices (`packed_groups`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
-from covey.packing.rows import padding_fraction
+from covey.packing.rows import Layout, make_layout
 from covey.parallel import channel, checks, distributed, order
 from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
 from covey.rl.cluster import RLCluster
@@ -36,7 +37,6 @@ from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.experience import (
     Experience,
     NextPrompts,
-    PackedGroups,
     PromptBatch,
     RolloutBatch,
     StepStats,
@@ -46,8 +46,10 @@ from covey.rl.experience import (
     prompt_batches,
     split_by_reward_variance,
 )
+from covey.rl.group_table import GroupTable, gather_table
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
-from covey.rl.micro_batches import TrainBatch, arrays_of, slices
+from covey.rl.micro_batches import TrainBatch, gather_batches, slices
+from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
@@ -208,15 +210,16 @@ class Learner(Keywords, ABC):
         return RolloutBatch(comparable, stats=stats, dropped=len(groups) - len(comparable), seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
-        """Compute rewards; return the groups of all processes. Advantages are 0 until they are estimated."""
+        """Compute rewards; return the groups with the numbers of those of all processes. Advantages are 0 until they
+        are estimated.
+        """
         limit, failed = self.cluster.config.rollout_config.max_new_tokens, dict[str, int]()
         clock = Clock(dict(rollout.seconds), on_phase=self.on_phase)
         with clock("reward"):
             groups = score(rollout.groups, self.reward_fns, self.config.reward_weights, self.runner, failed)
             groups = [penalize_length(group, self.algorithm, limit) for group in groups]
             groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
-        groups = channel.gather_items(groups, "groups")
-        return replace(rollout, groups=groups, failed=failed, seconds=clock.seconds)
+        return replace(rollout, groups=groups, table=gather_table(groups), failed=failed, seconds=clock.seconds)
 
     def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
@@ -226,7 +229,7 @@ class Learner(Keywords, ABC):
             return rollout
         wanted = num_sampled = len(prompts.examples)
         while True:
-            differing, tied = split_by_reward_variance(rollout.groups)
+            differing, tied = split_by_reward_variance(rollout.table)
             missing = max(wanted - len(differing), 0)
             may_go_on = missing and rollout.rounds + 1 < self.algorithm.max_sampling_rounds
             if not may_go_on or not (fresh := next_prompts(missing)):
@@ -235,18 +238,28 @@ class Learner(Keywords, ABC):
             rollout = replace(rollout.joined(self.score(self.sample(more))), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
 
-    def compute_logps(self, groups: list[Group]) -> Experience:
+    def compute_logps(self, x: Experience) -> Experience:
         """Compute the log-probs of the reference, those before the first update, and values: each only where the
         algorithm needs it.
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
-        lengths = lambda: [len(c.tokens) for group in groups for c in group.completions]  # noqa: E731
-        with self.stats.clock("logps"), order.phase("logps", self.step, lengths):
-            packed = PackedGroups(groups, cluster.config.training_config, cluster.compile_cost)
-            reference = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps) if a.needs_reference else None
-            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps) if a.needs_old_logps else None
-            values = packed.map(cluster.get_values, sizes.ref_logps) if a.needs_critic else None
-        return Experience(groups, reference, old, values, packed=packed)
+        with self.stats.clock("logps"), order.phase("logps", self.step, x.table.lengths.tolist):
+            packed = PackedGroups(x.groups, x.table, self._layout, cluster.row_holders)
+            ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
+            values = packed.map(cluster.get_values, sizes.ref_logps, "values") if a.needs_critic else None
+        return replace(x, ref_logps=ref, old_logps=old, values=values, packed=packed)
+
+    def _layout(self, table: GroupTable) -> Layout:
+        """Assign completions to rows."""
+        training = self.cluster.config.training_config
+        return make_layout(
+            table.shapes,
+            training.row_length,
+            packing=training.packing,
+            max_tokens=training.max_tokens_per_micro_batch,
+            compile_cost=self.cluster.compile_cost,
+        )
 
     def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:
         """Yield training micro-batches of `sizes.train` prompts, each as soon as its rollout is there."""
@@ -326,12 +339,12 @@ class Learner(Keywords, ABC):
     def _split(self, x: Experience) -> Iterator[TrainBatch]:
         assert x.packed is not None, "compute_logps packs the groups"
         limit = self.cluster.config.rollout_config.max_new_tokens
-        for indices in slices(range(len(x.groups)), self.sizes.train):
+        for indices in slices(range(len(x.table)), self.sizes.train):
             start, stop = indices[0], indices[-1] + 1
-            rows, part = x.packed.rows(start, stop), x.between(start, stop)
-            self.stats.waste.append(padding_fraction(rows, self.cluster.rows_at_a_time(rows)))
+            packed, part = x.packed.slice(start, stop), x.between(start, stop)
+            self.stats.waste.append(packed.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
             self._token_scorer.score_before(part)
-            yield make_train_batch(part, rows, self.algorithm, self.beta, limit)
+            yield make_train_batch(part, packed, self.algorithm, self.beta, limit)
 
     def _check_order(self, batch: TrainBatch) -> None:
         """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
@@ -353,7 +366,7 @@ class Learner(Keywords, ABC):
         try:
             return self._nonfinite_guard.accept(self.update(batches))
         except NumbersError as error:
-            self.on_bad_batch(step, [g for batch in batches.made for g in batch.groups], arrays_of(batches.made), error)
+            self.on_bad_batch(step, *gather_batches(batches.made), error)
             metrics = self._nonfinite_guard.skip(error)
             self.cluster.skip_update()
             return metrics
@@ -422,9 +435,10 @@ class Learner(Keywords, ABC):
         """Return the record of a step of all processes."""
         stats = gather_step_stats(self.stats)
         self._failures.agree()
-        groups = stats.rollout.groups
+        groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
         values = self._token_scorer.values(groups)
-        return StepRecord(self.step, len(updates), total, self._metrics(updates, total, stats), groups, values)
+        metrics = self._metrics(updates, total, stats)
+        return StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
 
     def _metrics(self, updates: list[Metrics], total: int, stats: StepStats) -> dict[str, float]:
         training, trainer = self.cluster.config.training_config, self.cluster.trainer
@@ -433,7 +447,7 @@ class Learner(Keywords, ABC):
         groups_prompts, rollout = environments is not None and environments.groups_prompts, stats.rollout
         return {
             "step": self.step,
-            **group_metrics(rollout.groups),
+            **group_metrics(rollout.table),
             **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
             **combine_updates(updates),
             **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
@@ -456,7 +470,7 @@ class Learner(Keywords, ABC):
         """Adapt β to the KL of this step, and update the reference if it is due."""
         a, kl = self.algorithm, record.metrics.get("kl")
         if a.kl_target is not None and kl is not None:
-            samples = sum(len(g.completions) for g in record.groups)
+            samples = int(self.stats.rollout.table.sizes.sum())
             self.beta = adapt_beta(self.beta, kl=kl, target=a.kl_target, horizon=a.kl_horizon, samples=samples)
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)

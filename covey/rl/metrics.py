@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
-from covey.losses.advantages import has_reward_variance, reward_table
+from covey.losses.advantages import has_reward_variance
+from covey.rl.group_table import Course, GroupTable
 from covey.sampling.model_runner import SamplerStats
-from covey.types import Completion, Episode, Group
 
 
 @dataclass
@@ -40,56 +39,51 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def group_metrics(table: GroupTable) -> dict[str, float]:
     """Compute rewards, their spread, lengths, clipped and distinct ratio of a step's groups.
 
     `reward` and `rewards/<fn>/mean` average over completions; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
     means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that truncation kept.
     """
-    rewards = reward_table([g.rewards for g in groups if g.rewards is not None])
+    rewards = table.reward_table
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
-    lengths = np.array([c.num_sampled for g in groups for c in g.completions])
-    clipped = np.array([c.finish.was_cut for g in groups for c in g.completions])
-    distinct = [len({c.tokens.tobytes() for c in g.completions}) / len(g.completions) for g in groups]
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
         "reward_error": float(_std(means) / np.sqrt(max(len(means), 1))),
         "frac_reward_zero_std": float(np.mean([not has_reward_variance(row) for row in rewards])),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(clipped.mean()),
-        "completions/distinct_ratio": float(np.mean(distinct)),
+        "completions/mean_length": float(table.sampled.mean()),
+        "completions/min_length": float(table.sampled.min()),
+        "completions/max_length": float(table.sampled.max()),
+        "completions/clipped_ratio": float(table.cut.mean()),
+        "completions/distinct_ratio": float(np.mean(table.distinct)),
     }
-    for name in groups[0].rewards_by_function:
-        values = np.concatenate([g.rewards_by_function[name] for g in groups])
+    for name, values in table.by_function.items():
         scored = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
         metrics[f"rewards/{name}/std"] = _std(scored)
-    mass = np.concatenate([_kept_mass(c) for g in groups for c in g.completions])
-    metrics |= {"sampling/mass_kept": float(mass.mean())} if mass.size else {}
-    completions = [c for g in groups for c in g.completions]
-    return metrics | episode_metrics([(c, c.episode) for c in completions if c.episode is not None])
+    drawn = ~np.isnan(table.mass)
+    if drawn.any():
+        metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
+    return metrics | episode_metrics([course for course in table.courses if course is not None])
 
 
-def episode_metrics(episodes: Sequence[tuple[Completion, Episode]]) -> dict[str, float]:
+def episode_metrics(courses: Sequence[Course]) -> dict[str, float]:
     """Compute turns, branches, tokens, seconds and tool calls of completions in an environment; nothing for none."""
-    if not episodes:
+    if not courses:
         return {}
-    calls, failures = (
-        sum(getattr(episode, name) for _, episode in episodes) for name in ("tool_calls", "tool_failures")
-    )
-    branches = [len(c.branches) for c, _ in episodes if c.branches is not None]
+    episodes = [course.episode for course in courses]
+    calls, failures = (sum(getattr(episode, name) for episode in episodes) for name in ("tool_calls", "tool_failures"))
+    branches = [course.branches for course in courses if course.branches is not None]
     return {
         **({"env/branches": float(np.mean(branches))} if branches else {}),
-        **_own_numbers([episode.numbers for _, episode in episodes]),
-        "env/turns": float(np.mean([len(episode.turn_ends) for _, episode in episodes])),
-        "env/tokens": float(np.mean([len(c.tokens) - c.num_sampled for c, _ in episodes])),
-        "env/done": float(np.mean([episode.done for _, episode in episodes])),
-        "env/seconds": float(np.mean([episode.seconds for _, episode in episodes])),
-        "env/failed": float(sum(bool(episode.failure) for _, episode in episodes)),
+        **_own_numbers([episode.numbers for episode in episodes]),
+        "env/turns": float(np.mean([len(episode.turn_ends) for episode in episodes])),
+        "env/tokens": float(np.mean([course.inserted for course in courses])),
+        "env/done": float(np.mean([episode.done for episode in episodes])),
+        "env/seconds": float(np.mean([episode.seconds for episode in episodes])),
+        "env/failed": float(sum(bool(episode.failure) for episode in episodes)),
         "env/tool_calls": calls / len(episodes),
         "env/tool_failures": failures / len(episodes),
     }
@@ -134,12 +128,6 @@ def work_metrics(
         "step_time": step_time,
         **{f"time/{phase}": value for phase, value in seconds.items()},
     }
-
-
-def _kept_mass(completion: Completion) -> Float[np.ndarray, "n"]:
-    """Compute the probability mass that truncation kept, at each sampled token of the completion."""
-    mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
-    return mass if completion.mask is None else mass[completion.mask]
 
 
 def _std(values: np.ndarray) -> float:

@@ -8,7 +8,7 @@ The sizes (`stage_sizes`) change speed and memory, never the result.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,9 @@ from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, split_micro_batches
+from covey.parallel import channel
 from covey.parallel.sharding import put_rows
+from covey.rl.group_table import GroupTable
 from covey.rl.roles import Role
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch
@@ -37,11 +39,14 @@ class TrainBatch:
     """Training micro-batch: groups packed into rows, with the other inputs of the losses.
 
     Attributes:
-        groups: the groups in the rows.
-        rows: NumPy arrays.
+        groups: the groups in the rows; of several processes those that this one has sampled.
+        rows: NumPy arrays; of several processes, as the inputs, with zeros for rows of other processes' devices.
         inputs: inputs of the actor's loss.
         denominator: part of these completions in the denominator of the actor's loss.
-        value_inputs: inputs of the critic's loss; None without a critic. Its denominator is the number of its tokens.
+        value_inputs: inputs of the critic's loss; None without a critic.
+        value_denominator: number of tokens in the critic's loss.
+        counted: the rows that this process counts in a sum over those of all processes.
+        table: numbers of the groups of all processes; None where these are `groups`.
     """
 
     groups: Sequence[Group]
@@ -49,6 +54,9 @@ class TrainBatch:
     inputs: LossInputs
     denominator: float
     value_inputs: ValueInputs | None = None
+    value_denominator: float = 0.0
+    counted: "slice | np.ndarray" = field(default_factory=lambda: slice(None))
+    table: GroupTable | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the rows and the other inputs of the losses by name; the critic's names begin with `critic.`."""
@@ -62,7 +70,7 @@ class TrainBatch:
         if role == Role.ACTOR:
             return RowBatch(self.rows, self.inputs), self.denominator
         assert self.value_inputs is not None, "an algorithm with a critic computes returns"
-        return RowBatch(self.rows, self.value_inputs), float(self.value_inputs.weight.sum())
+        return RowBatch(self.rows, self.value_inputs), self.value_denominator
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of each array, which have to be equal in all processes."""
@@ -129,9 +137,20 @@ def value_loss_fn(value_clip: float) -> LossFn:
     return loss
 
 
-def arrays_of(batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
-    """Return the arrays of several micro-batches; those of the first are named `0.tokens`, `0.advantage`, ..."""
-    return {f"{i}.{name}": array for i, batch in enumerate(batches) for name, array in batch.arrays().items()}
+def gather_batches(batches: Sequence[TrainBatch]) -> tuple[list[Group], dict[str, np.ndarray]]:
+    """Return the groups and the arrays of several micro-batches, of all processes; arrays of the first micro-batch are
+    named `0.tokens`, `0.advantage`, ... All processes must call it.
+    """
+    groups, arrays = list[Group](), dict[str, np.ndarray]()
+    for number, batch in enumerate(batches):
+        groups += batch.groups if batch.table is None else batch.table.collect(batch.groups, "groups of a bad batch")
+        own = batch.counted, {name: array[batch.counted] for name, array in batch.arrays().items()}
+        parts = channel.all_gather(own, "arrays of a bad batch")
+        for name, array in batch.arrays().items():
+            arrays[f"{number}.{name}"] = whole = np.array(array)
+            for rows, of_process in parts:
+                whole[rows] = of_process[name]
+    return groups, arrays
 
 
 def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -6,6 +6,7 @@ beside the actor, with its own optimizer.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from covey.errors import RecipeError
 from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
+from covey.parallel import channel
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner, RewardFns
@@ -73,9 +75,13 @@ class PPOLearner(Learner):
 
 def _explained_variance(batches: Iterable[TrainBatch]) -> float:
     """Compute the explained variance of the returns by the critic's values."""
-    inputs = [batch.value_inputs for batch in batches if batch.value_inputs is not None]
-    pairs = [(x.old_values[x.weight > 0], x.returns[x.weight > 0]) for x in inputs]
-    return explained_variance([v for v, _ in pairs], [r for _, r in pairs])
+    pairs = list[tuple[np.ndarray, np.ndarray]]()
+    for batch in batches:
+        if batch.value_inputs is not None:
+            returns, values, weight = (x[batch.counted] for x in batch.value_inputs)
+            pairs.append((values[weight > 0], returns[weight > 0]))
+    total = lambda sums: np.sum(channel.all_gather(sums, "explained variance"), axis=0)  # noqa: E731
+    return explained_variance([v for v, _ in pairs], [r for _, r in pairs], total)
 
 
 def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experience:
@@ -96,7 +102,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     if algorithm.whiten:
         in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
         counted = [s & t for s, t in zip(scored, in_loss, strict=True)]
-        advantages = whiten(advantages, counted)
+        advantages = whiten(advantages, counted, partial(x.table.collect_numbers, about="advantages"))
     advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, strict=True)]
     returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, strict=True)]
     means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.sampled_masks, strict=True)])

@@ -26,7 +26,7 @@ from covey.errors import CoveyError, NumbersError, ResumeError
 from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
-from covey.monitor.writer import Correct, MetricsWriter, write_answers, write_bad_batch, write_summary
+from covey.monitor.writer import Correct, MetricsWriter, sample_lines, write_answers, write_bad_batch, write_summary
 from covey.parallel import channel, distributed
 from covey.parallel.checks import versions
 from covey.train.checkpoint import Checkpointer
@@ -97,12 +97,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
 
     def write_step(self, record: StepRecord) -> None:
-        """Write the row of a step, its completions and its token values."""
+        """Write the row of a step, its completions and its token values. Each process encodes its completions, and the
+        first one writes those of all.
+        """
         self.metrics = record.metrics
+        lines = channel.gather_parts(
+            sample_lines(record.step, record.groups, record.numbers), record.numbers, "samples"
+        )
         if self._writer is not None:
             self.check_not_replaced()
             self._writer.step(record.metrics)
-            self._writer.samples(record.step, record.groups)
+            self._writer.samples(lines)
             self._writer.token_values(record.step, record.token_values)
 
     def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:

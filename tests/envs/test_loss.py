@@ -70,6 +70,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         rollout=SimpleNamespace(stats=SamplerStats(tokens=1), environments=None),
         inference=SimpleNamespace(has=lambda role: False),
         compile_cost=0.0,
+        row_holders=settings.row_holders,
         generate=generate,
     )
     learner = GRPOLearner(rl_cluster=cluster, reward_fns=environment_reward("game"), grpo_config=config)
@@ -109,7 +110,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert [g.rewards_by_function["game"].tolist() for g in learner.stats.rollout.groups] == [[1.0, 0.25], [0.0, 3.0]]
-    metrics = group_metrics(learner.stats.rollout.groups)
+    metrics = group_metrics(learner.stats.rollout.table)
     sampled = [int(c.mask.sum()) for g in groups for c in g.completions]
     assert metrics["completions/mean_length"] == np.mean(sampled)
     assert metrics["env/tokens"] == (12 + 9 + 7 + 15 - sum(sampled)) / 4

@@ -34,6 +34,7 @@ from covey.rewards.runner import RewardRunner
 from covey.rl.experience import RolloutBatch, StepStats, gather_step_stats
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import FailureCounts
+from covey.rl.metrics import group_metrics
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.sampling.model_runner import SamplerStats
@@ -48,10 +49,15 @@ def told(group: Group) -> Any:
     return group.prompt, [(c.text, list(c.tokens)) for c in group.completions], *numbers
 
 
+def held(rows: int, index: int) -> np.ndarray:
+    """Rows of a process's devices; every fourth is in all processes."""
+    return np.array([row for row in range(rows) if row % distributed.count() == index or row % 4 == 0])
+
+
 class Played:
     """In place of a cluster: every number follows from the step, the prompt's number and the sample's."""
 
-    training = RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2)
+    training = RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2, packing="dense")
     config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=5))
     compile_cost, rows_at_a_time = 0.0, config.rows_at_a_time
 
@@ -70,6 +76,9 @@ class Played:
             Group(row["prompt"], np.arange(3), tuple(completion(step, number, s) for s in range(samples)))
             for number, row in enumerate(examples, first)
         ]
+
+    def row_holders(self, count: int, length: int) -> list[np.ndarray]:
+        return [held(count, index) for index in range(distributed.count())]
 
     def get_values(self, rows: Any, lengths: Sequence[int]) -> list[np.ndarray]:
         return unpack(rows, np.sin(rows.target), lengths)
@@ -103,14 +112,22 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str
 def test_every_process_has_the_batches_of_one(
     threads: Threads, made_by: Callable, name: str, step: int, count: int
 ) -> None:
-    """Each samples and scores a share; micro-batches, log and data are those of one process, bit for bit."""
+    """Each samples and scores a share, and has the rows of its devices; their values, log and data are those of one
+    process, bit for bit.
+    """
     ((batches, log, position, _),) = threads(1, lambda i: fed(made_by, WHOLE_STEP[name], step))
     every = threads(count, lambda i: fed(made_by, WHOLE_STEP[name], step))
-    for theirs, their_log, their_position, sampled in every:
+    for index, (theirs, their_log, their_position, sampled) in enumerate(every):
         for one, other in zip(batches, theirs, strict=True):
             assert one.keys() == other.keys()
-            assert all(np.array_equal(one[key], other[key]) for key in one)
-        assert [told(g) for g in their_log.groups] == [told(g) for g in log.groups]
+            own = held(len(one["tokens"]), index)
+            assert len(own) < len(one["tokens"])
+            for key in one.keys() - {"denominator"}:
+                assert np.array_equal(one[key][own], other[key][own])
+            assert one["denominator"] == other["denominator"]
+        own = np.flatnonzero(their_log.table.owner == index)
+        assert [told(g) for g in their_log.groups] == [told(log.groups[number]) for number in own]
+        assert group_metrics(their_log.table) == group_metrics(log.table)
         assert their_position == position
         assert (their_log.rounds, their_log.replaced, their_log.tied) == (log.rounds, log.replaced, log.tied)
         assert 0 < sampled < their_log.stats.tokens == log.stats.tokens

@@ -55,7 +55,7 @@ from covey.errors import STOPPED
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
-from covey.parallel import distributed, flatten, make_mesh, order, reshard
+from covey.parallel import channel, distributed, flatten, make_mesh, order, reshard
 from covey.parallel.order import OrderError
 from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
@@ -339,8 +339,10 @@ def trained_by(learner: Any, loader: PromptLoader) -> dict[str, Any]:
 
     def observe(record: StepRecord) -> None:
         found["metrics"].append(record.metrics)
-        found["samples"].append([told(group) for group in record.groups])
-        found["arrays"][f"advantages {record.step}"] = np.array([group.advantages for group in record.groups])
+        parts = channel.gather_items(list(zip(record.numbers, record.groups, strict=True)), "seen")
+        groups = [group for _, group in sorted(parts, key=lambda part: part[0])]
+        found["samples"].append([told(group) for group in groups])
+        found["arrays"][f"advantages {record.step}"] = np.array([group.advantages for group in groups])
 
     learner.observers = [observe]
     learner.train(loader)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from covey.errors import CoveyError
 from covey.parallel.wire import deserialize, serialize
 from covey.rl.experience import RolloutBatch
+from covey.rl.group_table import table_of
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
 
@@ -53,7 +54,7 @@ def test_what_processes_send_each_other_comes_back() -> None:
     logps = np.array([-0.5, -1e-9], np.float32)
     done = Completion(np.array([3, 4], np.int32), logps, logps, FinishReason.STOP, text="\x1b é", mask=None)
     group = Group([{"role": "user", "content": "hi"}], np.array([1], np.int32), (done,), {"answer": ["4", None]})
-    rollout = RolloutBatch([group], [0], SamplerStats(tokens=2), seconds={"rollout": 0.25})
+    rollout = RolloutBatch([group], table_of([]), [0], SamplerStats(tokens=2), seconds={"rollout": 0.25})
     back = deserialize(serialize((rollout, Path("runs/x"))))[0]
     assert isinstance(back, RolloutBatch)
     assert (back.stats, back.indices, back.seconds) == (rollout.stats, [0], {"rollout": 0.25})

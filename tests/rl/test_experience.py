@@ -40,6 +40,7 @@ class Fake:
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1), environments=None)
         self.inference = SimpleNamespace(has=lambda role: False)
         self.compile_cost, self.rows_at_a_time = 0.0, self.config.rows_at_a_time
+        self.row_holders = self.config.row_holders
         self.asked: list[tuple[int, list[str]]] = []
 
     def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:

@@ -10,6 +10,7 @@ from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig
 from covey.rewards import score
 from covey.rl.evaluate import evaluate_groups
 from covey.rl.experience import Experience
+from covey.rl.group_table import table_of
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics
 from covey.rl.ppo import gae_advantages
@@ -60,7 +61,7 @@ def test_the_advantages_of_a_critic_are_too() -> None:
 
 
 def test_metrics_and_evaluation_count_every_completion() -> None:
-    metrics, rewards = group_metrics(GROUPS), np.concatenate([g.rewards for g in GROUPS])
+    metrics, rewards = group_metrics(table_of(GROUPS)), np.concatenate([g.rewards for g in GROUPS])
     assert metrics["reward"] == pytest.approx(rewards.mean())
     assert metrics["reward_std"] == pytest.approx(np.mean([g.rewards.std(ddof=1) for g in GROUPS]))
     assert metrics["frac_reward_zero_std"] == 0

@@ -6,6 +6,7 @@ from scipy.special import softmax  # comes with jax
 
 from covey.rewards.signal import measure_signal
 from covey.rl.experience import tokens_in_loss
+from covey.rl.group_table import table_of
 from covey.rl.metrics import group_metrics, work_metrics
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.model_runner import SamplerStats
@@ -29,7 +30,7 @@ def test_mask_metric_and_signal_read_whether_a_completion_was_cut_from_one_prope
     none = np.zeros(2, np.float32)
     completion, other = (Completion(np.zeros(2, np.int32), none, none, reason, text) for text in "ab")
     group = Group("p", np.zeros(1, np.int32), (completion, other), rewards=np.zeros(2))
-    assert group_metrics([group])["completions/clipped_ratio"] == reason.was_cut
+    assert group_metrics(table_of([group]))["completions/clipped_ratio"] == reason.was_cut
     assert tokens_in_loss(completion, mask_truncated=True).any() != reason.was_cut
     assert tokens_in_loss(completion, mask_truncated=False).all()
     signal = measure_signal([group])
@@ -43,7 +44,7 @@ def test_every_name_and_value_by_hand() -> None:
         group([1.0, 0.0], [4, 8], cut=(1,), right=[1.0, 0.0], tidy=[0.0, NAN]),
         group([3.0, 3.0], [2, 6], right=[1.0, 1.0], tidy=[2.0, 2.0]),
     ]
-    got = group_metrics(groups)
+    got = group_metrics(table_of(groups))
     want = {
         "reward": 7 / 4,
         "reward_std": (np.sqrt(0.5) + 0.0) / 2,
@@ -74,7 +75,7 @@ def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> Non
     drawn = np.array([True, True, False, True, True, True])
     all_drawn, by_tool = (Completion(tokens, logps, sampler_logps, FinishReason.STOP, mask=m) for m in (None, drawn))
     scored = {"rewards": np.zeros(2), "prompt": "p", "prompt_tokens": tokens[:0]}
-    got = group_metrics([Group(completions=(all_drawn, by_tool), **scored)])
+    got = group_metrics(table_of([Group(completions=(all_drawn, by_tool), **scored)]))
     assert got["sampling/mass_kept"] == pytest.approx(np.concatenate([chances, chances[drawn]]).mean(), rel=1e-5)
 
 
@@ -107,7 +108,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_groups_with_little_to_measure(case: str) -> None:
     groups, want = CASES[case]
-    got = group_metrics(groups)
+    got = group_metrics(table_of(groups))
     assert {name: got[name] for name in want} == pytest.approx(want, nan_ok=True)
 
 

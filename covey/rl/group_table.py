@@ -1,0 +1,201 @@
+"""Table of the groups of a step: what every process knows of them, which is numbers of tokens and scores.
+
+A process holds the tokens of the groups that it has sampled, and no others. What all have to decide alike, such as the
+rows of a micro-batch, dynamic sampling, advantages and metrics, follows from this table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from covey.losses.advantages import reward_table
+from covey.packing.rows import GroupShape
+from covey.parallel import channel, distributed
+from covey.types import Branch, Completion, Episode, Group
+
+
+class Course(NamedTuple):
+    """Episode of a completion, without its messages.
+
+    Attributes:
+        episode: the episode.
+        inserted: number of tokens that the environment inserted.
+        branches: number of branches; None where there can be none.
+    """
+
+    episode: Episode
+    inserted: int = 0
+    branches: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """Numbers of the groups of a step, in one order in all processes. Arrays have one entry per group [P], or per
+    completion [B], group after group.
+
+    Attributes:
+        owner: index of the process that has sampled the group.
+        prompts: tokens of the prompt.
+        sizes: completions of the group.
+        distinct: fraction of its completions that differ from each other.
+        lengths: tokens of the completion.
+        sampled: tokens of it that the model generated.
+        cut: whether a limit ended it.
+        mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
+        rewards: reward; NaN where no function scored the completion.
+        by_function: the same of each reward function.
+        branches: branches of each completion; None where it can have none.
+        courses: episode of each completion; None without one.
+    """
+
+    owner: Int[np.ndarray, "P"]
+    prompts: Int[np.ndarray, "P"]
+    sizes: Int[np.ndarray, "P"]
+    distinct: Float[np.ndarray, "P"]
+    lengths: Int[np.ndarray, "B"]
+    sampled: Int[np.ndarray, "B"]
+    cut: Bool[np.ndarray, "B"]
+    mass: Float[np.ndarray, "B"]
+    rewards: Float[np.ndarray, "B"]
+    by_function: Mapping[str, Float[np.ndarray, "B"]]
+    branches: Sequence[tuple[Branch, ...] | None]
+    courses: Sequence[Course | None]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def own(self) -> Int[np.ndarray, "p"]:
+        """Numbers of the groups that this process has sampled."""
+        return np.flatnonzero(self.owner == distributed.index())
+
+    @property
+    def own_completions(self) -> Int[np.ndarray, "b"]:
+        """Numbers of the completions of these groups."""
+        return np.flatnonzero(np.repeat(self.owner, self.sizes) == distributed.index())
+
+    @cached_property
+    def starts(self) -> Int[np.ndarray, "P+1"]:
+        """Number of the first completion of each group, and the number of all."""
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=int)])
+
+    @property
+    def reward_table(self) -> Float[np.ndarray, "P G"]:
+        """Rewards as a table; NaN where no function scored the completion, and behind smaller groups."""
+        return reward_table(self.split(self.rewards))
+
+    @property
+    def shapes(self) -> list[GroupShape]:
+        """Numbers of tokens of each group, for the rows."""
+        lengths = self.lengths.tolist()
+        return [
+            GroupShape(prompt, tuple(lengths[start:end]), _branches(self.branches[start:end]))
+            for prompt, start, end in zip(self.prompts.tolist(), self.starts[:-1], self.starts[1:], strict=True)
+        ]
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return values of all completions by group."""
+        return [values[start:end] for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)]
+
+    def select(self, groups: Sequence[int] | Int[np.ndarray, "p"]) -> "GroupTable":
+        """Return the groups with these numbers, in this order."""
+        groups = np.asarray(groups, int)
+        completions = np.concatenate([np.zeros(0, int), *(np.arange(*self.starts[[i, i + 1]]) for i in groups)])
+
+        def taken(name: str, values: Any) -> Any:
+            if isinstance(values, Mapping):
+                return {key: taken(name, of_key) for key, of_key in values.items()}
+            if not isinstance(values, np.ndarray):
+                return [values[i] for i in completions]
+            return values[groups if name in BY_GROUP else completions]
+
+        return GroupTable(**{field.name: taken(field.name, getattr(self, field.name)) for field in fields(self)})
+
+    def collect(self, values: Sequence[Any], about: str) -> list[Any]:
+        """Return the values of all groups, given those of this process's. All processes must call it."""
+        by_process = [iter(theirs) for theirs in channel.all_gather(list(values), about)]
+        return [next(by_process[owner]) for owner in self.owner]
+
+    def collect_numbers(self, values: np.ndarray, about: str) -> np.ndarray:
+        """Return the values of all completions, given those of this process's, [b] or [b, n]. All processes must call
+        it.
+        """
+        own = np.split(values, np.cumsum(self.sizes[self.own], dtype=int)[:-1]) if len(self.own) else []
+        return np.concatenate([values[:0], *self.collect(own, about)])
+
+
+BY_GROUP = ("owner", "prompts", "sizes", "distinct")
+"""Columns with one entry per group."""
+
+
+def table_of(groups: Sequence[Group]) -> GroupTable:
+    """Return the table of groups with rewards, all of them this process's."""
+    completions = [c for group in groups for c in group.completions]
+
+    def column(kind: type, values: Iterator[Any]) -> np.ndarray:
+        return np.array(list(values), kind)
+
+    none = [np.full(len(group.completions), np.nan) for group in groups]
+    rewards = [n if group.rewards is None else np.asarray(group.rewards) for group, n in zip(groups, none, strict=True)]
+    names = groups[0].rewards_by_function if groups else ()
+    return GroupTable(
+        owner=np.full(len(groups), distributed.index()),
+        prompts=column(int, (len(group.prompt_tokens) for group in groups)),
+        sizes=column(int, (len(group.completions) for group in groups)),
+        distinct=column(float, map(_distinct_fraction, groups)),
+        lengths=column(int, (len(c.tokens) for c in completions)),
+        sampled=column(int, (c.num_sampled for c in completions)),
+        cut=column(bool, (c.finish.was_cut for c in completions)),
+        mass=column(float, map(_kept_mass, completions)),
+        rewards=_concatenated(rewards),
+        by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
+        branches=[c.branches for c in completions],
+        courses=[None if c.episode is None else course_of(c, c.episode) for c in completions],
+    )
+
+
+def join(tables: Sequence[GroupTable]) -> GroupTable:
+    """Return the groups of all tables, one table after the other."""
+    tables = [table for table in tables if len(table)] or list(tables[:1])
+
+    def joined(name: str) -> Any:
+        columns = [getattr(table, name) for table in tables]
+        if isinstance(columns[0], Mapping):
+            return {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
+        return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else list(chain(*columns))
+
+    return GroupTable(**{field.name: joined(field.name) for field in fields(GroupTable)})
+
+
+def gather_table(groups: Sequence[Group]) -> GroupTable:
+    """Return the table of the groups of all processes, given those of this one. All processes must call it."""
+    return join(channel.all_gather(table_of(groups), "groups"))
+
+
+def course_of(completion: Completion, episode: Episode) -> Course:
+    """Return the episode of a completion without its messages."""
+    branches = None if completion.branches is None else len(completion.branches)
+    return Course(replace(episode, messages=()), len(completion.tokens) - completion.num_sampled, branches)
+
+
+def _branches(each: Sequence[tuple[Branch, ...] | None]) -> tuple[tuple[Branch, ...], ...] | None:
+    return None if all(branches is None for branches in each) else tuple(branches or () for branches in each)
+
+
+def _distinct_fraction(group: Group) -> float:
+    return len({c.tokens.tobytes() for c in group.completions}) / len(group.completions)
+
+
+def _kept_mass(completion: Completion) -> float:
+    mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
+    mass = mass if completion.mask is None or not mass.size else mass[completion.mask]
+    return float(mass.sum(dtype=np.float64)) if mass.size else float("nan")
+
+
+def _concatenated(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *values])
