@@ -46,7 +46,7 @@ class PhaseTime:
             and what the devices wait for from the bytes that move and the number of collectives; None without an
             estimate.
         expected: seconds of the devices, `compiled` or those at the machine's assumed shares of its peaks, and those of
-            the host.
+            the host in which these have nothing to do.
         parts: what `expected` is made of, by name.
     """
 
@@ -91,7 +91,8 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
         parts["above the estimate"] = compiled - sum(parts.values())
     else:
         parts, compiled = _assumed(phase, calls, machine, rates, compute, link), None
-    parts["host"] = phase.host if machine.platform != "cpu" else 0.0  # on a CPU its share has it
+    beside = sum(parts.values()) if phase.runs_ahead else 0.0
+    parts["host"] = max(phase.host - beside, 0.0) if machine.platform != "cpu" else 0.0  # on a CPU its share has it
     parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
     return PhaseTime(phase, moved, compute, memory, link, compiled, sum(parts.values()), parts)
 

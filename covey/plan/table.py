@@ -225,7 +225,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     if machine.latency:
         yield (
             f"A collective takes {machine.latency * 1e6:.0f} us before its first byte; the host, between two programs "
-            f"of a rollout, {HOST_TURN * 1e3:.1f} ms and {HOST_SLOT * 1e6:.0f} us a slot."
+            f"of a rollout, {HOST_TURN * 1e3:.1f} ms and {HOST_SLOT * 1e6:.0f} us a slot, beside the next one."
         )
     yield f"Rates: {machine.source}."
     if plan.not_counted:

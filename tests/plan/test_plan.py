@@ -298,6 +298,8 @@ def test_a_rollout_is_charged_for_its_kernels_and_its_host() -> None:
     found = phase_time(phase, {"decode": program}, v5e, Rates(197e12, 819e9, v5e.link, 1))
     assert found.parts == pytest.approx({"decode": 16e-6, "decode kernels": 1e-3, "host": 0.25})
     assert found.expected == pytest.approx(0.251016)
+    beside = phase_time(replace(phase, runs_ahead=True), {"decode": program}, v5e, Rates(197e12, 819e9, v5e.link, 1))
+    assert beside.parts["host"] == pytest.approx(0.25 - 0.001016)
     small = replace(phase, cache=phase.cache._replace(grid_step=0.5 * GRID_STEP * v5e.bandwidth))
     slower = phase_time(small, {"decode": program}, v5e, Rates(197e12, 819e9, v5e.link, 1))
     assert slower.parts["decode kernels"] == pytest.approx(2e-3)
