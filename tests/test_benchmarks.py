@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import common, curves, ragged, restarts, sizes, step
+from benchmarks import agreement, common, curves, ragged, restarts, sizes, step
 from benchmarks.__main__ import main
 from benchmarks.layouts import CASES, LAYOUTS, MESHES, resumes
 from benchmarks.memory import Phase, selected
@@ -204,6 +204,13 @@ def test_real_questions_are_told_by_their_padding_and_programs(monkeypatch, caps
 
 
 # --- sizes
+
+
+def test_tokens_behind_the_first_that_differs_do_not_count():
+    """Their contexts differ too; where a forward pass scores the tokens of another they do not."""
+    first, other = np.array([[[1, 2, 3], [4, 5, 6]]]), np.array([[[1, 9, 9], [4, 5, 6]]])
+    assert agreement.compare(first, other, whole=False) == (1, 2 + 3)
+    assert agreement.compare(first, other, whole=True) == (2, 6)
 
 
 def test_a_recipe_is_a_size():
