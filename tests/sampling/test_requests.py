@@ -106,6 +106,8 @@ def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shape
         (alone,) = generate(engine, [request])
         for n, completion in enumerate(alone):
             same(done[first + number, n].completion, completion, atol=0.0 if fixed_shapes else 1e-5)
+        assert (engine.stats.tokens, engine.stats.first_tokens) == (sum(len(one.tokens) for one in alone), 1)
+        assert engine.stats.slot_steps >= len(engine.scheduler.slots) * (len(alone[0].tokens) - 1)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,24 @@ def test_what_a_responder_raises_cancels_its_request_alone(engine: Engine) -> No
     while engine.unfinished:
         echo.release()
         engine.step()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_what_a_responder_raises_at_once_leaves_those_that_halted_beside_it(runs_ahead: bool) -> None:
+    class Refusing(Echo):
+        def answer(self, turn: Turn) -> Any:
+            if turn.sample == (failing, 0):
+                raise ConnectionError("gone")
+            return super().answer(turn)
+
+    engine = fresh(fixed_shapes=True, runs_ahead=runs_ahead)
+    failing, other = (engine.add(Request(PROMPT, 2, responder=refusing)) for refusing in [Refusing()] * 2)
+    with pytest.raises(ConnectionError):
+        finish(engine)
+    ended = finish(engine)
+    assert set(ended) == {(other, 0), (other, 1)}
+    for n, completion in enumerate(generate(engine, [Request(PROMPT, 2, responder=Echo())])[0]):
+        same(ended[other, n].completion, completion)
 
 
 # --- weights and settings
