@@ -89,7 +89,7 @@ class RunResidents(NamedTuple):
 
 
 def run_residents(
-    weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None, synced: Any = None
+    weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None, synced: Any = None, lent: int = 0
 ) -> RunResidents:
     """Return the arrays of the devices of a run.
 
@@ -99,10 +99,11 @@ def run_residents(
         reference: whether a frozen copy of the weights is held beside them.
         rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
         synced: shapes of those that it gets after each update: they arrive while it still holds the ones before.
+        lent: bytes of the weights of a device that are taken apart while it samples.
     """
     by_name = {program.name: program for program in programs}
     always, training = _training(weights, by_name, reference)
-    sampling = _sampling(by_name, weights if rollout is None else rollout)
+    sampling = _sampling(by_name, weights if rollout is None else rollout, lent)
     if rollout is None:
         return RunResidents(Residents(always, training | sampling))
     sampling |= {SYNC: {"new weights of the rollout": nbytes(synced)}}
@@ -132,13 +133,15 @@ def _training(weights: Any, by_name: Mapping[str, Program], reference: bool) -> 
     return always, _without_empty(during)
 
 
-def _sampling(by_name: Mapping[str, Program], weights: Any) -> dict[str, Parts]:
-    """Return the bytes of what is held while a run samples with `weights`, by program."""
+def _sampling(by_name: Mapping[str, Program], weights: Any, lent: int) -> dict[str, Parts]:
+    """Return the bytes of what is held while a run samples with `weights`, by program; `lent` of them are held in the
+    form in which they are sampled with, and in no other.
+    """
     if "decode" not in by_name:
         return {}
     rounded, cache, *_ = by_name["decode"].args
     prefix = nbytes(jax.eval_shape(by_name["prefill"].function, *by_name["prefill"].args), like=cache)
-    held = {"KV cache": nbytes(cache), "weights to sample with": _other(rounded, weights)}
+    held = {"KV cache": nbytes(cache), "weights to sample with": _other(rounded, weights) - lent}
     return _without_empty({name: held | ({} if name == "prefill" else {"prompts": prefix}) for name in SAMPLING})
 
 

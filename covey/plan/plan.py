@@ -251,12 +251,13 @@ def _placed_model(recipe: AnyRecipe, place: Mesh | jax.Device) -> tuple[Decoder,
 
 def residents_of(run: RunPrograms) -> RunResidents:
     """Return the arrays of the devices of a run with these programs."""
-    reference, rollout, synced = False, None, None
+    reference, rollout, synced, lent = False, None, None, 0
     if isinstance(run, RLPrograms):
         reference = run.has_reference
+        lent = nbytes(run.cluster.rollout.lendable()) if run.cluster.lends_stacks else 0
         if not run.config.shares_weights:
             rollout, synced = run.cluster.rollout.params, split_trainable(run.cluster.rollout.model)[1]
-    return run_residents(run.trainer.params, run.called(), reference, rollout, synced)
+    return run_residents(run.trainer.params, run.called(), reference, rollout, synced, lent)
 
 
 def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> int:

@@ -191,7 +191,7 @@ class RLCluster(Keywords):
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()
-        if self._actor.stacked and self.config.shares_weights and not self.config.runs_ahead:
+        if self.lends_stacks:
             self._lend_stacks()
 
     def make_trainer(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> Trainer:
@@ -375,6 +375,11 @@ class RLCluster(Keywords):
             WeightsError: the actor's family cannot be written, or what was written differs from the actor.
         """
         return resolve_name(WRITER)(self.actor, self.tokenizer, Path(folder))  # type: ignore[no-any-return]
+
+    @property
+    def lends_stacks(self) -> bool:
+        """Whether the rollout takes the stacks of layers apart while it samples; see `rl.sampling_weights`."""
+        return bool(self._actor.stacked) and self.config.shares_weights and not self.config.runs_ahead
 
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""

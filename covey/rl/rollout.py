@@ -220,13 +220,16 @@ class RolloutWorker:
         """Return the current weights as the engine's programs take them; of a model of shapes, their shapes."""
         return self.weights.convert(self._own_params())
 
+    def lendable(self) -> Any:
+        """Return the stacks whose layers the engine takes as they are."""
+        return self.weights.split_lendable(self._own_params())[0]
+
     def _take_weights(self) -> Any:
         """Return `sampling_params`; with a loan, the stacks that it lends have no memory any more."""
         if self.loan is None:
             return self.sampling_params()
-        lendable, kept = self.weights.split_lendable(self._own_params())
-        paths = [path for path, _ in nnx.to_flat_state(lendable)]
-        del lendable
+        paths = [path for path, _ in nnx.to_flat_state(self.lendable())]
+        kept = self.weights.split_lendable(self._own_params())[1]
         return nnx.merge_state(self.loan.take(self, "params", paths), self.weights.convert(kept))
 
     def _own_params(self) -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 from covey.config import recipe
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
-from covey.parallel import make_mesh
+from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
@@ -169,6 +169,23 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
     assert held.rollout is None
     assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]
     assert held.peaks([])["sync"] == sum(held.actor.always.values()) + nbytes(copy)
+
+
+def test_a_rollout_on_accelerators_takes_the_stacks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the weights only adapters, rounded, are there twice; and all layers where a thread samples ahead."""
+    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
+    settings, ahead = (
+        ["model.lora.rank=4", "model.dtype=bfloat16", "model.compute_dtype=bfloat16"],
+        ["training.queueing=async"],
+    )
+
+    def twice(made: Any) -> int:
+        return plan.residents_of(made).actor.during["decode"]["weights to sample with"]
+
+    runs: Any = [plan.programs_of(load(more, settings), Places(jax.devices()[0])) for more in ((), ahead)]
+    layers = nbytes([x for name, x in flatten(runs[0].trainer.params).items() if name.startswith("layers.")])
+    adapters = nbytes(runs[0].trainer.trainable)
+    assert [twice(made) for made in runs] == [adapters // 2, layers - adapters // 2]
 
 
 def test_token_values_are_planned_where_a_run_computes_them() -> None:
