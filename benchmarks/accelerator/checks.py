@@ -54,7 +54,7 @@ CHECKS = (
     Check("sampler", "training:compare_sampler", "log-probs and tokens of the sampler against the trainer's", 4),
     Check("0.5B", "training:measure", STEP.format("Qwen2.5 0.5B, all weights trained", 12), 5, ("0.5B",)),
     Check("2B", "training:measure", STEP.format("Gemma 2 2B with adapters", 12), 6, ("2B",)),
-    Check("8B", "training:measure", STEP.format("Llama 3.1 8B with adapters", 40), 8, ("8B",)),
+    Check("8B", "training:measure", STEP.format("Llama 3.1 8B with adapters", 26), 8, ("8B",)),
     Check("restart", "restart:compare", "a killed and resumed run against one left alone, bit for bit", 5),
     Check("several devices", "training:compare_meshes", "the step of 2B on all devices, by two meshes", 6),
 )

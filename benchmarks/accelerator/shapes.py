@@ -43,8 +43,8 @@ class Work(NamedTuple):
     new_tokens: int
 
 
-LARGE, TINY = Work(8, 8, 128, 256), Work(2, 2, 16, 16)
-"""Work on an accelerator, and on a CPU."""
+LARGE, TINY = Work(8, 8, 128, 240), Work(2, 2, 16, 16)
+"""Work on an accelerator, where a group fills a row of 2,048 tokens, and on a CPU."""
 
 QWEN = ModelConfig(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,

@@ -65,7 +65,8 @@ class Subject:
             NotTriedError: they do not fit.
         """
         run = RLPrograms(self.cluster(self.model), self.recipe.grpo, total_steps=TOTAL_STEPS)
-        held = max(sum(parts.values()) for parts in outline_of(self.recipe, run).memory.values())
+        (parts,) = outline_of(self.recipe, run).memory.values()
+        held = sum(parts.get(name, 0) for name in ("weights", "optimizer", "reference"))
         if (limit := memory_limit()) and held > limit:
             raise NotTriedError(f"does not fit: arrays of {held / 1e9:.1f} GB, and a device has {limit / 1e9:.1f} GB")
         count, machine, work = self.recipe.model.mesh, machine_here(self.dtype), work_here()
