@@ -15,7 +15,7 @@ from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, Not
 from covey.config import recipe
 from covey.plan import roofline
 
-DESCRIBED = {"identity": {"covey": "0.1.0", "device": "a card", "devices": 1}, "machine": {}}
+DESCRIBED = {"identity": {"covey": "0.1.0", "platform": "gpu", "device": "a card", "devices": 1}, "machine": {}}
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_call_that_was_stopped_is_gone_on_with(
     monkeypatch.setattr(command, "make", make)
     assert (main(words), main(words)) == (1, 1)
     assert made == ["passes", "raises", "is_beyond", "is_alone", "raises", "is_beyond"]
-    monkeypatch.setitem(DESCRIBED, "identity", {"device": "another card", "devices": 1})
+    monkeypatch.setitem(DESCRIBED, "identity", {"platform": "gpu", "device": "another card", "devices": 1})
     assert main([*words, "--only", "passes"]) == 0
     assert made[6:] == ["passes"]
     assert (tmp_path / "results.earlier.json").exists()
