@@ -115,6 +115,6 @@ class FullSlots:
         """Decodes `tokens` in all; whether every slot was busy in every step."""
         made, settings = 0, {"steps": self.chunk, "sampling_params": SamplingParams()}
         for _ in range(tokens // (self.batch * self.chunk)):
-            self.cache, _, _, valid, _ = self.programs.decode(self.params, self.cache, self.slots, **settings)
-            made += int(valid.sum())
+            self.cache, _, drawn = self.programs.decode(self.params, self.cache, self.slots, **settings)
+            made += int(drawn.counts.sum())
         return made == tokens
