@@ -12,6 +12,10 @@ matrix products instead of three.
 Scored tokens are at the front of each row; chunks after the last of them are never computed, forward or backward.
 
 On a mesh each device computes a part of the vocabulary (`vocab_parallel`).
+
+With the random keys that drew the tokens, the same pass also tells which of them these logits would have drawn too
+(`agreement`). Where the draw was truncated that needs whole rows of logits, which a second pass computes for few tokens
+at a time.
 """
 
 from collections.abc import Callable
@@ -22,13 +26,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
+from covey.losses.agreement import TargetRace, Targets
 from covey.losses.vocab_parallel import VocabLayout, VocabPart
 from covey.models.decoder import Decoder, head_logits
 from covey.models.layers import apply_softcap, project
 from covey.models.lora import has_lora
 from covey.packing.rows import Rows, tree_attention
+from covey.sampling.logits import SamplingParams, draw
 
 Arrays = tuple[Array, ...]
 CHUNK_SIZE = 1024
@@ -38,10 +44,13 @@ BLOCK_SIZE = 4096
 
 
 class TokenLogps(NamedTuple):
-    """Log-prob of each scored token and entropy of the whole distribution there, in nats; 0 at padding."""
+    """Log-prob of each scored token and entropy of the whole distribution there, in nats; 0 at padding. With keys also
+    1 for each token that would have been drawn too, without gradient; 0 where there is no key.
+    """
 
     logps: Float[Array, "R M"]
     entropy: Float[Array, "R M"]
+    agreed: Float[Array, "R M"] | None = None
 
 
 class HeadConfig(NamedTuple):
@@ -62,7 +71,14 @@ class HeadConfig(NamedTuple):
 
 
 def token_logps(
-    graph: Any, params: Any, rows: Rows, temperature: float, *, entropy_gradient: bool = True
+    graph: Any,
+    params: Any,
+    rows: Rows,
+    temperature: float,
+    *,
+    entropy_gradient: bool = True,
+    keys: UInt32[Array, "R M 2"] | None = None,
+    sampling_params: SamplingParams | None = None,
 ) -> TokenLogps:
     """Compute log-probs and entropies of the scored tokens of `rows`, by the log-softmax of logits / temperature.
 
@@ -71,15 +87,63 @@ def token_logps(
             gradient.
         temperature: the rollout's; 0 (greedy) counts as 1.
         entropy_gradient: whether entropies are differentiable. Without adapters they always are, at no cost.
+        keys: random key that drew each scored token; 0 where the model drew none. None to draw nothing again.
+        sampling_params: settings of the distribution that they were drawn from.
     """
     model = nnx.merge(graph, params)
     hidden = gather_hidden(model, rows)
     head = HeadConfig.of(model, temperature, vocab_block_size(model.config.vocab_size))
     num_scored = rows.scored.sum(axis=1).max()
     logps_fn = partial(frozen_head_logps, head, entropy_gradient) if has_lora(model) else partial(chunked_logps, head)
-    logps, entropy = logps_fn(model.head_weight, hidden, rows.target, num_scored)
+    tokens = model.head_weight, hidden, rows.target, num_scored
+    in_one_pass = sampling_params is None or sampling_params.is_plain
+    logps, entropy, *agreed = logps_fn(*tokens, keys if in_one_pass else None)
     mask = rows.scored
-    return TokenLogps(jnp.where(mask, logps, 0.0), jnp.where(mask, entropy, 0.0))
+    scores = TokenLogps(jnp.where(mask, logps, 0.0), jnp.where(mask, entropy, 0.0))
+    if keys is None:
+        return scores
+    if sampling_params is not None and not in_one_pass:
+        agreed = [redraw(head, sampling_params, *tokens, keys)]
+    return scores._replace(agreed=jax.lax.stop_gradient(jnp.where(keys.any(-1), agreed[0], 0.0)))
+
+
+def redraw(
+    head: HeadConfig,
+    sampling_params: SamplingParams,
+    weight: Float[Array, "V D"],
+    hidden: Float[Array, "R M D"],
+    target: Int[Array, "R M"],
+    scored: Int[Array, ""],
+    keys: UInt32[Array, "R M 2"],
+) -> Float[Array, "R M"]:
+    """Draw the first `scored` columns of tokens again, from whole rows of logits; 1 where the target is drawn."""
+    weight, hidden = jax.lax.stop_gradient((weight, hidden))
+    layout = VocabLayout.of(weight, hidden.shape[0])
+    at_once = max(8, head.chunk_size * head.block_size // layout.vocabulary)
+    head = head._replace(chunk_size=at_once * hidden.shape[0])  # chunks are computed row by row
+    score = partial(_score_device, head, layout, partial(_redraw_chunk, head, sampling_params, layout), 1, 0)
+    scores, _ = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    agreed: Array = scores[0]
+    return agreed
+
+
+def _redraw_chunk(
+    head: HeadConfig,
+    sampling_params: SamplingParams,
+    layout: VocabLayout,
+    part: VocabPart,
+    hidden: Array,
+    targets: Targets,
+) -> tuple[Arrays, Arrays]:
+    """Draw the tokens of one chunk again, row by row; 1 where the target is drawn."""
+
+    def redraw_row(row: tuple[Array, Targets]) -> Array:
+        states, (token, keys) = row
+        logits = layout.whole_rows(head_logits(part.weight, states, head.dtype, head.softcap), part)
+        assert keys is not None, "tokens are drawn again by their keys"
+        return draw(logits, keys, sampling_params)[0] == token
+
+    return (jax.lax.map(redraw_row, (hidden, targets)),), ()
 
 
 def vocab_block_size(vocabulary: int, limit: int = BLOCK_SIZE) -> int:
@@ -107,21 +171,24 @@ def chunked_logps(
     hidden: Float[Array, "R M D"],
     target: Int[Array, "R M"],
     scored: Int[Array, ""],
-) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
-    """Compute log-prob of `target` and entropy of softmax(softcap(hidden · weightᵀ) / temperature) at each token.
+    keys: UInt32[Array, "R M 2"] | None = None,
+) -> Arrays:
+    """Compute log-prob of `target` and entropy of softmax(softcap(hidden · weightᵀ) / temperature) at each token. With
+    `keys` also 1, without gradient, where that distribution would have drawn `target`, and 0 elsewhere.
 
     Only the first `scored` columns are computed; the chunks after them are 0 and pass no gradient.
     """
-    return _forward(head, weight, hidden, target, scored)[0]
+    return _forward(head, weight, hidden, target, scored, keys)[0]
 
 
 def _forward(
-    head: HeadConfig, weight: Array, hidden: Array, target: Array, scored: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    head: HeadConfig, weight: Array, hidden: Array, target: Array, scored: Array, keys: Array | None
+) -> tuple[Arrays, Arrays]:
     layout, head = _layout(head, weight, hidden)
-    score = partial(_score_device, head, layout, partial(_chunk_logps, head, layout), 3, 0)
-    (logps, entropy, logsumexp), _ = layout.run(score, weight, (hidden, target), scored)
-    return (logps, entropy), (weight, hidden, target, scored, logsumexp, entropy)
+    num_scores = 3 + (keys is not None)
+    score = partial(_score_device, head, layout, partial(_chunk_logps, head, layout), num_scores, 0)
+    (logps, entropy, logsumexp, *agreed), _ = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    return (logps, entropy, *agreed), (weight, hidden, target, scored, logsumexp, entropy)
 
 
 def _layout(head: HeadConfig, weight: Array, hidden: Array) -> tuple[VocabLayout, HeadConfig]:
@@ -135,11 +202,11 @@ def _layout(head: HeadConfig, weight: Array, hidden: Array) -> tuple[VocabLayout
 def _score_device(
     head: HeadConfig,
     layout: VocabLayout,
-    score_chunk: Callable[[VocabPart, Array, Array], tuple[Arrays, Arrays]],
+    score_chunk: Callable[[VocabPart, Array, Targets], tuple[Arrays, Arrays]],
     num_scores: int,
     num_grads: int,
     weight: Array,
-    rows: tuple[Array, Array],
+    rows: tuple[Array, Targets],
     scored: Array,
 ) -> tuple[Arrays, Arrays]:
     """Apply `score_chunk` to a device's own rows, in chunks.
@@ -147,15 +214,15 @@ def _score_device(
     `score_chunk` takes the device's part of the head, hidden states and targets. It returns `num_scores` numbers of
     each token, and `num_grads` gradients in the hidden states, of the part of the vocabulary alone.
     """
-    hidden, target = rows[0], layout.gather_rows(rows[1])
-    part, zeros = layout.take_part(weight), jnp.zeros(target.shape, jnp.float32)
+    hidden, targets = rows[0], jax.tree.map(layout.gather_rows, rows[1])
+    part, zeros = layout.take_part(weight), jnp.zeros(targets.token.shape, jnp.float32)
 
     def chunk(columns: Callable[[Array], Array]) -> tuple[Arrays, Arrays]:
-        scores, grads = score_chunk(part, layout.gather_rows(columns(hidden)), columns(target))
+        scores, grads = score_chunk(part, layout.gather_rows(columns(hidden)), jax.tree.map(columns, targets))
         return scores, tuple(map(layout.sum_rows, grads))
 
     init = (zeros,) * num_scores, (jnp.zeros(hidden.shape, jnp.float32),) * num_grads
-    scores, grads = _map_chunks(head, target.shape, scored, chunk, init)
+    scores, grads = _map_chunks(head, zeros.shape, scored, chunk, init)
     return tuple(map(layout.own_rows, scores)), grads
 
 
@@ -215,27 +282,37 @@ class _SoftmaxSums(NamedTuple):
 
 
 def _chunk_logps(
-    head: HeadConfig, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
+    head: HeadConfig, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
 ) -> tuple[Arrays, Arrays]:
-    """Compute log-probs, entropies and logsumexps of one chunk of tokens, block by block over the vocabulary; no
-    gradients.
+    """Compute log-probs, entropies and logsumexps of one chunk of tokens, and with keys which of them would have been
+    drawn, block by block over the vocabulary; no gradients.
     """
 
-    def body(b: Array, sums: _SoftmaxSums) -> _SoftmaxSums:
-        (logits, _), (_, new_columns) = _block_logits_vjp(head, part, hidden, b)
-        return sums.add_block(logits, new_columns, True)[0]
+    def body(b: Array, carry: tuple[_SoftmaxSums, TargetRace | None]) -> tuple[_SoftmaxSums, TargetRace | None]:
+        sums, race = carry
+        (logits, _), (column, new_columns) = _block_logits_vjp(head, part, hidden, b)
+        sums, exp_logits, rescale = sums.add_block(logits, new_columns, True)
+        return sums, race and race.add(exp_logits, column[0], rescale, targets)
 
-    sums: _SoftmaxSums = jax.lax.fori_loop(0, _num_blocks(head, part), body, _SoftmaxSums.zeros(target.shape))
-    return sums.combine(layout)[0].finalize(layout.sum(_target_logits(head, part, hidden, target))), ()
+    start = _SoftmaxSums.zeros(targets.token.shape), TargetRace.start(targets)
+    sums, race = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
+    sums, rescale = sums.combine(layout)
+    scores = sums.finalize(layout.sum(_target_logits(head, part, hidden, targets.token)))
+    return (*scores, *_agreed(race, layout, rescale, targets)), ()
 
 
-def _backward(head: HeadConfig, saved: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
+def _agreed(race: TargetRace | None, layout: VocabLayout, rescale: Array, targets: Targets) -> Arrays:
+    """Return 1 for each token that won its race and 0 for the others; nothing without a race."""
+    return () if race is None else (race.won(layout, rescale, targets).astype(jnp.float32),)
+
+
+def _backward(head: HeadConfig, saved: Any, grads: Arrays) -> tuple[Any, ...]:
     weight, hidden, target, scored, logsumexp, entropy = saved
     layout, head = _layout(head, weight, hidden)
-    rows = hidden, _PerToken(target, logsumexp, entropy, *grads)
+    rows = hidden, _PerToken(target, logsumexp, entropy, *grads[:2])
     compute = partial(_backward_device, head, layout)
     grad_weight, grad_hidden = layout.run(compute, weight, rows, scored, with_weight=True)
-    return grad_weight, grad_hidden, None, None
+    return grad_weight, grad_hidden, None, None, None
 
 
 def _backward_device(
@@ -302,27 +379,35 @@ def frozen_head_logps(
     hidden: Float[Array, "R M D"],
     target: Int[Array, "R M"],
     scored: Int[Array, ""],
-) -> tuple[Float[Array, "R M"], Float[Array, "R M"]]:
+    keys: UInt32[Array, "R M 2"] | None = None,
+) -> Arrays:
     """Compute `chunked_logps` for a head that is not trained: `weight` gets no gradient, hidden states get that of the
     log-probs, and that of the entropies only with `entropy_gradient`.
     """
-    return _forward(head, weight, hidden, target, scored)[0]
+    return _forward(head, weight, hidden, target, scored, keys)[0]
 
 
 def _frozen_forward(
-    head: HeadConfig, entropy_gradient: bool, weight: Array, hidden: Array, target: Array, scored: Array
+    head: HeadConfig,
+    entropy_gradient: bool,
+    weight: Array,
+    hidden: Array,
+    target: Array,
+    scored: Array,
+    keys: Array | None,
 ) -> tuple[Any, Any]:
     layout, head = _layout(head, weight, hidden)
     score_chunk = partial(_chunk_logps_and_grads, head, entropy_gradient, layout)
-    score = partial(_score_device, head, layout, score_chunk, 2, 1 + entropy_gradient)
-    logps_and_entropy, hidden_grads = layout.run(score, weight, (hidden, target), scored)
-    return logps_and_entropy, (hidden_grads, jnp.zeros((), hidden.dtype))
+    score = partial(_score_device, head, layout, score_chunk, 2 + (keys is not None), 1 + entropy_gradient)
+    scores, hidden_grads = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    return scores, (hidden_grads, jnp.zeros((), hidden.dtype))
 
 
 def _chunk_logps_and_grads(
-    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, part: VocabPart, hidden: Array, target: Array
+    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
 ) -> tuple[Arrays, Arrays]:
-    """Compute log-probs and entropies of one chunk of tokens, and the gradient of each in the hidden state.
+    """Compute log-probs and entropies of one chunk of tokens, the gradient of each in the hidden state, and with keys
+    which tokens would have been drawn.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
     (L − H)·E[s·w] − E[z·s·w]: the two means are accumulated like the other sums. Without a soft-cap
@@ -331,26 +416,28 @@ def _chunk_logps_and_grads(
     """
     with_entropy = head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
-    def body(b: Array, carry: tuple[_SoftmaxSums, tuple[Array, ...]]) -> tuple[_SoftmaxSums, tuple[Array, ...]]:
-        sums, means = carry
-        (logits, _), (_, new_columns) = _block_logits_vjp(head, part, hidden, b)
+    def body(b: Array, carry: tuple[_SoftmaxSums, Arrays, TargetRace | None]) -> Any:
+        sums, means, race = carry
+        (logits, _), (column, new_columns) = _block_logits_vjp(head, part, hidden, b)
         sums, exp_logits, rescale = sums.add_block(logits, new_columns, with_entropy)
         factors = exp_logits * _logit_grad(head, logits)
         block_weight = _slice_block(head, part, b)
         products = [project(x, block_weight, head.dtype) for x in (factors, factors * logits)[: len(means)]]
-        return sums, tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
+        means = tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
+        return sums, means, race and race.add(exp_logits, column[0], rescale, targets)
 
-    start = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
-    sums, means = jax.lax.fori_loop(0, _num_blocks(head, part), body, (_SoftmaxSums.zeros(target.shape), start))
+    zeros = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
+    start = _SoftmaxSums.zeros(targets.token.shape), zeros, TargetRace.start(targets)
+    sums, means, race = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
     if not with_entropy:
         sums = sums._replace(sum_exp_logit=(hidden.astype(jnp.float32) * means[0]).sum(-1))
-    target_logits = layout.sum(_target_logits(head, part, hidden, target))
+    target_logits = layout.sum(_target_logits(head, part, hidden, targets.token))
     sums, rescale = sums.combine(layout)
     logps, entropy, logsumexp = sums.finalize(target_logits)
     means = [m * rescale[..., None] / sums.sum_exp[..., None] for m in means]
-    target_row = _logit_grad(head, target_logits)[..., None] * part.rows(target).astype(jnp.float32)
+    target_row = _logit_grad(head, target_logits)[..., None] * part.rows(targets.token).astype(jnp.float32)
     hidden_grads = (target_row - means[0], *((logsumexp - entropy)[..., None] * means[0] - m for m in means[1:]))
-    return (logps, entropy), hidden_grads
+    return (logps, entropy, *_agreed(race, layout, rescale, targets)), hidden_grads
 
 
 def _target_logits(head: HeadConfig, part: VocabPart, hidden: Array, target: Array) -> Array:
@@ -371,12 +458,10 @@ def _logit_grad(head: HeadConfig, logits: Array) -> Array:
     return jnp.asarray(softcap_grad / head.temperature, jnp.float32)
 
 
-def _frozen_backward(
-    head: HeadConfig, entropy_gradient: bool, saved: Any, grads: tuple[Array, Array]
-) -> tuple[Any, ...]:
+def _frozen_backward(head: HeadConfig, entropy_gradient: bool, saved: Any, grads: Arrays) -> tuple[Any, ...]:
     hidden_grads, like = saved
     grad = sum(g[..., None] * hidden_grad for g, hidden_grad in zip(grads, hidden_grads, strict=False))
-    return None, jnp.asarray(grad, like.dtype), None, None
+    return None, jnp.asarray(grad, like.dtype), None, None, None
 
 
 frozen_head_logps.defvjp(_frozen_forward, _frozen_backward)

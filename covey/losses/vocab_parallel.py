@@ -194,6 +194,17 @@ class VocabLayout:
         """Return the maximum of `x` over the parts of the vocabulary."""
         return jax.lax.pmax(x, self.vocab_axes) if self.vocab_axes else x
 
+    def whole_rows(self, logits: Float[Array, "N S"], part: VocabPart) -> Float[Array, "N V"]:
+        """Return logits of the whole vocabulary from those of a device's part."""
+        if part.is_whole:
+            return logits
+        lowest = jnp.finfo(logits.dtype).min
+        count, size = logits.shape
+        own = jnp.where(part.first + jnp.arange(size) < part.end, logits, lowest)
+        padded = jnp.full((count, self.vocabulary + size), lowest)
+        whole: Array = self.max(jax.lax.dynamic_update_slice_in_dim(padded, own, part.first, axis=1))
+        return whole[:, : self.vocabulary]
+
     @property
     def num_gathered(self) -> int:
         """Number of devices whose rows `gather_rows` brings together."""

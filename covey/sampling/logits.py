@@ -36,6 +36,11 @@ class SamplingParams(SamplingConfig):
         """Temperature at which log-probs are reported: 1 when greedy, since dividing by 0 is undefined."""
         return self.temperature if self.temperature > 0 else 1.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the whole distribution: neither truncated nor greedy."""
+        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
 
 class TracedSamplingParams(NamedTuple):
     """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`. Each is a
