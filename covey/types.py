@@ -110,6 +110,7 @@ class Completion:
         episode: its course in an environment; None without one.
         branches: branches in order, where a rewritten history may make some; None elsewhere. Each token of the
             completion belongs to one branch, and is preceded by those that the branch kept.
+        key: uint32 [2], random key of the noise that drew the tokens (`sampling.noise.token_keys`); None without one.
     """
 
     tokens: "np.ndarray"
@@ -120,6 +121,7 @@ class Completion:
     mask: "np.ndarray | None" = None
     episode: Episode | None = None
     branches: tuple[Branch, ...] | None = None
+    key: "np.ndarray | None" = None
 
     @property
     def num_sampled(self) -> int:

@@ -150,6 +150,11 @@ TABLE = (
     Metric("clip_ratio/low_mean", "share", "tokens whose ratio was clipped from below (their advantage is negative)"),
     Metric("clip_ratio/high_mean", "share", "tokens whose ratio was clipped from above (it is positive)"),
     Metric("clip_ratio/region_mean", "share", "tokens that were clipped in any way"),
+    Metric(
+        "sampling/token_agreement",
+        "share",
+        "drawn tokens that the trainer's logits would have drawn too, with the same noise",
+    ),
     Metric("sampling/logp_difference/mean", "nats", "mean distance of the trainer's log-probs from the sampler's"),
     Metric("sampling/logp_difference/max", "nats", "the largest of these distances"),
     Metric("sampling/importance_ratio/mean", "", "mean ratio of the trainer's probability to the sampler's"),

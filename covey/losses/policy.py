@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.config.algorithms import Algorithm
 from covey.types import Mean, MetricSums
@@ -42,6 +42,8 @@ class LossInputs(NamedTuple):
         old_logps: log-probs under the policy that sampled; None when this is the batch's only update, where they equal
             the policy's own.
         ref_logps: log-probs under the reference; None without a reference.
+        keys: [R, M, 2] uint32, random key that drew the token; 0 where the model drew none. None where the metric
+            `sampling/token_agreement` is not computed.
     """
 
     advantage: Float[Any, "R M"]
@@ -50,6 +52,7 @@ class LossInputs(NamedTuple):
     beta: Float[Any, "R 1"]
     old_logps: Float[Any, "R M"] | None = None
     ref_logps: Float[Any, "R M"] | None = None
+    keys: UInt32[Any, "R M 2"] | None = None
 
 
 def policy_loss(

@@ -176,13 +176,22 @@ def apply_lora_dropout(graph: Any, params: Any, step: Int[Array, ""] | int) -> A
     on how its completions are packed and split, and a resumed run draws what an uninterrupted run would have drawn.
     """
     model = nnx.merge(graph, params)
-    noisy = [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
+    noisy = _with_dropout(model)
     for lora in noisy:
         seed, number = lora.noise
         draw = partial(_draw_kept, seed, 1 - lora.dropout, lora.a.shape[-2], step)
         kept = jax.vmap(draw)(jnp.array(number)) if isinstance(number, tuple) else draw(number)
         lora.a[...] = jnp.where(kept, lora.a[...] / (1 - lora.dropout), 0.0)
     return nnx.split(model)[1] if noisy else params
+
+
+def has_dropout(model: nnx.Module) -> bool:
+    """Return True if any adapter has dropout."""
+    return bool(_with_dropout(model))
+
+
+def _with_dropout(model: nnx.Module) -> list[LoRA]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
 
 
 def _draw_kept(seed: int, share: float, count: int, step: Any, number: Any) -> Bool[Array, "n_in 1"]:

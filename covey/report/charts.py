@@ -80,6 +80,7 @@ CHARTS = (
     ),
     Chart("Clipped tokens", "Policy", ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean")),
     Chart("Weight of the KL", "Policy", ("beta",)),
+    Chart("Tokens that the trainer draws too", "Sampler and trainer", ("sampling/token_agreement",)),
     Chart(
         "Log-probs, trainer against sampler",
         "Sampler and trainer",

@@ -22,7 +22,7 @@ from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, DecoderOptions, num_parameters
 from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
-from covey.models.lora import check_rank, split_trainable, with_lora, without_lora
+from covey.models.lora import check_rank, has_dropout, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
@@ -41,6 +41,7 @@ from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout import RolloutWorker
 from covey.rl.sampling_weights import StackLoan
+from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 from covey.train.optimizers import make_optimizer
@@ -80,6 +81,7 @@ class RLCluster(Keywords):
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
         compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
         fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
+        measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
         scorer, token_scorer: compute the actor's log-probs, and log-probs with entropies.
@@ -106,6 +108,8 @@ class RLCluster(Keywords):
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
         self.fixed_shapes = self._actor.fixed_shapes
+        # Under dropout the logits of an update are not those of the weights.
+        self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         self.rollout = RolloutWorker(
             rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self.fixed_shapes
@@ -197,7 +201,8 @@ class RLCluster(Keywords):
     def make_trainer(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> Trainer:
         """Make the trainer of the actor; arguments as for `prepare`."""
         optimizer = make_optimizer(self.config.training_config.actor_optimizer, total_steps)
-        loss = policy_loss_fn(algorithm_of(config), self.config.rollout_config.temperature, surrogate)
+        sampling_params = SamplingParams.from_config(self.config.rollout_config)
+        loss = policy_loss_fn(algorithm_of(config), sampling_params.temperature, surrogate, sampling_params)
         return Trainer(self._actor, optimizer, loss)
 
     def generate(

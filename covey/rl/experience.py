@@ -8,12 +8,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, UInt32
 
 from covey.config.algorithms import Algorithm
 from covey.losses.advantages import has_reward_variance
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
+from covey.packing.rows import Rows
 from covey.parallel import channel
 from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.metrics import Clock
@@ -21,6 +23,7 @@ from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
 from covey.rl.stage_sizes import StageSizes
 from covey.sampling.model_runner import SamplerStats
+from covey.sampling.noise import token_keys
 from covey.types import Completion, Group
 
 OVERLONG = "overlong"
@@ -256,7 +259,13 @@ def split_by_reward_variance(table: GroupTable) -> tuple[list[int], list[int]]:
 
 
 def make_train_batch(
-    x: Experience, packed: PackedSlice, algorithm: Algorithm, beta: float, max_new_tokens: int
+    x: Experience,
+    packed: PackedSlice,
+    algorithm: Algorithm,
+    beta: float,
+    max_new_tokens: int,
+    *,
+    with_keys: bool = False,
 ) -> TrainBatch:
     """Return the micro-batch of some groups.
 
@@ -266,12 +275,14 @@ def make_train_batch(
         algorithm: gives the weight of each token.
         beta: weight of the KL.
         max_new_tokens: limit of a completion, by which the aggregate `constant` divides.
+        with_keys: whether the agreement with the sampler is measured, where the completions have keys.
     """
     completions = [c for g in x.groups for c in g.completions]
     in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in completions]
     counts = np.where(x.table.cut & algorithm.mask_truncated, 0, x.table.sampled)
     weights, denominator = AGGREGATES[algorithm.aggregate](counts, max_new_tokens)
     own_weights = weights[x.table.own_completions]
+    drawn, has_keys = [sampled_mask(c) for c in completions], with_keys and x.table.keys.any(1).all()
     inputs = LossInputs(
         advantage=packed.scatter(x.advantages, "advantages"),
         weight=packed.scatter([w * mask for w, mask in zip(own_weights, in_loss, strict=True)], "weights"),
@@ -279,10 +290,19 @@ def make_train_batch(
         beta=np.full((len(packed.rows.tokens), 1), beta, np.float32),
         old_logps=None if x.old_logps is None else packed.scatter(x.old_logps, "old log-probs"),
         ref_logps=None if x.ref_logps is None else packed.scatter(x.ref_logps, "log-probs of the reference"),
+        keys=token_keys_of(packed.rows, x.table.keys, packed.scatter(drawn, "drawn tokens")) if has_keys else None,
     )
     scored = float(counts[~np.isnan(x.table.rewards)].sum())
     values = _value_inputs(x, packed, in_loss)
     return TrainBatch(x.groups, packed.rows, inputs, denominator, values, scored, packed.counted, x.table)
+
+
+def token_keys_of(
+    rows: Rows, keys: UInt32[np.ndarray, "B 2"], drawn: Float[np.ndarray, "R M"]
+) -> UInt32[np.ndarray, "R M 2"]:
+    """Return the random key that drew each scored token, from those of the completions; 0 where the model drew none."""
+    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
+    return np.where(drawn[..., None] > 0, token_keys(keys[number], index), np.uint32(0))
 
 
 def sampled_mask(completion: Completion) -> np.ndarray:

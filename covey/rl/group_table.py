@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from covey.losses.advantages import reward_table
 from covey.packing.rows import GroupShape
@@ -49,6 +49,7 @@ class GroupTable:
         mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
         rewards: reward; NaN where no function scored the completion.
         by_function: the same of each reward function.
+        keys: random key of the completion; 0 without one, because another engine drew it.
         branches: branches of each completion; None where it can have none.
         courses: episode of each completion; None without one.
     """
@@ -63,6 +64,7 @@ class GroupTable:
     mass: Float[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B"]
     by_function: Mapping[str, Float[np.ndarray, "B"]]
+    keys: UInt32[np.ndarray, "B 2"]
     branches: Sequence[tuple[Branch, ...] | None]
     courses: Sequence[Course | None]
 
@@ -129,6 +131,7 @@ class GroupTable:
         return np.concatenate([values[:0], *self.collect(own, about)])
 
 
+NO_KEY = np.zeros(2, np.uint32)
 BY_GROUP = ("owner", "prompts", "sizes", "distinct")
 """Columns with one entry per group."""
 
@@ -154,6 +157,7 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         mass=column(float, map(_kept_mass, completions)),
         rewards=_concatenated(rewards),
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
+        keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
         branches=[c.branches for c in completions],
         courses=[None if c.episode is None else course_of(c, c.episode) for c in completions],
     )

@@ -48,7 +48,7 @@ from covey.rl.experience import (
 )
 from covey.rl.group_table import GroupTable, gather_table
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
-from covey.rl.micro_batches import TrainBatch, gather_batches, slices
+from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
@@ -344,7 +344,8 @@ class Learner(Keywords, ABC):
             packed, part = x.packed.slice(start, stop), x.between(start, stop)
             self.stats.waste.append(packed.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
             self._token_scorer.score_before(part)
-            yield make_train_batch(part, packed, self.algorithm, self.beta, limit)
+            keys = self.cluster.measures_agreement
+            yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
 
     def _check_order(self, batch: TrainBatch) -> None:
         """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
@@ -357,6 +358,8 @@ class Learner(Keywords, ABC):
         with self.stats.clock("update"), order.phase("update", self.step, shapes):
             updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
             self._token_scorer.score_again()
+        for later in updates[1:]:  # their weights are no longer the sampler's
+            later.pop(AGREEMENT, None)
         return updates
 
     def _update_or_skip(self, step: int, batches: Replay[TrainBatch]) -> Metrics:

@@ -27,9 +27,10 @@ from covey.parallel import channel
 from covey.parallel.sharding import put_rows
 from covey.rl.group_table import GroupTable
 from covey.rl.roles import Role
+from covey.sampling.logits import SamplingParams
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch
-from covey.types import Group, MetricSums
+from covey.types import Group, Mean, MetricSums
 
 T = TypeVar("T")
 
@@ -91,14 +92,18 @@ def put_micro_batches(batch: RowBatch, denominator: float, like: Any, rows: int)
         denominator = 0.0
 
 
-def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> RowBatch:
+def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool, keys: bool) -> RowBatch:
     """Return the shapes of the inputs of the policy's loss beside `rows`, which are shapes too.
 
     Args:
         old_logps: whether a batch is used for several updates.
         ref_logps: whether there is a reference.
+        keys: whether the agreement with the sampler is measured.
     """
-    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=rows.tokens.sharding)
+
+    def shape(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows.tokens.sharding)
+
     per_token = shape(rows.tokens.shape)
     inputs = LossInputs(
         advantage=per_token,
@@ -107,22 +112,38 @@ def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool) -> Ro
         beta=shape((rows.tokens.shape[0], 1)),
         old_logps=per_token if old_logps else None,
         ref_logps=per_token if ref_logps else None,
+        keys=shape((*rows.tokens.shape, 2), jnp.uint32) if keys else None,
     )
     return RowBatch(rows, inputs)
 
 
-def policy_loss_fn(algorithm: Algorithm, temperature: float, surrogate: Surrogate | None = None) -> LossFn:
-    """Return the policy's loss on a `RowBatch` with `LossInputs`.
+AGREEMENT = "sampling/token_agreement"
+"""Metric: share of the tokens drawn by the sampler that the trainer's logits would have drawn too, with their noise."""
+
+
+def policy_loss_fn(
+    algorithm: Algorithm,
+    temperature: float,
+    surrogate: Surrogate | None = None,
+    sampling_params: SamplingParams | None = None,
+) -> LossFn:
+    """Return the policy's loss on a `RowBatch` with `LossInputs`; inputs with keys add the metric `AGREEMENT`.
 
     Args:
         algorithm: settings of the loss.
         temperature: the rollout's. Log-probs are of the full distribution at it, as `Completion.logps` are.
         surrogate: replaces the algorithm's surrogate.
+        sampling_params: settings of the distribution that the tokens were drawn from; None for the full one.
     """
+    score = partial(token_logps, entropy_gradient=bool(algorithm.entropy_bonus), sampling_params=sampling_params)
 
     def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
-        scores = token_logps(graph, params, batch.rows, temperature, entropy_gradient=bool(algorithm.entropy_bonus))
-        return policy_loss(algorithm, scores.logps, scores.entropy, batch.rows.segment_ids, batch.inputs, surrogate)
+        rows, inputs = batch.rows, batch.inputs
+        scores = score(graph, params, rows, temperature, keys=inputs.keys)
+        total, sums = policy_loss(algorithm, scores.logps, scores.entropy, rows.segment_ids, inputs, surrogate)
+        if scores.agreed is not None:
+            sums[AGREEMENT] = Mean(jnp.sum(scores.agreed), jnp.sum(inputs.keys.any(-1)))
+        return total, sums
 
     return loss
 

@@ -51,7 +51,8 @@ class RLPrograms:
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
         rows, a = abstract_rows(count, length, rows_placement(self.trainer.params)), self._algorithm
-        batch = abstract_policy_batch(rows, old_logps=a.needs_old_logps, ref_logps=a.needs_reference)
+        keys = self.cluster.measures_agreement
+        batch = abstract_policy_batch(rows, old_logps=a.needs_old_logps, ref_logps=a.needs_reference, keys=keys)
         return self.trainer.programs.gradients_program(batch)
 
     def apply(self) -> Program:

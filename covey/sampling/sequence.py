@@ -83,7 +83,7 @@ class Sequence:
         parts = SampledTokens(*map(np.concatenate, zip(*self._parts, strict=True)))
         finish = FinishReason.STOP if int(parts.ids[-1]) in stop_ids else FinishReason.LENGTH
         mask = None if self.responder is None else np.concatenate(self._drawn)
-        return Completion(*parts, finish, mask=mask, branches=tuple(self.branches[1:]) or None)
+        return Completion(*parts, finish, mask=mask, branches=tuple(self.branches[1:]) or None, key=self.key)
 
     def _extend(self, new: SampledTokens, *, drawn: bool) -> None:
         self.num_tokens += len(new.ids)

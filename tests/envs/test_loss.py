@@ -71,6 +71,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
         inference=SimpleNamespace(has=lambda role: False),
         compile_cost=0.0,
         row_holders=settings.row_holders,
+        measures_agreement=False,
         generate=generate,
     )
     learner = GRPOLearner(rl_cluster=cluster, reward_fns=environment_reward("game"), grpo_config=config)

@@ -59,7 +59,7 @@ class Played:
 
     training = RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2, packing="dense")
     config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=5))
-    compile_cost, rows_at_a_time = 0.0, config.rows_at_a_time
+    compile_cost, rows_at_a_time, measures_agreement = 0.0, config.rows_at_a_time, False
 
     def __init__(self) -> None:
         self.rollout = SimpleNamespace(stats=SamplerStats(), environments=None)

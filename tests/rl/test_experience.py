@@ -41,6 +41,7 @@ class Fake:
         self.inference = SimpleNamespace(has=lambda role: False)
         self.compile_cost, self.rows_at_a_time = 0.0, self.config.rows_at_a_time
         self.row_holders = self.config.row_holders
+        self.measures_agreement = False
         self.asked: list[tuple[int, list[str]]] = []
 
     def generate(self, examples: Sequence[Mapping[str, Any]], samples: int, *, step: int, first: int) -> list[Group]:

@@ -118,6 +118,7 @@ def test_every_preset_learns(name: str) -> None:
     assert STEPS - 3 <= len(right) <= STEPS  # what dapo puts in the place of equal groups comes out of these data
     assert right[-3:].mean() - right[:3].mean() > MARGIN, right.round(2)
     assert [one for one in made.records[0].metrics if not is_logged(one, RL, ["middle"])] == []
+    assert made.metric("sampling/token_agreement").mean() > 0.999
 
 
 # --- the reference
