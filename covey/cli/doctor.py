@@ -12,11 +12,13 @@ from rich.text import Text
 
 from covey.cli.parse import Line
 from covey.display import make_console
-from covey.errors import RecipeError
+from covey.errors import RecipeError, first_line
 from covey.models.loading.cache import cache_folder
 from covey.registry import install_command, missing_packages
 
 GIGABYTE = 1e9
+LEAST_AGREEMENT = 0.99
+"""Share of tokens below which more than rounding keeps the trainer from drawing what the sampler drew."""
 
 
 class Finding(NamedTuple):
@@ -86,6 +88,30 @@ def _jax() -> Iterator[Finding]:
         yield Finding("gpu", "there is an NVIDIA GPU, and jax does not see it", install_command("cuda"))
 
 
+def _sampler() -> Iterator[Finding]:
+    """Yield how many tokens, sampled by a tiny model of random weights, its forward as in training draws too."""
+    try:
+        agreed, drawn = _sampled_and_scored()
+    except Exception as error:  # whatever keeps JAX from running a model is the finding
+        yield Finding("sampler", f"does not work: {first_line(error)}", f"{install_command()} --force-reinstall")
+        return
+    fix = "" if agreed >= LEAST_AGREEMENT * drawn else "another version of jax: training would be off-policy"
+    yield Finding("sampler", f"{agreed} of {drawn} tokens are those that the trainer draws with the same noise", fix)
+
+
+def _sampled_and_scored() -> tuple[int, int]:
+    """Sample with a tiny model of random weights; count the tokens that its forward as in training draws, and all."""
+    from covey.config.schema import RolloutConfig
+    from covey.models.loading.weights import load
+    from covey.rl.agreement import token_agreement
+    from covey.rl.rollout import RolloutWorker
+
+    loaded = load("scratch:arithmetic-tiny")
+    config = RolloutConfig(max_prompt_length=16, max_new_tokens=32, slots=32, decode_chunk=32)
+    groups = RolloutWorker(loaded.model, loaded.tokenizer, config).generate(["1+2=", "17+25="], samples=16)
+    return token_agreement(loaded.model, groups, config)
+
+
 def _programs() -> Iterator[Finding]:
     """Yield the engine of the Python tool, with the protections of this system from the programs of a model."""
     from covey.envs.python_tool import tool  # late: it needs NumPy
@@ -125,4 +151,4 @@ EXTRAS = {
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _programs, _extras)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _sampler, _programs, _extras)

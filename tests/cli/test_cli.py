@@ -272,6 +272,7 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
     assert "jax" in shown
     assert re.search(r"^warn  hub .*: without made-up\n +fix: pip install -e .*\[hub\]", shown, re.M)
     assert re.search(r"^ok    math ", shown, re.M)
+    assert re.search(r"^ok    sampler +(\d+) of \1 tokens", shown, re.M)
     assert list(doctor.EXTRAS) == sorted(doctor.EXTRAS)
 
 
