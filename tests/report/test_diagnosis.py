@@ -57,6 +57,7 @@ def history(
         "completions__mean_length": 20.0, "completions__max_length": 40.0, "completions__clipped_ratio": 0.02,
         "completions__distinct_ratio": 0.9, "entropy": ramp(1.0, 0.7, n, 0.001), "grad_norm": 1.0,
         "learning_rate": 1e-5,
+        "sampling__token_agreement": 1.0,
         "sampling__logp_difference__mean": 1e-6, "sampling__mass_kept": 1.0, "clip_ratio__region_mean": 0.0,
     }  # fmt: skip
     if method == "sft":
@@ -161,6 +162,24 @@ def test_a_rule_is_met_above_its_threshold_and_not_below(kind: str, rule: str) -
 def test_small_groups_need_fewer_equal_rewards(size: int, wanted: bool) -> None:
     found = history(N, "rl", {"grpo.num_generations": size}, frac_reward_zero_std=0.61, reward=0.1 + wobble(0.02))
     assert ("groups too small" in names(found)) is wanted
+
+
+EXACT = {"model.dtype": "float32", "model.compute_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("agreement", "settings", "wanted"),
+    [(0.9985, EXACT, True), (0.9995, EXACT, False), (0.96, {}, False), (0.94, {}, True),
+     (0.96, EXACT | {"model.dtype": "bfloat16"}, False), (step(1.0, 0.9), EXACT, False)],
+)  # fmt: skip
+def test_few_tokens_that_the_trainer_draws_too_are_a_problem(
+    agreement: Values, settings: Mapping[str, Any], wanted: bool
+) -> None:
+    """From where rounding does not explain them, at the beginning and at the end."""
+    found = history(N, "rl", settings, sampling__token_agreement=agreement)
+    assert names(found) == ["sampler and trainer disagree"] * wanted
+    if wanted:
+        assert "% of the tokens otherwise in steps 31 to 40" in diagnose(found)[0].evidence
 
 
 def test_every_rule_has_an_edge() -> None:

@@ -5,6 +5,8 @@ the first finding. docs/diagnosis.md has the same table, written from this one.
 """
 
 from covey.report.diagnosis.features import (
+    DISAGREES,
+    DISAGREES_WHEN,
     ENTROPY_FELL,
     ENTROPY_HIGH,
     ENTROPY_LOW,
@@ -40,8 +42,6 @@ FEW_DISTINCT = 1.25
 """Number of different completions in a group of equal ones, on average, below which they are too similar."""
 LEAST_KEPT = 0.7
 """Share of the probability below which top-k, top-p and min-p remove much."""
-DISAGREEMENT = 0.05
-"""Mean distance of log-probs in nats from which sampler and trainer disagree."""
 LOSS_RISE, LOSS_TWICE = 0.1, 2.0
 """Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
 much the loss fluctuates."""
@@ -135,17 +135,11 @@ RULES = (
     Rule(
         "sampler and trainer disagree",
         "The sampler and the trainer disagree about the probability of tokens",
-        f"their log-probs differ by at least {DISAGREEMENT} nats per token on average, over {FIRST} and {LAST}",
+        f"over {FIRST} and {LAST}, {DISAGREES_WHEN}",
         MIN_ROWS,
-        Case(
-            "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average "
-            "in {sampling/logp_difference/mean.last.span}",
-            [
-                at_least("sampling/logp_difference/mean.first.mean", DISAGREEMENT),
-                at_least("sampling/logp_difference/mean.last.mean", DISAGREEMENT),
-            ],
-        ),
-        "find the cause first: model.compute_dtype float32, no model.quantize; then grpo.correction token_truncate",
+        DISAGREES,
+        "find the cause first: a rollout of your own with weights of an earlier update, another prompt or another "
+        "temperature; model.compute_dtype float32, no model.quantize; then grpo.correction token_truncate",
         ("model.compute_dtype", "model.quantize", "grpo.correction"),
         explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
     ),
