@@ -179,8 +179,7 @@ class Engine:
         self._model, self._shapes, self._ids = model.config, flatten(abstract(params)), count()
         self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
         self.runs_ahead = model.platform != "cpu" if runs_ahead is None else runs_ahead
-        self._launched, self._read_at = deque[Launched](), 0.0
-        self._stepped_at = 0.0
+        self._launched, self._read_at, self._stepped_at = deque[Launched](), 0.0, 0.0
         self._responses, self._finished = PendingResponses(), list[Finished]()
 
     @property
@@ -243,6 +242,7 @@ class Engine:
         for request in list(self.sequences):
             self._forget(request)
         self.runner.release()
+        self._launched.clear()
         self._finished.clear()
 
     def add(self, request: Request) -> int:
