@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_decoding_writes_to_the_cache_in_place(
     gathered = [x.bytes for x in Program(text).of("all-gather")]
     assert max(gathered, default=0) < SLOTS * VOCABULARY * 4
     assert len(re.findall(r"%\w*decode_attention[\w.]* = ", text)) == LAYERS
+
+
+def test_a_mesh_draws_without_rows_of_logits(topology: Callable[[str], Any]) -> None:
+    """Where nothing is cut from the distribution: the sums of 128 blocks with a maximum, and the best token of each."""
+    graph, params = decoder(8, 4, 256, topology("v5e:2x2").devices, 1, 4)
+    program = Programs(graph, (2,)).decode_program(params, SLOTS, 256, replace(ROLLOUT, top_k=0))
+    collectives = Program(program.lower().compile().as_text()).collectives()
+    drawing = [(x.opcode, x.bytes) for x in collectives if x.shapes[0].startswith("f32")]
+    assert drawing == [("all-gather", 4 * SLOTS * 129 * 4), ("all-gather", 4 * SLOTS * 3 * 4)]
 
 
 @pytest.mark.parametrize(
