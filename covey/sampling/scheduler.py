@@ -103,15 +103,16 @@ def smaller_batch(slots: int) -> int:
     return three_quarters if 24 <= three_quarters < slots else power // 2
 
 
-def block_lengths(length: int) -> list[int]:
-    """Divide `length` positions into blocks of at least 128, each as long as half of what is before it or less.
+def block_lengths(length: int, smallest: int = SMALLEST_BLOCK) -> list[int]:
+    """Divide `length` positions into blocks of at least `smallest`, a power of two, each as long as half of what is
+    before it or less.
 
     >>> block_lengths(1024), block_lengths(150)
     ([128, 128, 128, 128, 256, 256], [128, 22])
     """
     lengths: list[int] = []
     while (start := sum(lengths)) < length:
-        size = max(SMALLEST_BLOCK, 1 << start.bit_length() >> 2)
+        size = max(smallest, 1 << start.bit_length() >> 2)
         lengths.append(min(size, length - start))
     return lengths
 
