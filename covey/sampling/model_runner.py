@@ -13,8 +13,11 @@ import numpy as np
 
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
+from covey.sampling.page_table import Copy, PageTable
+from covey.sampling.paged_cache import PageWrites
 from covey.sampling.programs import Drawn, Entries, Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
+from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
 
 
@@ -90,6 +93,7 @@ class ModelRunner:
         params: the decoder's state; None without weights.
         slots: state of each slot.
         cache_length: number of tokens for which each slot has room.
+        table: pages of the slots; None unless the cache is paged.
     """
 
     def __init__(self, programs: Programs, params: Any):
@@ -100,15 +104,29 @@ class ModelRunner:
     def release(self) -> None:
         """Free the cache and forget all slots."""
         self.slots, self.cache, self.cache_length = empty_slots(0), list[LayerCache](), 0
+        self.table: PageTable | None = None
+        self._pages: np.ndarray | None = None
         self.prefix: Prefix | None = None
         self.prefix_lengths = np.zeros(0, np.int32)
 
-    def allocate(self, slots: int, cache_length: int) -> None:
+    def allocate(self, slots: int, cache_length: int, table: PageTable | None = None) -> None:
         """Empty all slots, and make a cache unless that which is there has these sizes."""
-        if (slots, cache_length) != (len(self.slots.token), self.cache_length):
+        old, new = (None if each is None else each.sizes for each in (self.table, table))
+        if (slots, cache_length, new) != (len(self.slots.token), self.cache_length, old):
             self.release()
-            self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
+            if new is None:
+                self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
+            else:
+                self.cache = self.programs.empty_pages(self.params, new)
         self.slots, self.cache_length = self.programs.place_slots(self.params, empty_slots(slots)), cache_length
+        self.table = table
+
+    def _current_pages(self) -> np.ndarray | None:
+        """Return the table of a paged cache for the next program, which may read it later; what slots hold is there
+        until they are given other pages and the next one runs.
+        """
+        self._pages = None if self.table is None else self.table.rows.copy()
+        return self._pages
 
     def prefill(self, prompts: Collection[np.ndarray], shape: tuple[int, int]) -> None:
         """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
@@ -120,35 +138,55 @@ class ModelRunner:
         self.stats.prompt_tokens += sum(map(len, prompts))
         self.stats.prefill_cells += tokens.size
 
-    def insert(self, rows: Mapping[int, int], sequences: Mapping[int, Sequence]) -> Drawn:
-        """Insert prefilled prompts and draw the first tokens: row of the prompt, and sequence, of each slot."""
+    def insert(self, admitted: Collection[Admission], sequences: Mapping[int, Sequence]) -> Drawn:
+        """Insert prefilled prompts and draw the first tokens of the sequences in these slots."""
         size = len(self.slots.token)
         inserted, (prompt, limit) = np.zeros(size, bool), np.zeros((2, size), np.int32)
         keys = np.zeros((size, 2), np.uint32)
-        for slot, one in sequences.items():
-            inserted[slot], prompt[slot], keys[slot], limit[slot] = True, rows[slot], one.key, one.turn_end
+        for slot, row, *_ in admitted:
+            one = sequences[slot]
+            inserted[slot], prompt[slot], keys[slot], limit[slot] = True, row, one.key, one.turn_end
         entries = Entries(inserted, prompt, keys, self.prefix_lengths[prompt], limit)
-        return self._insert(entries, self._sampling_params(sequences))
+        return self._insert(entries, self._page_writes(admitted), self._sampling_params(sequences))
 
-    def _insert(self, entries: Entries, sampling_params: SamplingParams | TracedSamplingParams) -> Drawn:
+    def _insert(
+        self, entries: Entries, writes: PageWrites | None, sampling_params: SamplingParams | TracedSamplingParams
+    ) -> Drawn:
         programs, prefix = self.programs, self.prefix
         assert prefix is not None, "prompts are prefilled before they are inserted"
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
+            pages = () if writes is None else (writes,)
             admitted: tuple[list[LayerCache], Slots, Drawn]
-            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params)
+            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params, *pages)
             self.cache, self.slots, drawn = admitted
             return drawn
-        place = entries.prompt, entries.inserted
-        for blocks, new in zip(self.cache, prefix.cache, strict=True):
-            blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
+        if writes is None:
+            place = entries.prompt, entries.inserted
+            for blocks, new in zip(self.cache, prefix.cache, strict=True):
+                blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
+        else:
+            self.cache = programs.insert_pages(self.cache, prefix.cache, writes)
         traced = isinstance(sampling_params, TracedSamplingParams)
         draw_first = programs.draw_first_traced if traced else programs.draw_first
         started: tuple[Slots, Drawn]
         started = draw_first(self.slots, prefix.logits, entries, sampling_params=sampling_params)
         self.slots, drawn = started
         return drawn
+
+    def _page_writes(self, admitted: Collection[Admission]) -> PageWrites | None:
+        """Return the pages of a paged cache to fill, in arrays whose size follows that of the prompts."""
+        if self.table is None:
+            return None
+        assert self.prefix is not None, "prompts are prefilled before they are inserted"
+        self._current_pages()
+        fills = [(page, one.row, part) for one in admitted for page, part in one.pages]
+        padded = sum(block.length for block in self.prefix.cache[0])
+        page, row, part = np.zeros((3, len(self.slots.token) * self.table.sizes.number(padded)), np.int32)
+        for number, fill in enumerate(fills):
+            page[number], row[number], part[number] = fill
+        return PageWrites(page, row, part, np.int32(len(fills)))
 
     def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
         """Return the settings that these sequences share; where they differ, the numbers of each slot."""
@@ -162,8 +200,9 @@ class ModelRunner:
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
         decode = self.programs.decode_with(self._sampling_params(sequences))
+        pages = () if self.table is None else (self._current_pages(),)
         decoded: tuple[list[LayerCache], Slots, Drawn]
-        decoded = decode(self.params, self.cache, self.slots, steps=steps, pause_id=pause_id)
+        decoded = decode(self.params, self.cache, self.slots, *pages, steps=steps, pause_id=pause_id)
         self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1
         return drawn
@@ -226,19 +265,40 @@ class ModelRunner:
         for row, (slot, (start, piece)) in enumerate(pieces.items()):
             padded[row, : len(piece)] = piece
             slots[row], starts[row], counts[row] = slot, start, len(piece)
-        rows = np.int32(len(pieces))
-        self.cache = self.programs.append(self.params, self.cache, slots, padded, starts, counts, rows)
+        arguments = slots, padded, starts, counts, np.int32(len(pieces))
+        if self.table is None:
+            self.cache = self.programs.append(self.params, self.cache, *arguments)
+        else:
+            self.cache = self.programs.append_pages(self.params, self.cache, self._current_pages(), *arguments)
         self.stats.append_cells += len(pieces) * size
         self.stats.appended_tokens += int(counts.sum())
 
     def swap_out(self, slot: int) -> list[LayerCache]:
-        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit."""
-        copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
+        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit; of a paged cache in
+        the host's memory, since its pages are needed.
+        """
+        if self._pages is None:
+            copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
+        else:
+            copy = jax.device_get(self.programs.take_pages(self.cache, self._pages[slot]))
         return copy
 
     def swap_in(self, slot: int, cache: list[LayerCache]) -> None:
         """Restore the cache of a slot in a free one, before `resume`; the whole must not have been resized since."""
-        self.cache = self.programs.put(self.cache, cache, np.int32(slot))
+        if (pages := self._current_pages()) is None:
+            self.cache = self.programs.put(self.cache, cache, np.int32(slot))
+        else:
+            rows = jax.device_put(cache, jax.tree.map(lambda x: x.sharding, self.cache))
+            self.cache = self.programs.put_pages(self.cache, rows, pages[slot])
+
+    def copy_pages(self, copies: Collection[Copy]) -> None:
+        """Make these copies of pages."""
+        if copies:
+            assert self.table is not None
+            source, target = np.zeros((2, self.table.sizes.total), np.int32)
+            for number, one in enumerate(copies):
+                source[number], target[number] = one
+            self.cache = self.programs.copy_pages(self.cache, source, target, np.int32(len(copies)))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
         """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those

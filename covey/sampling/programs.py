@@ -36,6 +36,8 @@ from covey.sampling.cache import (
 )
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.noise import token_keys
+from covey.sampling.page_table import PageSizes
+from covey.sampling.paged_cache import PageWrites, append_pages, copy_pages, insert_pages, put_pages, take_pages
 from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
@@ -128,6 +130,11 @@ class Programs:
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
+        self.insert_pages = jax.jit(insert_pages, donate_argnums=0)
+        self.copy_pages = jax.jit(copy_pages, donate_argnums=0)
+        self.take_pages = jax.jit(take_pages)
+        self.put_pages = jax.jit(put_pages, donate_argnums=0)
+        self.append_pages = jax.jit(partial(append_pages, graph), donate_argnums=1)
         static = ("steps", "pause_id")
         self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
         static_too = ("sampling_params", *static)
@@ -155,6 +162,14 @@ class Programs:
         sharding = _sharding(params, (), ())
         return slots if sharding is None else put_host(slots, sharding)
 
+    def empty_pages(self, params: Any, sizes: PageSizes) -> list[LayerCache]:
+        """Create each layer's pages."""
+        model = nnx.merge(self.graph, params)
+        c = model.config
+        make = _empty_block(_sharding(params, (sizes.total, c.num_kv_heads, 1, 1)))
+        shape = (sizes.total, sizes.size, c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
+        return [[make(CacheLayout.of(model), *shape)] for _ in range(c.num_layers)]
+
     def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
         in the methods below, and no array is made.
@@ -163,23 +178,35 @@ class Programs:
         return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
 
     def insert_programs(
-        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
+        self,
+        params: Any,
+        slots: int,
+        cache_length: int,
+        prompts: int,
+        prompt_length: int,
+        config: RolloutConfig | None = None,
     ) -> list[Program]:
         """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with fixed
-        shapes, the program `admit`.
+        shapes, the program `admit`. `config` says whether the cache is paged.
         """
         prefill = self.prefill_program(params, prompts, prompt_length)
         prefilled = jax.eval_shape(prefill.function, *prefill.args)
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
         keys = jax.ShapeDtypeStruct((slots, 2), jnp.uint32)
-        whole = self._abstract_cache(params, slots, cache_length)
+        sizes = None if config is None else PageSizes.of(config, slots, cache_length)
+        whole, writes = self._abstract_cache(params, slots, cache_length, sizes), tuple[PageWrites, ...]()
+        if sizes is not None:
+            most = jax.ShapeDtypeStruct((slots * sizes.number(prompt_length),), jnp.int32)
+            writes = (PageWrites(most, most, most, jax.ShapeDtypeStruct((), jnp.int32)),)
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
             prefilled = Prefix(_placed(prefilled.cache, params), logits)
             entries = Entries(inserted, number, keys, number, number)
             numbers = TracedSamplingParams.of(self.compiled_sampling_params)
             state = abstract(empty_slots(slots), _sharding(params, (), ()))
-            return [Program("admit", self.admit, (whole, state, prefilled, entries, numbers))]
+            return [Program("admit", self.admit, (whole, state, prefilled, entries, numbers, *writes))]
+        if sizes is not None:
+            return [Program("insert", self.insert_pages, (whole, _placed(prefilled.cache, params), *writes))]
         prefix, cache = _placed(prefilled.cache[0], params), whole[0]
         blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
@@ -189,12 +216,18 @@ class Programs:
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
         state = abstract(empty_slots(slots), _sharding(params, (), ()))
-        cache = self._abstract_cache(params, slots, cache_length)
+        sizes = PageSizes.of(config, slots, cache_length)
+        cache = self._abstract_cache(params, slots, cache_length, sizes)
+        pages = () if sizes is None else (jax.ShapeDtypeStruct((slots, sizes.each), jnp.int32),)
         function = self.decode_with(SamplingParams.from_config(config))
         settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
-        return Program("decode", function.func, (abstract(params), cache, state), settings)
+        return Program("decode", function.func, (abstract(params), cache, state, *pages), settings)
 
-    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
+    def _abstract_cache(
+        self, params: Any, slots: int, cache_length: int, sizes: PageSizes | None = None
+    ) -> list[LayerCache]:
+        if sizes is not None:
+            return _placed(jax.eval_shape(lambda: self.empty_pages(params, sizes)), params)
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
         return _placed(cache, params)
 
@@ -277,9 +310,15 @@ def admit(
     prefix: Prefix,
     entries: Entries,
     sampling_params: TracedSamplingParams,
+    writes: PageWrites | None = None,
 ) -> tuple[list[LayerCache], Slots, Drawn]:
-    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token."""
-    admitted = insert_prompts(cache, prefix.cache, entries.prompt, entries.inserted)
+    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token. Of a paged cache,
+    fill the pages that `writes` names.
+    """
+    if writes is None:
+        admitted = insert_prompts(cache, prefix.cache, entries.prompt, entries.inserted)
+    else:
+        admitted = insert_pages(cache, prefix.cache, writes)
     started, drawn = draw_first(stop_ids, slots, prefix.logits, entries, sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), started, drawn
 
@@ -290,6 +329,7 @@ def decode(
     params: Any,
     cache: list[LayerCache],
     slots: Slots,
+    pages: Int[Array, "S n"] | None = None,
     *,
     steps: int,
     sampling_params: SamplingParams | TracedSamplingParams,
@@ -298,6 +338,9 @@ def decode(
     """Run up to `steps` decode steps; return the cache, the slots and what they drew.
 
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
+
+    Args:
+        pages: table of a paged cache, with the pages of all positions to which slots come in these steps.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
     model = nnx.merge(graph, params)
@@ -313,7 +356,8 @@ def decode(
     def body(carry: Any) -> Any:
         step, cache, slots, draws = carry
         length, active = slots.length, slots.active
-        hidden, cache = model(slots.token[:, None], length[:, None], decode_attention(model, length, active), cache)
+        token, position = slots.token[:, None], length[:, None]
+        hidden, cache = model(token, position, decode_attention(model, length, active, pages), cache)
         keys = token_keys(slots.key, slots.num_tokens)
         drawn = draw_sharded(model.logits(hidden[:, 0]), keys, sampling_params)
         count = slots.num_tokens + active

@@ -44,6 +44,7 @@ class Sequence:
         self.branches, self.num_tokens, self.versions = [Branch(0, len(prompt))], 0, (0, 0)
         self.response: Any = None
         self.swapped: Any = None
+        self._turn_start = 0
         self._parts: list[SampledTokens] = []
         self._drawn: list[np.ndarray] = []
 
@@ -60,9 +61,9 @@ class Sequence:
 
     @property
     def turn_end(self) -> int:
-        """Number of tokens of the completion at which the turn that begins now ends."""
+        """Number of tokens of the completion at which the present turn ends."""
         limit = None if self.responder is None else self.responder.turn_limit
-        return min(self.num_tokens + (limit or self.limit), self.limit)
+        return min(self._turn_start + (limit or self.limit), self.limit)
 
     def extend(self, new: SampledTokens, version: int = 0) -> None:
         """Add tokens that the model drew with weights of this version."""
@@ -73,6 +74,7 @@ class Sequence:
         """Add `tokens`, int32 [n], that the model did not draw; their log-probs are 0."""
         zeros = np.zeros(len(tokens), np.float32)
         self._extend(SampledTokens(tokens, zeros, zeros), drawn=False)
+        self._turn_start = self.num_tokens
 
     def branch(self, kept: int) -> None:
         """Begin a branch that keeps so many tokens of the sequence so far."""
