@@ -177,7 +177,13 @@ class RolloutWorker:
             self.engine.update_weights(self._take_weights(), self.version)
             return generate(self.engine, requests, progress)
         finally:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Let the engine sleep, and give back what was lent, also where the engine refuses to."""
+        try:
             self.engine.sleep()
+        finally:
             if self.loan is not None:
                 self.loan.give_back()
 

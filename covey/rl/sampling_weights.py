@@ -35,6 +35,7 @@ class SamplingWeights:
     def __init__(self, model: Decoder):
         graph, params = nnx.split(model)
         self.stacks, self._dtype = LayerStacks(model), sampling_type(model)
+        self._is_stacked = bool(model.stacked)
         self._programs: dict[Any, Callable[[State], State]] = {}
         shapes = abstract(params)
         graph = nnx.split(unstack_layers(nnx.merge(graph, shapes)))[0]
@@ -42,6 +43,8 @@ class SamplingWeights:
 
     def convert(self, params: State) -> State:
         """Return `params`, or a part of them, as the engine takes them; shapes give shapes."""
+        if not self._is_stacked:
+            return round_for_sampling(params, self._dtype)
         layers, rest = self.stacks.split(params)
         converted: State = nnx.merge_state(self._listed(layers), round_for_sampling(rest, self._dtype))
         return converted
