@@ -90,9 +90,9 @@ def test_a_check_that_raises_is_recorded_and_the_others_go_on(
     assert statuses == {"passes": PASSED, "raises": ERROR, "is_beyond": FAILED, "is_alone": NOT_TRIED}
     assert values["checks"]["raises"]["message"] == "ValueError: no such | kernel"
     told = capsys.readouterr().out
-    assert "| passes | seconds | 2 s | 3 s | 1.50 |" in told
+    assert "| passes | seconds | 2 s | 3 s | 1.5 |" in told
     assert "| raises | error: ValueError: no such \\| kernel |" in told
-    assert "| is_beyond | difference (failed) | ≤ 2 | 3 | 1.50 |" in told
+    assert "| is_beyond | difference (failed) | ≤ 2 | 3 | 1.5 |" in told
 
 
 def test_a_call_that_was_stopped_is_gone_on_with(

@@ -13,6 +13,7 @@ from covey.files import replace_file
 
 SCHEMA = 1
 """Version of the JSON file."""
+TITLES = ("check", "quantity", "expected", "measured", "ratio")
 PASSED, FAILED, ERROR, NOT_TRIED = "passed", "failed", "error", "not tried"
 
 
@@ -47,7 +48,7 @@ class Row:
         """Expected, measured, and measured over expected, in words."""
         if self.expected is None:
             return "", self._number(self.measured), ""
-        ratio = f"{self.measured / self.expected:.2f}" if self.expected else ""
+        ratio = f"{self.measured / self.expected:.2g}" if self.expected else ""
         return ("≤ " if self.bound else "") + self._number(self.expected), self._number(self.measured), ratio
 
     def _number(self, value: float) -> str:
@@ -122,8 +123,8 @@ class Results:
     def table(self) -> Table:
         """Return the rows of all checks as a table for the terminal."""
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for title in ("check", "", "expected", "measured", "ratio"):
-            table.add_column(title, justify="left" if title in ("check", "") else "right")
+        for number, title in enumerate(TITLES):
+            table.add_column(title, justify="left" if number < 2 else "right")
         for cells in self._cells():
             table.add_row(*cells)
         return table
@@ -131,7 +132,7 @@ class Results:
     def markdown(self) -> str:
         """Return the rows of all checks as lines for benchmarks/RESULTS.md."""
         lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |" for cells in self._cells()]
-        return "\n".join(["| check | | expected | measured | ratio |", "|---|---|---|---|---|", *lines])
+        return "\n".join(["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES), *lines])
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         for name, outcome in self.checks.items():

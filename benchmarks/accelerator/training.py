@@ -127,9 +127,9 @@ class Measurement:
 
     def rows(self, told: str = "") -> Iterator[Row]:
         """Yield the rows, with `told` behind the names of the quantities."""
-        expected = {one.phase.name: one.expected for one in self.plan.phases}
-        for phase, seconds in self.learner.phases().items():
-            yield seconds_row(f"{phase}{told}", seconds["median"], expected.get(phase))
+        measured = self.learner.phases()
+        for one in self.plan.phases:
+            yield seconds_row(f"{one.phase.name}{told}", measured[one.phase.name]["median"], one.expected)
         if self.peak:
             yield Row(f"peak memory{told}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
         yield from _sampler_rows(self.first.metrics, self.subject.dtype, told)
@@ -172,6 +172,20 @@ def _sampler_rows(metrics: Mapping[str, float], dtype: str, told: str = "") -> I
     mean, most = (short(metrics[f"sampling/logp_difference/{which}"]) for which in ("mean", "max"))
     yield Row(f"sampler's log-probs, mean distance{told}", mean, LOGPS_APART[dtype], "nats", bound=True)
     yield Row(f"sampler's log-probs, greatest distance{told}", most, None, "nats")
+    if (agreement := metrics.get("sampling/token_agreement")) is not None:
+        yield Row(
+            f"tokens that the trainer would not draw{told}", short(1 - agreement), _most_differing(mean), "", bound=True
+        )
+
+
+def _most_differing(distance: float) -> float:
+    """Return the share of tokens that two distributions may draw otherwise with the same noise, of which log-probs are
+    `distance` apart: twice the total variation of the blocks of the vocabulary and twice that of the tokens of a block
+    (`sampling.logits.race`), which are at most half of the distance and all of it. Three standard errors come on top.
+    """
+    work = work_here()
+    tokens = work.prompts * work.samples * work.new_tokens
+    return short(3 * distance + 3 * (3 * distance / tokens) ** 0.5 + 3 / tokens)
 
 
 def compare_sampler(context: Context) -> Iterator[Row]:
