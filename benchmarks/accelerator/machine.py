@@ -32,7 +32,7 @@ KINDS = {
     "NVIDIA H100 80GB HBM3": "h100",
 }
 """Kind of a device, as JAX names it → name of the machine in a plan."""
-OF_JAX = ("jax", "float32", "bfloat16", "gpu")
+NEEDED = ("jax", "float32", "bfloat16", "gpu", "sampler")
 """Subjects of `covey doctor` without which no check is worth its time."""
 
 
@@ -59,12 +59,12 @@ def sources_digest() -> str:
 
 
 def measure(context: Context) -> Iterator[Row]:
-    """Measure products and reading, once `covey doctor` has found JAX and its devices in order.
+    """Measure products and reading, once `covey doctor` has found JAX, its devices and the sampler in order.
 
     Raises:
         CoveyError: it has not.
     """
-    findings = [finding for check in doctor.CHECKS for finding in check() if finding.subject in OF_JAX]
+    findings = [finding for check in doctor.CHECKS for finding in check() if finding.subject in NEEDED]
     for finding in findings:
         if finding.fix:
             raise CoveyError(f"{finding.subject}: {finding.result}", fix=finding.fix)

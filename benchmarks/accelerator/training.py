@@ -172,10 +172,8 @@ def _sampler_rows(metrics: Mapping[str, float], dtype: str, told: str = "") -> I
     mean, most = (short(metrics[f"sampling/logp_difference/{which}"]) for which in ("mean", "max"))
     yield Row(f"sampler's log-probs, mean distance{told}", mean, LOGPS_APART[dtype], "nats", bound=True)
     yield Row(f"sampler's log-probs, greatest distance{told}", most, None, "nats")
-    if (agreement := metrics.get("sampling/token_agreement")) is not None:
-        yield Row(
-            f"tokens that the trainer would not draw{told}", short(1 - agreement), _most_differing(mean), "", bound=True
-        )
+    differing = short(1 - metrics["sampling/token_agreement"])
+    yield Row(f"tokens that the trainer would not draw{told}", differing, _most_differing(mean), bound=True)
 
 
 def _most_differing(distance: float) -> float:
