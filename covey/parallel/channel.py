@@ -51,6 +51,8 @@ T = TypeVar("T")
 CONNECT_SECONDS = 60.0
 """Seconds that the processes have to connect, once all have joined JAX's coordination service."""
 BEAT_SECONDS = 1.0
+BEATS = 256
+"""Beats that process 0 gets in a second; more processes send theirs at longer intervals."""
 SILENT_SECONDS = 18.0
 """Seconds without a sign after which a process is taken to be stopped; `COVEY_SILENT_SECONDS` sets others."""
 REPORT_SECONDS = 60.0
@@ -59,7 +61,7 @@ BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits for a verdict."""
 END_SECONDS = 5.0
 """Seconds that a process has to end by itself behind a verdict."""
-HELLO, BEAT, VALUES, VERDICT, LEAVES = "hello", "beat", "values", "verdict", "leaves"
+HELLO, BEAT, VALUES, ANSWER, VERDICT, LEAVES = "hello", "beat", "values", "answer", "verdict", "leaves"
 
 
 class PeerLostError(CoveyError):
@@ -198,7 +200,7 @@ class Peer:
         with suppress(OSError):  # the thread that receives tells it
             while message.kind != LEAVES:
                 try:
-                    message = self._outgoing.get(timeout=BEAT_SECONDS)
+                    message = self._outgoing.get(timeout=channel.beat_seconds)
                 except Empty:
                     message = Message(BEAT)
                 self.write(message._replace(doing=channel.doing))
@@ -222,6 +224,7 @@ class Channel:
 
     Attributes:
         doing: phase that this process is in; the others show it when it is lost.
+        beat_seconds: seconds from one beat to the next.
         verdict: verdict on the process that is lost or has failed; None as long as there is none.
         thread: the thread that has opened the channel.
     """
@@ -236,6 +239,8 @@ class Channel:
         self._values: dict[str, dict[int, bytes]] = defaultdict(dict)
         self._numbers: Counter[str] = Counter()
         self._changed, self._leaves = threading.Condition(), threading.Event()
+        self._compared, self._answers = set[str](), dict[str, Mapping[int, bytes]]()
+        self.beat_seconds = min(max(BEAT_SECONDS, count / BEATS), silent / 4)
         self._links: Links | None = None
         self._received: dict[tuple[int, int], bytearray] = {}
         self._exchanges = 0
@@ -294,18 +299,33 @@ class Channel:
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or is at another place.
         """
+        everyone = self._exchange(self._next_key(about), about, value)
+        if len(everyone) < self.count:  # process 0 compares
+            raise _apart(about, 0, "a comparison")
+        return [everyone[number] for number in range(self.count)]
+
+    def compare(self, value: T, about: str) -> dict[int, T]:
+        """Return the values of process 0 and of the first process that has another one, by process index; nothing if
+        all are equal. All must call it, with the same `about`.
+
+        Process 0 compares: what goes to each process has one size, whatever their number.
+
+        Raises:
+            PeerLostError: a process is stopped, gone or has failed, or is at another place.
+        """
+        key = self._next_key(about)
+        self._compared.add(key)
+        everyone = self._exchange(key, about, value)
+        self._compared.discard(key)
+        other = next((number for number in sorted(everyone) if everyone[number] != everyone[0]), 0)
+        return {number: everyone[number] for number in (0, other)} if other else {}
+
+    def _next_key(self, about: str) -> str:
+        """Return the key of the next exchange of this thread."""
         thread = "" if threading.current_thread() is self.thread else about
         with self._changed:
             self._numbers[thread] += 1
-            key = f"{thread}/{self._numbers[thread]}"
-        everyone = [deserialize(data) for data in self._exchange(key, about, serialize([about, value]))]
-        for number, (place, _) in enumerate(everyone):
-            if place != about:
-                raise PeerLostError(
-                    f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
-                    want="the same program, settings and data in all of them",
-                )
-        return [theirs for _, theirs in everyone]
+            return f"{thread}/{self._numbers[thread]}"
 
     def exchange(
         self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str
@@ -401,8 +421,12 @@ class Channel:
     def receive(self, peer: Peer, message: Message) -> None:
         """Take a message of another process."""
         if message.kind == VALUES:
-            numbers = range(self.count) if self.index else [peer.number]
-            self._add(message.key, dict(zip(numbers, message.parts, strict=True)))
+            values = _separated(*message.parts) if self.index else {peer.number: message.parts[0]}
+            self._add(message.key, values)
+        elif message.kind == ANSWER:
+            with self._changed:
+                self._answers[message.key] = _numbered(message.parts)
+                self._changed.notify_all()
         elif message.kind == VERDICT:
             self._decide(Verdict(*json.loads(message.parts[0])))
         elif message.kind == HELLO:
@@ -428,11 +452,14 @@ class Channel:
             peer.is_open = False
             self._changed.notify_all()
 
-    def _exchange(self, key: str, about: str, data: bytes) -> list[bytes]:
-        """Return the data of all processes for the exchange `key`."""
+    def _exchange(self, key: str, about: str, value: T) -> dict[int, T]:
+        """Return the values of all processes for the exchange `key`; of a comparison those that process 0 answers with,
+        which are none if all are equal.
+        """
+        data = serialize([about, value])
 
         def is_over() -> bool:
-            return self.verdict is not None or len(self._values[key]) == self.count
+            return self.verdict is not None or key in self._answers or len(self._values[key]) == self.count
 
         self._add(key, {self.index: data})
         if self.index:
@@ -443,21 +470,35 @@ class Channel:
                 late = "the other processes" if self.index else f"processes {missing}"
                 log.warning(f"waiting for {late} at {about!r} since {REPORT_SECONDS:.0f} s")
                 self._changed.wait_for(is_over)
-            values = self._values.pop(key)
-        if len(values) < self.count and self.verdict is not None:
+            values, answer = self._values.pop(key), self._answers.pop(key, None)
+        if answer is None and len(values) < self.count and self.verdict is not None:
             raise self.verdict.error()
-        return [values[number] for number in range(self.count)]
+        everyone = {number: deserialize(each) for number, each in (values if answer is None else answer).items()}
+        for number, (place, _) in everyone.items():
+            if place != about:
+                raise _apart(about, number, place)
+        return {number: theirs for number, (_, theirs) in everyone.items()}
 
     def _add(self, key: str, values: Mapping[int, bytes]) -> None:
-        """Add values of an exchange; process 0 sends them to all others once it has those of all."""
+        """Add values of an exchange; process 0 answers all others once it has those of all."""
         with self._changed:
             known = self._values[key]
             known |= {number: data for number, data in values.items() if number not in known}
             if self.index == 0 and len(known) == self.count:
+                answer = self._answer(key, known)
                 for peer in self._peers.values():
-                    parts = [b"" if number == peer.number else known[number] for number in range(self.count)]
-                    peer.send(Message(VALUES, key, parts))
+                    peer.send(answer)
             self._changed.notify_all()
+
+    def _answer(self, key: str, values: Mapping[int, bytes]) -> Message:
+        """Return the message of process 0 to all others: all values, in one part; of a comparison its own and the first
+        that differs, with its number.
+        """
+        if key not in self._compared:
+            every = [values[number] for number in range(self.count)]
+            return Message(VALUES, key, [json.dumps([len(value) for value in every]).encode(), b"".join(every)])
+        other = next((number for number in range(self.count) if values[number] != values[0]), None)
+        return Message(ANSWER, key, [] if other is None else [str(other).encode(), values[0], values[other]])
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this process has failed. If they are told of no other one, this process ends with its
@@ -501,6 +542,24 @@ class Channel:
         if self.index == 0:
             return END_SECONDS + 2 * BEAT_SECONDS
         return END_SECONDS if self._peers[0].is_open else 0.0
+
+
+def _apart(about: str, number: int, place: str) -> PeerLostError:
+    return PeerLostError(
+        f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
+        want="the same program, settings and data in all of them",
+    )
+
+
+def _separated(sizes: bytes, data: bytes) -> dict[int, bytes]:
+    """Return the values of all processes, by process, of their sizes and all of them together."""
+    ends = accumulate(json.loads(sizes), initial=0)
+    return {number: data[start:end] for number, (start, end) in enumerate(pairwise(ends))}
+
+
+def _numbered(parts: Sequence[bytes]) -> dict[int, bytes]:
+    """Return the values of an answer by process; none if all are equal."""
+    return {0: parts[1], int(parts[0]): parts[2]} if parts else {}
 
 
 def _not_connected(what: str) -> CoveyError:
@@ -593,6 +652,12 @@ def all_gather(value: T, about: str) -> list[T]:
     """Return the `value` of every process, by process index; arguments and errors as for `Channel.all_gather`."""
     channel = current()
     return [value] if channel is None else channel.all_gather(value, about)
+
+
+def compare(value: T, about: str) -> dict[int, T]:
+    """Return the values of process 0 and of the first process that has another one; see `Channel.compare`."""
+    channel = current()
+    return {} if channel is None else channel.compare(value, about)
 
 
 def exchange(outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str) -> dict[int, bytearray]:

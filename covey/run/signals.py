@@ -57,7 +57,8 @@ class SignalHandler:
 
     def requested(self) -> str:
         """Return the name of the signal that any process has received, or "". All processes must call it."""
-        return next(filter(None, channel.all_gather(self._received, "stop")), "")
+        received = self._received  # another one may come meanwhile, and only to this process
+        return next(filter(None, channel.compare(received, "stop").values()), received)
 
     def raise_if_requested(self) -> None:
         """End the run if any process has received a signal. All processes must call it.
