@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import curves, decode, logprobs, memory, rollout, startup, step, update
+from benchmarks import curves, decode, hosts, logprobs, memory, rollout, startup, step, update
 from benchmarks.accelerator import command as accelerator
 from benchmarks.common import Result, Settings, tell
 from benchmarks.sizes import SIZES, size_of
@@ -87,6 +87,7 @@ PARTS: dict[str, Callable[[Settings], int | None]] = {
     "step": partial(_telling, "step", step.measure),
     "startup": partial(_telling, "startup", startup.measure),
     "memory": memory.main,
+    "hosts": hosts.main,
     "curves": curves.main,
     "accelerator": accelerator.main,
 }
