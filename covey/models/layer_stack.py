@@ -228,7 +228,10 @@ def _stack_program(place: Sharding) -> Any:
 
 @cache
 def _unstack_program(place: Sharding, count: int) -> Any:
-    return jax.jit(lambda x: _parts(x, count), out_shardings=[place] * count)
+    def unstack(x: Any) -> list[Any]:
+        return _parts(x, count)
+
+    return jax.jit(unstack, out_shardings=[place] * count)
 
 
 def _parts(x: Any, count: int) -> list[Any]:
