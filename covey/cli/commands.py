@@ -361,7 +361,7 @@ its files are read. docs/calibration.md holds plans against published runs.""",
                 Option("--prompt-tokens", "N", "mean length of a prompt; the longest allowed when not given"),
                 Option(
                     "--completion-tokens",
-                    "N[,N...]",
+                    "N",
                     "mean length of a completion; 35 % of the longest allowed when not given. Any token may be the "
                     "last with the same probability. With several numbers, lengths that are equally frequent",
                 ),
