@@ -145,6 +145,7 @@ def _table(number: int, count: int) -> GroupTable:
         cut=per_completion(False),
         mass=lengths.astype(float),
         rewards=per_completion(0.0),
+        keys=np.zeros((len(lengths), 2), np.uint32),
         by_function={},
         branches=nothing,
         courses=nothing,

@@ -301,8 +301,10 @@ def token_keys_of(
     rows: Rows, keys: UInt32[np.ndarray, "B 2"], drawn: Float[np.ndarray, "R M"]
 ) -> UInt32[np.ndarray, "R M 2"]:
     """Return the random key that drew each scored token, from those of the completions; 0 where the model drew none."""
-    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
-    return np.where(drawn[..., None] > 0, token_keys(keys[number], index), np.uint32(0))
+    of_tokens, at = np.zeros((*drawn.shape, 2), np.uint32), drawn > 0  # rows of other processes have none
+    number, index = rows.scatter_index[at].T
+    of_tokens[at] = token_keys(keys[number], index)
+    return of_tokens
 
 
 def sampled_mask(completion: Completion) -> np.ndarray:
