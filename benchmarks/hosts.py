@@ -31,8 +31,9 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.packing.rows import make_layout
 from covey.parallel import channel, distributed
-from covey.parallel.channel import ANSWER, BEAT, HELLO, VALUES, Channel, Message, Peer
-from covey.parallel.wire import deserialize, serialize
+from covey.parallel.channel import Channel
+from covey.parallel.links import Peer
+from covey.parallel.wire import ANSWER, BEAT, HELLO, VALUES, Message, deserialize, serialize
 from covey.rl.experience import Experience, make_train_batch
 from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.packed_groups import PackedGroups

@@ -18,7 +18,6 @@ heartbeat would notice a stopped process late, and abort the others without a na
 With one process there is no channel, and every function here returns its input.
 """
 
-import hmac
 import json
 import logging
 import os
@@ -30,27 +29,37 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate, chain, count, pairwise
-from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed as runtime  # the only way to the key-value store at jax 0.10
 
 from covey.config.processes import BIND, PEER_LOST, PORT
 from covey.display import printable
-from covey.errors import CoveyError, Stopped
-from covey.parallel.links import Links, own_host
-from covey.parallel.wire import deserialize, serialize
+from covey.errors import CoveyError
+from covey.parallel.links import BEAT_SECONDS, CONNECT_SECONDS, Links, Peer, own_host
+from covey.parallel.wire import (
+    ANSWER,
+    HELLO,
+    LEAVES,
+    VALUES,
+    VERDICT,
+    Message,
+    PeerLostError,
+    Verdict,
+    deserialize,
+    reason_of,
+    serialize,
+    split_values,
+    values_by_process,
+    verdict_on,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONNECT_SECONDS = 60.0
-"""Seconds that the processes have to connect, once all have joined JAX's coordination service."""
-BEAT_SECONDS = 1.0
 BEATS = 256
 """Beats that process 0 gets in a second; more processes send theirs at longer intervals."""
 SILENT_SECONDS = 18.0
@@ -61,149 +70,6 @@ BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits for a verdict."""
 END_SECONDS = 5.0
 """Seconds that a process has to end by itself behind a verdict."""
-HELLO, BEAT, VALUES, ANSWER, VERDICT, LEAVES = "hello", "beat", "values", "answer", "verdict", "leaves"
-
-
-class PeerLostError(CoveyError):
-    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
-
-    Attributes:
-        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
-    """
-
-    exit_code = PEER_LOST
-    stopped: Stopped | None = None
-
-
-class Verdict(NamedTuple):
-    """Reason why a run cannot go on: a text that names the process; whether that process is lost, so that it does not
-    take part in the shutdown; and the signal that has stopped it, if one has.
-    """
-
-    text: str
-    lost: bool = False
-    signal: str = ""
-
-    def error(self) -> PeerLostError:
-        """Return the error that the other processes raise."""
-        error = PeerLostError(self.text, fix="its own output, or the system's log, says why")
-        error.stopped = Stopped(self.signal) if self.signal else None
-        return error
-
-    def message(self) -> "Message":
-        """Return the message that tells another process."""
-        return Message(VERDICT, parts=[json.dumps(self).encode()])
-
-
-def verdict_on(error: BaseException, index: int) -> Verdict:
-    """Make the verdict on process `index`, which ends by `error`."""
-    if isinstance(error, KeyboardInterrupt):
-        return Verdict(
-            f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}",
-            signal=error.signal if isinstance(error, Stopped) else "SIGINT",
-        )
-    return Verdict(f"process {index} has failed: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
-
-
-class Message(NamedTuple):
-    """Message to another process: its kind, the exchange that it belongs to, its content, and the sender's phase."""
-
-    kind: str
-    key: str = ""
-    parts: Sequence[bytes] = ()
-    doing: str = "start"
-
-
-class Peer:
-    """Connection to another process. One thread receives, another one sends, and a beat when it has nothing to send; so
-    a value of any size delays no beat of another process, and its own pieces are signs of life.
-
-    Attributes:
-        number: index of the process.
-        place: its process id and host.
-        doing: what it did last.
-        silent: seconds without a sign of it, as far as this process was running.
-        is_open: whether it may still send something.
-    """
-
-    def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.number, self.place, self.doing = 0, "", "start"
-        self.silent, self.is_open = 0.0, True
-        self.connection, self._outgoing = connection, SimpleQueue[Message]()
-        self._threads: Sequence[threading.Thread] = ()
-
-    def start(self, channel: "Channel", token: bytes = b"") -> None:
-        """Start to hand over to `channel` what arrives behind `token`. A stranger, who has not sent the token, is sent
-        nothing, and has its thread and its connection no longer than a process has to connect.
-        """
-        work = partial(self._receive_all, channel, token), partial(self._send_all, channel)
-        self._threads = [threading.Thread(target=each, name="channel", daemon=True) for each in work]
-        self.connection.settimeout(CONNECT_SECONDS)
-        self._threads[0].start()
-
-    def send(self, message: Message) -> None:
-        """Send `message`, without waiting for it."""
-        self._outgoing.put(message)
-
-    def close(self) -> None:
-        """Wait a moment until both sides have said that they leave; close the connection."""
-        for thread in self._threads:
-            thread.join(2 * BEAT_SECONDS)
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
-
-    def write(self, message: Message) -> None:
-        """Write `message` to the connection: 4 bytes, the length of a JSON list, that list, and the parts."""
-        sizes = [len(part) for part in message.parts]
-        head = json.dumps([message.kind, message.key, message.doing, sizes]).encode()
-        for data in (len(head).to_bytes(4, "big") + head, *message.parts):
-            self.connection.sendall(data)
-
-    def read(self) -> Message:
-        """Read the next message.
-
-        Raises:
-            EOFError: the connection has closed.
-        """
-        kind, key, self.doing, sizes = json.loads(self.read_bytes(int.from_bytes(self.read_bytes(4), "big")))
-        return Message(kind, key, [self.read_bytes(size) for size in sizes])
-
-    def read_bytes(self, size: int) -> bytes:
-        """Read so many bytes; each piece that arrives is a sign of life."""
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            if not (received := self.connection.recv_into(rest)):
-                raise EOFError
-            self.silent, rest = 0.0, rest[received:]
-        return bytes(data)
-
-    def _receive_all(self, channel: "Channel", token: bytes) -> None:
-        try:
-            if not hmac.compare_digest(self.read_bytes(len(token)), token):
-                raise EOFError
-            self.connection.settimeout(None)
-            self._threads[1].start()
-            while self.is_open:
-                channel.receive(self, self.read())
-        except (OSError, EOFError):
-            channel.lose(self, "is gone")
-
-    def _send_all(self, channel: "Channel") -> None:
-        message = Message(BEAT)
-        with suppress(OSError):  # the thread that receives tells it
-            while message.kind != LEAVES:
-                try:
-                    message = self._outgoing.get(timeout=channel.beat_seconds)
-                except Empty:
-                    message = Message(BEAT)
-                self.write(message._replace(doing=channel.doing))
 
 
 def end_process(verdict: str) -> None:
@@ -421,11 +287,11 @@ class Channel:
     def receive(self, peer: Peer, message: Message) -> None:
         """Take a message of another process."""
         if message.kind == VALUES:
-            values = _separated(*message.parts) if self.index else {peer.number: message.parts[0]}
+            values = split_values(*message.parts) if self.index else {peer.number: message.parts[0]}
             self._add(message.key, values)
         elif message.kind == ANSWER:
             with self._changed:
-                self._answers[message.key] = _numbered(message.parts)
+                self._answers[message.key] = values_by_process(message.parts)
                 self._changed.notify_all()
         elif message.kind == VERDICT:
             self._decide(Verdict(*json.loads(message.parts[0])))
@@ -549,17 +415,6 @@ def _apart(about: str, number: int, place: str) -> PeerLostError:
         f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
         want="the same program, settings and data in all of them",
     )
-
-
-def _separated(sizes: bytes, data: bytes) -> dict[int, bytes]:
-    """Return the values of all processes, by process, of their sizes and all of them together."""
-    ends = accumulate(json.loads(sizes), initial=0)
-    return {number: data[start:end] for number, (start, end) in enumerate(pairwise(ends))}
-
-
-def _numbered(parts: Sequence[bytes]) -> dict[int, bytes]:
-    """Return the values of an answer by process; none if all are equal."""
-    return {0: parts[1], int(parts[0]): parts[2]} if parts else {}
 
 
 def _not_connected(what: str) -> CoveyError:
@@ -720,7 +575,7 @@ def together(about: str, several: bool = True) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        all_gather(_reason(error), about)
+        all_gather(reason_of(error), about)
         raise
     for number, failure in enumerate(all_gather("", about)):
         if failure:

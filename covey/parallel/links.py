@@ -1,4 +1,5 @@
-"""Direct connections between the processes of a run, for arrays that not all of them need: these do not pass process 0.
+"""Connections between the processes of a run: `Peer` is one of the control channel, and `Links` are the direct ones,
+for arrays that not all processes need. These do not pass process 0.
 
 Each process listens at a free port of the address at which it reaches process 0. Addresses go over the control channel,
 each with a token that must come first on a connection. A connection is made with the first message, and has messages in
@@ -7,6 +8,7 @@ exchanges sends; another one receives from all processes, so that two that send 
 """
 
 import hmac
+import json
 import secrets
 import selectors
 import socket
@@ -14,6 +16,11 @@ import struct
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from covey.parallel.wire import BEAT, LEAVES, Message
 
 Place = tuple[str, int, str]
 """Host and port of a process, and the token that begins a connection to it."""
@@ -21,8 +28,111 @@ Incoming = Generator[int, bytearray, None]
 """The messages of a connection: yields the number of bytes that come next, and takes them."""
 HEAD = struct.Struct("<QQ")
 CONNECT_SECONDS = 60.0
+"""Seconds that the processes have to connect, once all have joined JAX's coordination service."""
+BEAT_SECONDS = 1.0
 CHECK_SECONDS = 1.0
 """Seconds after which the thread that receives looks whether it is to end."""
+
+
+class Receiver(Protocol):
+    """What gets the messages of a connection: the channel."""
+
+    beat_seconds: float
+    doing: str
+
+    def receive(self, peer: "Peer", message: Message) -> None:
+        """Take a message."""
+
+    def lose(self, peer: "Peer", what: str) -> None:
+        """Take note that the connection is lost."""
+
+
+class Peer:
+    """Connection to another process. One thread receives, another one sends, and a beat when it has nothing to send; so
+    a value of any size delays no beat of another process, and its own pieces are signs of life.
+
+    Attributes:
+        number: index of the process.
+        place: its process id and host.
+        doing: what it did last.
+        silent: seconds without a sign of it, as far as this process was running.
+        is_open: whether it may still send something.
+    """
+
+    def __init__(self, connection: socket.socket):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number, self.place, self.doing = 0, "", "start"
+        self.silent, self.is_open = 0.0, True
+        self.connection, self._outgoing = connection, SimpleQueue[Message]()
+        self._threads: Sequence[threading.Thread] = ()
+
+    def start(self, channel: Receiver, token: bytes = b"") -> None:
+        """Start to hand over to `channel` what arrives behind `token`. A stranger, who has not sent the token, is sent
+        nothing, and has its thread and its connection no longer than a process has to connect.
+        """
+        work = partial(self._receive_all, channel, token), partial(self._send_all, channel)
+        self._threads = [threading.Thread(target=each, name="channel", daemon=True) for each in work]
+        self.connection.settimeout(CONNECT_SECONDS)
+        self._threads[0].start()
+
+    def send(self, message: Message) -> None:
+        """Send `message`, without waiting for it."""
+        self._outgoing.put(message)
+
+    def close(self) -> None:
+        """Wait a moment until both sides have said that they leave; close the connection."""
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+    def write(self, message: Message) -> None:
+        """Write `message` to the connection: 4 bytes, the length of a JSON list, that list, and the parts."""
+        sizes = [len(part) for part in message.parts]
+        head = json.dumps([message.kind, message.key, message.doing, sizes]).encode()
+        for data in (len(head).to_bytes(4, "big") + head, *message.parts):
+            self.connection.sendall(data)
+
+    def read(self) -> Message:
+        """Read the next message.
+
+        Raises:
+            EOFError: the connection has closed.
+        """
+        kind, key, self.doing, sizes = json.loads(self.read_bytes(int.from_bytes(self.read_bytes(4), "big")))
+        return Message(kind, key, [self.read_bytes(size) for size in sizes])
+
+    def read_bytes(self, size: int) -> bytes:
+        """Read so many bytes; each piece that arrives is a sign of life."""
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            if not (received := self.connection.recv_into(rest)):
+                raise EOFError
+            self.silent, rest = 0.0, rest[received:]
+        return bytes(data)
+
+    def _receive_all(self, channel: Receiver, token: bytes) -> None:
+        try:
+            if not hmac.compare_digest(self.read_bytes(len(token)), token):
+                raise EOFError
+            self.connection.settimeout(None)
+            self._threads[1].start()
+            while self.is_open:
+                channel.receive(self, self.read())
+        except (OSError, EOFError):
+            channel.lose(self, "is gone")
+
+    def _send_all(self, channel: Receiver) -> None:
+        message = Message(BEAT)
+        with suppress(OSError):  # the thread that receives tells it
+            while message.kind != LEAVES:
+                try:
+                    message = self._outgoing.get(timeout=channel.beat_seconds)
+                except Empty:
+                    message = Message(BEAT)
+                self.write(message._replace(doing=channel.doing))
 
 
 class Links:

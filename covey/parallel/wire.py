@@ -1,6 +1,7 @@
-"""Serialization of values between processes, without pickle: received data cannot run code.
+"""What processes send each other: messages, the verdict on a process that is lost, and values, which are serialized
+without pickle: received data cannot run code.
 
-Supported are plain values, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
+Supported values are plain ones, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
 enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.
 
     8 bytes: length of the JSON | JSON, arrays as placeholders | the arrays one by one, as in .npy files
@@ -11,19 +12,89 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from covey.errors import CoveyError
+from covey.config.processes import PEER_LOST
+from covey.errors import CoveyError, Stopped
 
 OURS = "covey."
 Convert = Callable[[Any], Any]
+HELLO, BEAT, VALUES, ANSWER, VERDICT, LEAVES = "hello", "beat", "values", "answer", "verdict", "leaves"
+"""Kinds of messages."""
+
+
+class Message(NamedTuple):
+    """Message to another process: its kind, the exchange that it belongs to, its content, and the sender's phase."""
+
+    kind: str
+    key: str = ""
+    parts: Sequence[bytes] = ()
+    doing: str = "start"
+
+
+class PeerLostError(CoveyError):
+    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
+
+    Attributes:
+        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+    """
+
+    exit_code = PEER_LOST
+    stopped: Stopped | None = None
+
+
+class Verdict(NamedTuple):
+    """Reason why a run cannot go on: a text that names the process; whether that process is lost, so that it does not
+    take part in the shutdown; and the signal that has stopped it, if one has.
+    """
+
+    text: str
+    lost: bool = False
+    signal: str = ""
+
+    def error(self) -> PeerLostError:
+        """Return the error that the other processes raise."""
+        error = PeerLostError(self.text, fix="its own output, or the system's log, says why")
+        error.stopped = Stopped(self.signal) if self.signal else None
+        return error
+
+    def message(self) -> Message:
+        """Return the message that tells another process."""
+        return Message(VERDICT, parts=[json.dumps(self).encode()])
+
+
+def verdict_on(error: BaseException, index: int) -> Verdict:
+    """Make the verdict on process `index`, which ends by `error`."""
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict(
+            f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}",
+            signal=error.signal if isinstance(error, Stopped) else "SIGINT",
+        )
+    return Verdict(f"process {index} has failed: {reason_of(error)}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, and its type if it is none of Covey's."""
+    return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
+
+
+def split_values(sizes: bytes, data: bytes) -> dict[int, bytes]:
+    """Return the values of all processes, by process, of their sizes and all of them together."""
+    ends = accumulate(json.loads(sizes), initial=0)
+    return {number: data[start:end] for number, (start, end) in enumerate(pairwise(ends))}
+
+
+def values_by_process(parts: Sequence[bytes]) -> dict[int, bytes]:
+    """Return the values of an answer by process; none if all are equal."""
+    return {0: parts[1], int(parts[0]): parts[2]} if parts else {}
 
 
 def serialize(value: Any) -> bytes:

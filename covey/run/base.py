@@ -33,8 +33,9 @@ from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
-from covey.parallel import channel, distributed, mesh_from_config
+from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
+from covey.parallel.wire import PeerLostError
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.inference import console_of_process
@@ -223,7 +224,7 @@ class Run(ABC, Generic[RecipeT]):
                 except Stopped as stopped:
                     stopped.step = folder.saved
                     raise
-                except channel.PeerLostError as error:
+                except PeerLostError as error:
                     if error.stopped:
                         error.stopped.step = folder.saved
                     raise

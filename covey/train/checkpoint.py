@@ -36,8 +36,9 @@ from orbax.checkpoint import v1 as ocp
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, is_count, number
-from covey.parallel.channel import PeerLostError, all_gather, together
+from covey.parallel.channel import all_gather, together
 from covey.parallel.reshard import flatten
+from covey.parallel.wire import PeerLostError
 from covey.train.bucket import BucketStore, open_store
 from covey.train.storage import LOCK, SUMS, is_open_at, take_lock
 

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from covey.config.processes import PEER_LOST
 from covey.errors import CoveyError, RewardError, Stopped
 from covey.parallel import channel, distributed, make_mesh, order
-from covey.parallel.channel import Channel, PeerLostError
+from covey.parallel.channel import Channel
+from covey.parallel.wire import PeerLostError
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 TOKEN = b"0123456789abcdef"
