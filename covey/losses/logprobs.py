@@ -28,8 +28,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from covey.losses.agreement import TargetRace, Targets
-from covey.losses.vocab_parallel import VocabLayout, VocabPart
+from covey.losses.vocab_parallel import TargetRace, Targets, VocabLayout, VocabPart
 from covey.models.decoder import Decoder, head_logits
 from covey.models.layers import apply_softcap, project
 from covey.models.lora import has_lora
