@@ -33,7 +33,8 @@ def test_the_tiny_sizes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert (outcome.status, outcome.message) == (PASSED, "")
         rows |= {f"{name}: {row.what}": row for row in outcome.rows}
     assert {name.split(": ")[0] for name, row in rows.items() if row.bound} == {"attention", "decode attention", "2B"}
-    planned = ("rollout", "logps", "update", "peak memory", "decode step, beside its bound")
+    # Not the peak of memory: this process may have held more before, and then it is not told.
+    planned = ("rollout", "logps", "update", "decode step, beside its bound")
     assert all((rows[f"2B: {what}"].expected or 0) > 0 for what in planned)
 
 

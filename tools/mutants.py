@@ -156,11 +156,6 @@ EQUIVALENT = {
         "samples = zip(zip_equal_lengths(rewards, values), token_masks(mask, values), strict=«True → False»)": (
             "`zip_equal_lengths` has refused other lengths of both already"
         ),
-        "counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [«np.zeros(0) → "
-        "np.ones(0)»])": ("no zeros and no ones are the same empty array"),
-        "counted = np.concatenate([a[m] for a, m in zip_equal_lengths(arrays, masks)] or [np.zeros(«0 → 1»)])": (
-            "this array stands for no arrays at all, and then none is returned"
-        ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
         "out, later = «np.zeros(len(rewards)) → np.ones(len(rewards))», 0.0": "the loop sets every entry",
     },
@@ -187,12 +182,6 @@ EQUIVALENT = {
         "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 0»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "out = [«np.zeros(n, np.float32) → np.ones(n, np.float32)» for n in lengths]": (
-            "each token of each completion has a place in the rows, so that all are overwritten"
-        ),
-        "for row, column in zip(*np.nonzero(number >= 0), strict=«True → False»):": (
-            "`np.nonzero` returns indices of equal length"
-        ),
         "flat = np.concatenate([*per_token, «np.zeros(1) → np.ones(1)»]).astype(np.float32)": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
@@ -202,8 +191,6 @@ EQUIVALENT = {
         "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
             "what is read there is replaced by 0, for it is read at padding"
         ),
-        "for completion, index, branches in zip(piece.completions, piece.indices, all_branches, "
-        "strict=«True → False»):": "`pack` makes every piece with one index and one tuple of branches per completion",
     },
 }
 """Module → mutant, as `Mutant.diff` writes it → why no test of the module's contract can distinguish it."""

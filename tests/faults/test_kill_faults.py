@@ -120,7 +120,7 @@ CHILDREN = """
         "commit": (BucketStore, "commit", int),
         "save": (Checkpointer, "save", int),
         "metrics": (MetricsWriter, "step", lambda row: row["step"]),
-        "samples": (MetricsWriter, "samples", int),
+        "samples": (MetricsWriter, "samples", lambda lines: json.loads(bytes(lines[0]).splitlines()[0])["step"]),
     }
 
     def send(number, before, at):

@@ -133,7 +133,7 @@ def test_a_learning_rate_that_ruins_the_model_is_told_as_that(place: Path, capsy
     more = ("rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3")
     trained(place / "run", *more, *wild, data=LONG)
     told = " ".join(capsys.readouterr().out.split())
-    assert "diagnosis: The learning rate is too high. Seen: the mean reward fell 0." in told
+    assert "diagnosis: The learning rate is too high. Seen: the mean reward fell" in told
     assert "at a learning rate of 1" in told
     assert not any(
         other in told for other in ("rollout.temperature", "rollout.max_new_tokens", "samples.jsonl whether")

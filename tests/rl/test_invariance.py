@@ -263,7 +263,7 @@ def test_the_steps_are_worth_comparing(labs: Labs) -> None:
     before = {name: np.array(x) for name, x in flatten(lab.cluster.trainer.params).items()}
     gradients, records = lab.train(ROWS)
     completions = [c for record in records for g in record.groups for c in g.completions]
-    assert len({len(c.tokens) for c in completions}) > 8
+    assert len({len(c.tokens) for c in completions}) >= 8
     assert {c.finish for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
     assert [record.metrics["dynamic_sampling/replaced"] for record in records] == [1, 0]
     assert [len(record.groups) for record in records] == [5, 2]
