@@ -120,6 +120,19 @@ def _project_grads(
 project.defvjp(_project_forward, _project_backward)
 
 
+def project_by_part(
+    x: Float[Array, "B ..."], kernel: Array, dtype: DTypeLike, axes: int, sum_dtype: DTypeLike, parts: Axes
+) -> Array:
+    """Compute `project`; where `kernel` has an axis of parts in front, the rows of each part with their own kernel. If
+    the devices of a mesh have a part each, so have they a gradient each, and add nothing up.
+    """
+    if not parts:
+        return project(x, kernel, dtype, axes, sum_dtype)
+    rows = x.reshape(*parts, -1, *x.shape[1:])
+    out = jax.vmap(lambda x, kernel: project(x, kernel, dtype, axes, sum_dtype))(rows, kernel)
+    return out.reshape(x.shape[0], *out.shape[2:])
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def project_shared(
     x: Float[Array, "... n_in"], kernels: tuple[Array, ...], dtype: DTypeLike, sum_dtype: DTypeLike
@@ -209,13 +222,19 @@ class LoRA(nnx.Module):
         self.noise: tuple[int, int | tuple[int, ...]] = (0, 0)
 
     def __call__(self, x: Array, dtype: DTypeLike, n_in: Axes, n_out: Axes, sum_dtype: DTypeLike) -> Array:
-        narrow = project(x, self.a[...].reshape(*n_in, -1), dtype, len(n_in), sum_dtype)
-        return self.widen(narrow, dtype, n_out, sum_dtype)
+        a = self.a[...].reshape(*self.parts, *n_in, -1)
+        return self.widen(project_by_part(x, a, dtype, len(n_in), sum_dtype, self.parts), dtype, n_out, sum_dtype)
+
+    @property
+    def parts(self) -> Axes:
+        """Number of parts of the rows, where each has A and B of its own, [parts, ...]; see `project_by_part`."""
+        return self.a.shape[:-2]
 
     def widen(self, narrow: Float[Array, "... rank"], dtype: DTypeLike, n_out: Axes, sum_dtype: DTypeLike) -> Array:
         """Return the addition whose product with A is `narrow`."""
         narrow = narrow * jnp.asarray(self.scale, narrow.dtype)  # scaled where the array is smallest
-        return project(narrow, self.b[...].reshape(-1, *n_out), dtype, 1, sum_dtype)
+        b = self.b[...].reshape(*self.parts, -1, *n_out)
+        return project_by_part(narrow, b, dtype, 1, sum_dtype, self.parts)
 
 
 class Linear(nnx.Module):
@@ -321,8 +340,9 @@ def _apply_adapters(linears: Sequence[Linear], x: Array, axes: Sequence[Axes]) -
     if x.shape[-2] == 1 or len(adapters) < len(linears):
         pairs = [(linear.lora, n_out) for linear, n_out in zip(linears, axes, strict=True)]
         return [None if lora is None else lora(x, dtype, x.shape[-1:], n_out, sum_dtype) for lora, n_out in pairs]
-    joined = project(x, jnp.concatenate([lora.a[...] for lora in adapters], axis=1), dtype, 1, sum_dtype)
-    narrow = jnp.split(joined, list(accumulate(lora.a.shape[1] for lora in adapters))[:-1], axis=-1)
+    joined_a = jnp.concatenate([lora.a[...] for lora in adapters], axis=-1)
+    joined = project_by_part(x, joined_a, dtype, 1, sum_dtype, adapters[0].parts)
+    narrow = jnp.split(joined, list(accumulate(lora.a.shape[-1] for lora in adapters))[:-1], axis=-1)
     parts = zip(adapters, narrow, axes, strict=True)
     return [lora.widen(part, dtype, n_out, sum_dtype) for lora, part, n_out in parts]
 

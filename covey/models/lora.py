@@ -181,6 +181,7 @@ def apply_lora_dropout(graph: Any, params: Any, step: Int[Array, ""] | int) -> A
         seed, number = lora.noise
         draw = partial(_draw_kept, seed, 1 - lora.dropout, lora.a.shape[-2], step)
         kept = jax.vmap(draw)(jnp.array(number)) if isinstance(number, tuple) else draw(number)
+        kept = jnp.expand_dims(kept, -3) if lora.a.ndim > kept.ndim else kept  # all parts of the rows drop the same
         lora.a[...] = jnp.where(kept, lora.a[...] / (1 - lora.dropout), 0.0)
     return nnx.split(model)[1] if noisy else params
 

@@ -124,7 +124,7 @@ def _training(weights: Any, by_name: Mapping[str, Program], reference: bool) -> 
         always["reference"] = nbytes(weights)
     during = {
         "gradients": {"gradients": nbytes(sums), "rows": nbytes(batch), "rounded weights": _other(frozen, weights)},
-        "apply": {"gradients": nbytes(sums)},
+        **{name: {"gradients": nbytes(sums)} for name in ("reduce", "apply")},
     }
     for name in ("score", "token values", "loss"):
         if name in by_name:

@@ -420,6 +420,9 @@ def _training_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:
     yield Entry("optimizer state", "")
     yield Entry("zero gradients", "")
     yield from (Entry("gradients", shape) for shape in rows)
+    if run.trainer.programs.layout.parts > 1:
+        yield Entry("reduce", "")
+        yield Entry("norm", "")
     yield Entry("apply", "")
     if algorithm.needs_reference:
         yield from (Entry("score of the reference", shape) for shape in rows)

@@ -161,7 +161,8 @@ def step_phases(
             phases.append(Phase("logps", passes * sum(once), read, calls, passes * once.attention))
     # Forward, forward again and backward each read the weights. Of attention the backward pass costs 3.5 times the
     # forward: the kernels compute the scores again for the gradients of queries and of keys.
-    calls = {"gradients": Call(updates * batches, updates * batches * chunks), "apply": Call(updates)}
+    calls = {"gradients": Call(updates * batches, updates * batches * chunks)}
+    calls |= {"reduce": Call(updates), "apply": Call(updates)}
     flops = updates * training(config, groups, rank)
     moved = updates * (3 * batches * sizes.weights + sizes.optimizer_pass)
     kernels = updates * 4.5 * once.attention

@@ -137,6 +137,7 @@ class RLPrograms:
             self.score(*rows),
             self.token_values(*self.token_value_size()),
             self.gradients(*rows),
+            *self.trainer.programs.reduce_programs(),
             self.apply(),
             self.prefill(*scheduler.prefill_shape),
             *self.insert(*slots, *scheduler.prefill_shape),

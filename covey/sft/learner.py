@@ -235,4 +235,4 @@ class SFTPrograms:
         """Return the programs of the largest shapes that the settings provide for."""
         config, length = self.learner.config, row_length_bucket(self.learner.config.row_length)
         rows = most_rows(length, config.max_tokens_per_micro_batch, num_row_shards(self.learner.mesh)), length
-        return [self.loss(*rows), self.gradients(*rows), self.apply()]
+        return [self.loss(*rows), self.gradients(*rows), *self.trainer.programs.reduce_programs(), self.apply()]

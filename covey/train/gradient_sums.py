@@ -1,5 +1,9 @@
 """Sums of gradients over the micro-batches of a step. On a CPU the layers of a loop share one array per weight, so
 that the loop's backward pass adds to it in place (`models.layer_loop`); other weights have an array each.
+
+Adapters on a mesh that divides rows over `data` have a sum for each part of the rows, [..., parts, n_in, n_out], on the
+devices of that part: these add their sums once a step (`GradientLayout.reduce`), and not in each micro-batch. Other
+weights do not, because the sums of a whole model in each part would need too much memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
 from covey.models.decoder import Decoder
 from covey.models.layer_loop import loops_add_to
 from covey.models.layer_stack import stacked_sharding
-from covey.parallel.reshard import dotted_path
+from covey.parallel.reshard import dotted_path, mesh_of
 
 
 class GradientSums(NamedTuple):
@@ -36,6 +41,9 @@ class GradientLayout:
     Args:
         model: the model.
         trainable: its trainable arrays; gradients exist for these alone.
+
+    Attributes:
+        parts: number of parts of the rows with sums of their own; 1 where there are no such sums.
     """
 
     def __init__(self, model: nnx.Module, trainable: Any):
@@ -44,16 +52,22 @@ class GradientLayout:
         self._loops = _find_loops(model, numbers)
         in_loops = {number for loop in self._loops for number in loop}
         self._others = [number for number in range(len(paths)) if number not in in_loops]
+        adapters = {number for name, number in numbers.items() if name.endswith((".lora.a", ".lora.b"))}
+        mesh = mesh_of(trainable) if adapters else None
+        self.parts = mesh.shape.get("data", 1) if mesh else 1
+        self._divided = adapters if self.parts > 1 else set()
+        self._reduced: list[Sharding] = [x.sharding for _, x in paths]
+        self._shardings = [_by_part(x) if n in self._divided else x.sharding for n, (_, x) in enumerate(paths)]
 
     def zeros(self, trainable: Any) -> GradientSums:
         """Return sums of no gradients."""
-        loops, others = self._split(jax.tree.leaves(trainable))
+        loops, others = self._split(self._divide(trainable))
         stacked = [jnp.zeros((len(leaves), *leaves[0].shape), jnp.float32) for leaves in loops]
         return GradientSums(stacked, [jnp.zeros(x.shape, jnp.float32) for x in others])
 
-    def shardings(self, trainable: Any) -> Any:
-        """Return the shardings of the sums, which are those of the weights."""
-        loops, others = self._split([x.sharding for x in jax.tree.leaves(trainable)])
+    def shardings(self, reduced: bool = False) -> Any:
+        """Return the shardings of the sums; of the `reduced` ones, they are those of the weights."""
+        loops, others = self._split(self._reduced if reduced else self._shardings)
         stacked: list[Any] = [stacked_sharding(each[0]) for each in loops]
         return GradientSums(stacked, others)
 
@@ -61,8 +75,7 @@ class GradientLayout:
         self, loss: Callable[[Any], tuple[Array, Any]], trainable: Any, sums: GradientSums
     ) -> tuple[GradientSums, Any]:
         """Return `sums` with the gradient of `loss`, a function trainable → (loss, auxiliary), and the auxiliary."""
-        leaves = jax.tree.leaves(trainable)
-        loops, others = self._split(leaves)
+        loops, others = self._split(self._divide(trainable))
 
         def loss_of(totals: list[Array], others: list[Array]) -> tuple[Array, Any]:
             arrays, totals = _join(loops, totals)
@@ -75,9 +88,23 @@ class GradientLayout:
             totals, [a + b.astype(jnp.float32) for a, b in zip(sums.others, new, strict=True)]
         ), auxiliary
 
+    def reduce(self, sums: GradientSums) -> GradientSums:
+        """Return the sums over all parts of the rows."""
+        loops = zip((loop[0] for loop in self._loops), sums.loops, strict=True)
+        parts = loops, zip(self._others, sums.others, strict=True)
+        return GradientSums(*[[x.sum(-3) if n in self._divided else x for n, x in part] for part in parts])
+
     def as_trainable(self, sums: GradientSums) -> Any:
-        """Return the sums as a tree like the trainable arrays."""
+        """Return the sums, of all parts, as a tree like the trainable arrays."""
         return self._merge([list(total) for total in sums.loops], sums.others)
+
+    def _divide(self, trainable: Any) -> list[Array]:
+        """Return the trainable arrays, adapters with a copy for each part of the rows, on its devices."""
+        leaves: list[Array] = jax.tree.leaves(trainable)
+        for n in self._divided:
+            copies = jnp.repeat(jnp.expand_dims(leaves[n], -3), self.parts, axis=-3)
+            leaves[n] = jax.lax.with_sharding_constraint(copies, self._shardings[n])
+        return leaves
 
     def _split(self, leaves: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
         return [[leaves[i] for i in loop] for loop in self._loops], [leaves[i] for i in self._others]
@@ -99,6 +126,13 @@ def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
             names = [name.removeprefix(prefixes[0]) for name in numbers if name.startswith(prefixes[0])]
             loops += [[numbers[prefix + name] for prefix in prefixes] for name in names]
     return loops
+
+
+def _by_part(adapter: Any) -> Sharding:
+    """Return the sharding of an array that has a copy of `adapter` for each part of the rows."""
+    mesh, axes = adapter.sharding.mesh, tuple(adapter.sharding.spec)
+    axes += (None,) * (adapter.ndim - len(axes))
+    return NamedSharding(mesh, PartitionSpec(*axes[:-2], "data", *axes[-2:]))
 
 
 @jax.custom_vjp

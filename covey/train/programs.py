@@ -25,7 +25,7 @@ LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
 LOSS = "loss"
 NORM = "norm of the sums"
 """Name of the norm of the sums of gradients among what `accumulate` returns on accelerators, for which it is then no
-program of its own.
+program of its own; unless the sums are added up once a step (`reduce`).
 """
 
 
@@ -45,6 +45,7 @@ class UpdatePrograms:
         layout: layout of the sums of gradients.
         zeros: trainable → sums of no gradients; shapes → shapes.
         accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
+        reduce: sums → sums over all parts of the rows, where each has its own (see `gradient_sums`); else the same.
         norm: sums → their norm.
         apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
     """
@@ -59,16 +60,19 @@ class UpdatePrograms:
         state_shardings = optimizer_shardings(optimizer, trainable)
         shardings = jax.tree.map(lambda x: x.sharding, trainable)
         self.layout = GradientLayout(model, trainable)
-        sum_shardings = self.layout.shardings(trainable)
+        sum_shardings, reduced_shardings = self.layout.shardings(), self.layout.shardings(reduced=True)
         self.init = takes_shapes(jax.jit(optimizer.init, out_shardings=state_shardings), state_shardings)
         self.zeros = takes_shapes(jax.jit(self.layout.zeros, out_shardings=sum_shardings), sum_shardings)
         accumulate = jax.jit(
-            partial(accumulate_grads, self.graph, loss_fn, self.layout, _with_norm(model)),
+            partial(accumulate_grads, self.graph, loss_fn, self.layout, self.layout.parts == 1 and _with_norm(model)),
             donate_argnums=(2,),
             out_shardings=(sum_shardings, None),
             compiler_options=compiler_options(model),
         )
         self.accumulate = check_launch_order("gradients", accumulate)
+        reduce = jax.jit(self.layout.reduce, out_shardings=reduced_shardings)
+        self._reduce = check_launch_order("reduce", reduce)
+        self.reduce = takes_shapes(self._reduce, reduced_shardings) if self.layout.parts > 1 else _unchanged
         self.norm = check_launch_order("norm", jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums))))
         apply = jax.jit(
             partial(apply_sums, optimizer, self.layout),
@@ -90,9 +94,14 @@ class UpdatePrograms:
         sums = self.zeros(self.trainable)
         return Program("gradients", self.accumulate, (self.trainable, frozen, sums, abstract(batch), 0))
 
+    def reduce_programs(self) -> list[Program]:
+        """Return the program that sums the gradients of all parts of the rows, where each has its own."""
+        sums = self.zeros(self.trainable)
+        return [Program("reduce", self._reduce, (sums,))] if self.layout.parts > 1 else []
+
     def apply_program(self) -> Program:
         """Return the program of the update."""
-        state, sums = self.init(self.trainable), self.zeros(self.trainable)
+        state, sums = self.init(self.trainable), self.reduce(self.zeros(self.trainable))
         rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
         return Program("apply", self.apply, (self.trainable, state, sums, 1.0, rates))
 
@@ -119,6 +128,10 @@ def accumulate_grads(
 
     sums, metrics = layout.add_gradients(loss, trainable, sums)
     return sums, metrics | ({NORM: optax.tree.norm(layout.as_trainable(sums))} if with_norm else {})
+
+
+def _unchanged(sums: GradientSums) -> GradientSums:
+    return sums
 
 
 def _with_norm(model: nnx.Module) -> bool:

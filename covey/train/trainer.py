@@ -100,6 +100,7 @@ class Trainer:
             grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, micro_batch.batch, self.step)
             all_sums.append(metric_sums)
             denominator += micro_batch.denominator
+        grads = programs.reduce(grads)
         norms = [metric_sums.pop(NORM) for metric_sums in all_sums if NORM in metric_sums]
         totals = _combine(jax.device_get(all_sums))
         scale = 1 / max(denominator, 1e-9)

@@ -6,16 +6,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from covey.config.schema import LoRAConfig
+from covey.config.schema import LoRAConfig, MeshConfig
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.models.layers import LoRA
 from covey.models.lora import apply_lora_dropout, split_trainable, with_lora
 from covey.models.value_model import make_value_model
+from covey.parallel.mesh import mesh_from_config
+from covey.parallel.sharding import place_model, put_rows
+from covey.plan.hlo import Program
 from covey.train.gradient_sums import GradientLayout
+from covey.train.trainer import MicroBatch, Trainer
 
 CONFIG = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
@@ -92,3 +98,26 @@ def test_the_gradient_of_all_layers_does_not_exist_beside_its_sum(kind: str) -> 
     assert sums
     assert sorted(set(sums)) == sorted({shape for shape in carried if shape in sums})
     assert not [shape for shape in stacked if shape in sums]
+
+
+@pytest.mark.slow
+def test_devices_add_the_gradients_of_adapters_once_a_step() -> None:
+    """Rows divided over `data`: a micro-batch exchanges only scalars, and the sums of the step are those of one
+    device, under dropout too.
+    """
+    adapted = with_lora(Decoder(CONFIG, rngs=nnx.Rngs(0)), LoRAConfig(rank=2, dropout=0.5))
+    for _, node in nnx.iter_graph(adapted):
+        if isinstance(node, LoRA):
+            node.b[...] = 0.1 * jax.random.normal(jax.random.key(node.noise[1]), node.b.shape)
+
+    def trained(place: Any) -> tuple[list[jax.Array], Any]:
+        loss = lambda graph, params, tokens: (total(graph, params, tokens), {})  # noqa: E731
+        trainer = Trainer(place_model(adapted, place), optax.sgd(1.0), loss)
+        batches = [put_rows(tokens, trainer.params) for tokens in (TOKENS, TOKENS[::-1] + 1)]
+        sums = trainer.gradients([MicroBatch(batch, 1.0) for batch in batches]).sums
+        return jax.tree.leaves(sums), trainer.programs.gradients_program(batches[0])
+
+    (want, _), (got, program) = trained(jax.devices()[0]), trained(mesh_from_config(MeshConfig(data=2, fsdp=1, tp=1)))
+    for ours, alone in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, alone, rtol=1e-4, atol=1e-5 * np.abs(alone).max())
+    assert max(x.bytes for x in Program(program.lower().compile().as_text()).collectives()) <= 8
