@@ -65,7 +65,7 @@ def test_an_update_attends_once_in_a_layer_and_copies_no_layer_of_a_stack(topolo
     model = stack_layers(place_model(model, topology("v5e:2x2").devices[0]))
     programs = UpdatePrograms(model, optax.sgd(1.0), policy_loss_fn(algorithm_of(GRPOConfig(beta=0.0)), 1.0))
     rows = abstract_rows(1, 640, rows_placement(programs.trainable))
-    batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False)
+    batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False, keys=False)
     text = programs.gradients_program(batch).lower().compile().as_text()
     assert sorted(re.findall(r"%\w*tree_attention_(\w+?)_*(?:\.\d+)? = ", text)) == ["dkv", "dq", "forward"]
     kernels = {f"bf16[{n_in},{n_out}]" for n_in, n_out in config.projection_shapes().values()}
