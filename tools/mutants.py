@@ -182,15 +182,6 @@ EQUIVALENT = {
         "length, rows = row_length_bucket(max((p.row_length for p in dense), default=«1 → 0»)), [[p] for p in dense]": (
             "without completions there are no rows to stack, of whatever length"
         ),
-        "flat = np.concatenate([*per_token, «np.zeros(1) → np.ones(1)»]).astype(np.float32)": (
-            "what is read there is replaced by 0, for it is read at padding"
-        ),
-        "flat = np.concatenate([*per_token, np.zeros(«1 → 2»)]).astype(np.float32)": (
-            "what is read there is replaced by 0, for it is read at padding"
-        ),
-        "return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -«1 → 0»)], np.float32(0))": (
-            "what is read there is replaced by 0, for it is read at padding"
-        ),
     },
 }
 """Module → mutant, as `Mutant.diff` writes it → why no test of the module's contract can distinguish it."""

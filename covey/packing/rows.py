@@ -112,11 +112,8 @@ def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int])
     for completions that are in no row.
     """
     out = np.split(np.zeros(sum(lengths), np.float32), np.cumsum(lengths, dtype=int)[:-1])
-    for row in np.flatnonzero(rows.segment_ids[:, :1].any(1)):
-        number, index = rows.scatter_index[row].T
-        for column in np.flatnonzero(index == 0):
-            of_completion = out[number[column]]
-            of_completion[:] = values[row, column : column + len(of_completion)]
+    for row, start, number in _completion_starts(rows):
+        out[number][:] = values[row, start : start + len(out[number])]
     return out
 
 
@@ -126,12 +123,22 @@ def broadcast_to_rows(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "
     return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
 
 
-def scatter_to_rows(rows: Rows, per_token: Sequence[np.ndarray]) -> Float[np.ndarray, "R M"]:
-    """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding. Inverse of `unpack`."""
-    starts = np.concatenate([[0], np.cumsum([len(v) for v in per_token])])
-    flat = np.concatenate([*per_token, np.zeros(1)]).astype(np.float32)
-    number, index = rows.scatter_index[..., 0], rows.scatter_index[..., 1]
-    return np.where(number >= 0, flat[np.where(number >= 0, starts[number] + index, -1)], np.float32(0))
+def scatter_to_rows(rows: Rows, per_token: Tokens) -> Float[np.ndarray, "R M"]:
+    """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding and in rows that are not
+    filled. Inverse of `unpack`.
+    """
+    out = np.zeros(rows.segment_ids.shape, np.float32)
+    for row, start, number in _completion_starts(rows):
+        out[row, start : start + len(per_token[number])] = per_token[number]
+    return out
+
+
+def _completion_starts(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Yield row and column of the first token of each completion in the rows that are filled, and its number."""
+    for row in np.flatnonzero(rows.segment_ids[:, :1].any(1)).tolist():
+        number, index = rows.scatter_index[row].T
+        for column in np.flatnonzero(index == 0).tolist():
+            yield row, column, int(number[column])
 
 
 def tree_attention(model: Decoder, rows: Rows) -> Attend:
@@ -246,21 +253,6 @@ class Layout:
             row.scatter_index[:] = -1
             self._fill_row(row, self.rows[number], prompts, completions)
         return rows
-
-    def scatter(self, per_token: Tokens, numbers: Iterable[int] | None = None) -> Float[np.ndarray, "R M"]:
-        """Scatter per-token values to the scored tokens; 0 at padding and in rows that are not among `numbers`.
-
-        Args:
-            per_token: one array per completion by its number, of the rows that are filled.
-            numbers: numbers of the rows to fill; None for all.
-        """
-        out = np.zeros((len(self.rows), self.length), np.float32)
-        for number in range(len(self.rows)) if numbers is None else numbers:
-            end = 0
-            for index in chain.from_iterable(piece.indices for piece in self.rows[number]):
-                start, end = end, end + len(per_token[index])
-                out[number, start:end] = per_token[index]
-        return out
 
     @property
     def num_inputs(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from covey.packing.rows import Layout, Rows
+from covey.packing.rows import Layout, Rows, scatter_to_rows
 from covey.parallel import channel, distributed
 from covey.rl.group_table import GroupTable
 from covey.rl.micro_batches import slices
@@ -95,7 +95,7 @@ class PackedSlice:
             per_token: one array per completion of this process's groups.
             about: what the values are.
         """
-        return self.layout.scatter(self._held(per_token, np.float32, about), self.own)
+        return scatter_to_rows(self.rows, self._held(per_token, np.float32, about))
 
     def gather(self, per_token: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         """Return per-token values of this process's groups, one float32 array per completion; the inverse of `scatter`.
