@@ -15,7 +15,6 @@ from covey.config.schema import GRPOConfig
 from covey.losses.policy import LossInputs, sequence_mean
 from covey.packing.rows import (
     Rows,
-    broadcast_to_rows,
     pack,
     padding_fraction,
     rows_at_a_time,
@@ -64,9 +63,11 @@ def micro_batched(groups: list[Group], packing: Any, size: Size) -> list[MicroBa
 def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
     completions = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in completions])
+    advantages = np.random.default_rng(4).normal(size=len(lengths))
+    weights, _ = sequence_mean(lengths, int(lengths.max()))
     return LossInputs(
-        advantage=broadcast_to_rows(rows, np.random.default_rng(4).normal(size=len(lengths))),
-        weight=broadcast_to_rows(rows, sequence_mean(lengths, int(lengths.max()))[0]),
+        advantage=scatter_to_rows(rows, list(map(np.full, lengths, advantages))),
+        weight=scatter_to_rows(rows, list(map(np.full, lengths, weights))),
         rollout_logps=scatter_to_rows(rows, [c.logps for c in completions]),
         beta=np.zeros((len(rows.tokens), 1), np.float32),
     )

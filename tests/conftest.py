@@ -279,7 +279,7 @@ def groups_of() -> Callable[..., Any]:
 def inputs_for() -> Callable[..., Any]:
     """`inputs_for(rows, lengths, ref=True)`: random advantages, references and the weights of the sequence mean."""
     from covey.losses.policy import LossInputs, sequence_mean
-    from covey.packing.rows import Rows, broadcast_to_rows, scatter_to_rows
+    from covey.packing.rows import Rows, scatter_to_rows
 
     def make(rows: Rows, lengths: Sequence[int], ref: bool = True) -> LossInputs:
         rng = np.random.default_rng(1)
@@ -288,8 +288,8 @@ def inputs_for() -> Callable[..., Any]:
         references = [rng.normal(size=n) - 5 for n in lengths]
         weights, _ = sequence_mean(np.array(lengths), max(lengths))
         return LossInputs(
-            advantage=broadcast_to_rows(rows, advantages),
-            weight=broadcast_to_rows(rows, weights),
+            advantage=scatter_to_rows(rows, list(map(np.full, lengths, advantages))),
+            weight=scatter_to_rows(rows, list(map(np.full, lengths, weights))),
             rollout_logps=scatter_to_rows(rows, sampled),
             beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
             ref_logps=scatter_to_rows(rows, references) if ref else None,

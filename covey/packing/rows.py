@@ -117,12 +117,6 @@ def unpack(rows: Rows, values: Float[np.ndarray, "R M"], lengths: Sequence[int])
     return out
 
 
-def broadcast_to_rows(rows: Rows, per_sample: np.ndarray) -> Float[np.ndarray, "R M"]:
-    """Copy one value per completion to each of its scored tokens; 0 at padding."""
-    number = rows.scatter_index[..., 0]
-    return np.where(number >= 0, np.asarray(per_sample, np.float32)[number], np.float32(0))
-
-
 def scatter_to_rows(rows: Rows, per_token: Tokens) -> Float[np.ndarray, "R M"]:
     """Scatter per-token values, one array per completion, to the scored tokens; 0 at padding and in rows that are not
     filled. Inverse of `unpack`.

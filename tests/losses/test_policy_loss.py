@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from covey.config.algorithms import PRESETS, Algorithm, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
-from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
+from covey.packing.rows import pack, scatter_to_rows, split_micro_batches, unpack
 from covey.types import Mean
 
 BASE = algorithm_of(GRPOConfig("grpo"))
@@ -51,8 +51,8 @@ def laid(
     old, ref, sampled = near(0.3), near(0.5), near(0.2)
     rows = pack(groups_of([(3, lengths)]), 64, packing=packing)  # type: ignore[arg-type]
     inputs = LossInputs(
-        advantage=broadcast_to_rows(rows, rng.normal(size=len(lengths))),
-        weight=broadcast_to_rows(rows, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]),
+        advantage=scatter_to_rows(rows, list(map(np.full, lengths, rng.normal(size=len(lengths))))),
+        weight=scatter_to_rows(rows, list(map(np.full, lengths, AGGREGATES[x.aggregate](np.array(lengths), 64)[0]))),
         rollout_logps=scatter_to_rows(rows, sampled),
         beta=np.full((len(rows.tokens), 1), 0.04, np.float32),
         old_logps=scatter_to_rows(rows, old),

@@ -16,7 +16,7 @@ from covey.losses.value import explained_variance, groups_to_score, row_values, 
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.value_model import ValueModel, make_value_model
-from covey.packing.rows import broadcast_to_rows, pack, scatter_to_rows, split_micro_batches, unpack
+from covey.packing.rows import pack, scatter_to_rows, split_micro_batches, unpack
 from covey.parallel import flatten
 from covey.types import Group, Mean
 
@@ -85,7 +85,7 @@ def test_gradients_do_not_depend_on_packing(critic: Callable, groups_of: Callabl
         inputs = (
             scatter_to_rows(rows, old),
             scatter_to_rows(rows, returns),
-            broadcast_to_rows(rows, np.ones(len(LENGTHS))),
+            scatter_to_rows(rows, list(map(np.ones, LENGTHS))),
         )
         loss = lambda p, rows: value_loss(row_values(graph, p, rows), *inputs, 0.2)[0]  # noqa: E731
         return jax.jit(jax.value_and_grad(loss))(params, rows)

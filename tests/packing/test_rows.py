@@ -24,7 +24,6 @@ from covey.packing.bins import compile_cost, rows_per_micro_batch
 from covey.packing.rows import (
     Rows,
     attention_spans,
-    broadcast_to_rows,
     pack,
     padding_fraction,
     scatter_to_rows,
@@ -205,8 +204,6 @@ def test_values_come_home(shape: list[tuple[int, list[int]]], packing: str) -> N
     for one, other in zip(unpack(rows, scatter_to_rows(rows, values), sizes), values, strict=True):
         assert np.array_equal(one, other)
     assert not scatter_to_rows(rows, values)[~rows.scored].any()
-    spread_out = broadcast_to_rows(rows, np.arange(len(sizes)) + 1.0)
-    assert spread_out.sum() == sum((i + 1) * n for i, n in enumerate(sizes))
 
 
 def test_values_of_empty_answers_lie_nowhere() -> None:

@@ -25,7 +25,7 @@ from covey.models.export.files import export_parameters
 from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
-from covey.packing.rows import Rows, broadcast_to_rows, pack, scatter_to_rows
+from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.parallel.programs import is_abstract
 from covey.rl.cluster import RLCluster
@@ -78,8 +78,9 @@ def step(groups_of: Callable) -> tuple[Rows, np.ndarray, LossInputs]:
     """Rows of one group, its lengths, and inputs that pull the policy about."""
     lengths = np.array([3, 9, 4, 6])
     rows = pack(groups_of([(5, lengths)]), 64, packing="dense")
-    advantages = broadcast_to_rows(rows, np.array([1.0, -1.0, 2.0, -2.0]))
-    weights, nothing = broadcast_to_rows(rows, sequence_mean(lengths, 9)[0]), broadcast_to_rows(rows, np.zeros(4))
+    advantages = scatter_to_rows(rows, list(map(np.full, lengths, [1.0, -1.0, 2.0, -2.0])))
+    weights = scatter_to_rows(rows, list(map(np.full, lengths, sequence_mean(lengths, 9)[0])))
+    nothing = np.zeros_like(weights)
     return rows, lengths, LossInputs(advantages, weights, nothing, np.full((len(rows.tokens), 1), 0.04, np.float32))
 
 
