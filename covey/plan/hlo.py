@@ -110,10 +110,6 @@ class Program:
         """Return the instructions with one of `opcodes`, in program order."""
         return [instruction for instruction in self.instructions if instruction.opcode in opcodes]
 
-    def larger_than(self, size: int) -> list[Instruction]:
-        """Return the instructions whose results have a single array of more than `size` bytes."""
-        return [x for x in self.instructions if any(shape_bytes(shape) > size for shape in x.shapes)]
-
     def _walk(self, computation: str, loops: Loops) -> Iterator[Instruction]:
         lines = self._computations[computation]
         types, chains = _types(lines), set()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from covey.losses.logprobs import HeadConfig, chunked_logps, frozen_head_logps
 from covey.parallel import make_mesh, row_sharding
 from covey.parallel.sharding import partition_spec
-from covey.plan.hlo import Program
+from covey.plan.hlo import Program, shape_bytes
 
 R, M, D = 4, 64, 16
 COUNT = 50
@@ -132,7 +132,7 @@ def test_collectives_are_those_of_the_derivation(shape: tuple[int, int], frozen:
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
 def test_no_array_is_larger_than_a_piece_of_the_head(shape: tuple[int, int]) -> None:
     program, _ = compiled(shape, frozen=False)
-    assert not program.larger_than(PIECE_BYTES)
+    assert max(shape_bytes(shape) for one in program.instructions for shape in one.shapes) <= PIECE_BYTES
 
 
 def test_scratch_memory_does_not_grow_with_the_vocabulary_under_a_frozen_head() -> None:

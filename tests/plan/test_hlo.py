@@ -85,10 +85,6 @@ def test_branches_are_walked_and_fusions_are_left_out() -> None:
     assert len(Program(TEXT).of("conditional")) == 1
 
 
-def test_large_arrays_are_found() -> None:
-    assert [x.opcode for x in Program(TEXT).larger_than(64)] == ["all-gather"]
-
-
 def test_a_compiled_program_is_read() -> None:
     mesh = make_mesh((4,), ("tp",))
     weight = jax.ShapeDtypeStruct((3, 8, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "tp")))
