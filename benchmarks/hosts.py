@@ -149,7 +149,7 @@ def _table(number: int, count: int) -> GroupTable:
         keys=np.zeros((len(lengths), 2), np.uint32),
         by_function={},
         branches=nothing,
-        courses=nothing,
+        episodes=nothing,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
@@ -17,20 +17,6 @@ from covey.losses.advantages import reward_table
 from covey.packing.rows import GroupShape
 from covey.parallel import channel, distributed
 from covey.types import Branch, Completion, Episode, Group
-
-
-class Course(NamedTuple):
-    """Episode of a completion, without its messages.
-
-    Attributes:
-        episode: the episode.
-        inserted: number of tokens that the environment inserted.
-        branches: number of branches; None where there can be none.
-    """
-
-    episode: Episode
-    inserted: int = 0
-    branches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +37,7 @@ class GroupTable:
         by_function: the same of each reward function.
         keys: random key of the completion; 0 without one, because another engine drew it.
         branches: branches of each completion; None where it can have none.
-        courses: episode of each completion; None without one.
+        episodes: episode of each completion, without its messages; None without one.
     """
 
     owner: Int[np.ndarray, "P"]
@@ -66,7 +52,7 @@ class GroupTable:
     by_function: Mapping[str, Float[np.ndarray, "B"]]
     keys: UInt32[np.ndarray, "B 2"]
     branches: Sequence[tuple[Branch, ...] | None]
-    courses: Sequence[Course | None]
+    episodes: Sequence[Episode | None]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -159,7 +145,7 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
         keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
         branches=[c.branches for c in completions],
-        courses=[None if c.episode is None else course_of(c, c.episode) for c in completions],
+        episodes=[c.episode and replace(c.episode, messages=()) for c in completions],
     )
 
 
@@ -179,12 +165,6 @@ def join(tables: Sequence[GroupTable]) -> GroupTable:
 def gather_table(groups: Sequence[Group]) -> GroupTable:
     """Return the table of the groups of all processes, given those of this one. All processes must call it."""
     return join(channel.all_gather(table_of(groups), "groups"))
-
-
-def course_of(completion: Completion, episode: Episode) -> Course:
-    """Return the episode of a completion without its messages."""
-    branches = None if completion.branches is None else len(completion.branches)
-    return Course(replace(episode, messages=()), len(completion.tokens) - completion.num_sampled, branches)
 
 
 def _branches(each: Sequence[tuple[Branch, ...] | None]) -> tuple[tuple[Branch, ...], ...] | None:

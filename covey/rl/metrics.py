@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from covey.losses.advantages import has_reward_variance
-from covey.rl.group_table import Course, GroupTable
+from covey.rl.group_table import GroupTable
 from covey.sampling.model_runner import SamplerStats
 
 
@@ -66,21 +66,22 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     drawn = ~np.isnan(table.mass)
     if drawn.any():
         metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
-    return metrics | episode_metrics([course for course in table.courses if course is not None])
+    return metrics | episode_metrics(table)
 
 
-def episode_metrics(courses: Sequence[Course]) -> dict[str, float]:
+def episode_metrics(table: GroupTable) -> dict[str, float]:
     """Compute turns, branches, tokens, seconds and tool calls of completions in an environment; nothing for none."""
-    if not courses:
+    episodes = [episode for episode in table.episodes if episode is not None]
+    if not episodes:
         return {}
-    episodes = [course.episode for course in courses]
+    in_environment = np.array([episode is not None for episode in table.episodes])
     calls, failures = (sum(getattr(episode, name) for episode in episodes) for name in ("tool_calls", "tool_failures"))
-    branches = [course.branches for course in courses if course.branches is not None]
+    branches = [len(of_completion) for of_completion in table.branches if of_completion is not None]
     return {
         **({"env/branches": float(np.mean(branches))} if branches else {}),
         **_own_numbers([episode.numbers for episode in episodes]),
         "env/turns": float(np.mean([len(episode.turn_ends) for episode in episodes])),
-        "env/tokens": float(np.mean([course.inserted for course in courses])),
+        "env/tokens": float((table.lengths - table.sampled)[in_environment].mean()),
         "env/done": float(np.mean([episode.done for episode in episodes])),
         "env/seconds": float(np.mean([episode.seconds for episode in episodes])),
         "env/failed": float(sum(bool(episode.failure) for episode in episodes)),

@@ -20,12 +20,12 @@ from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, Step
 from covey.envs.episodes import Episodes
 from covey.errors import EpisodeError, RecipeError
-from covey.rl.group_table import course_of
+from covey.rl.group_table import table_of
 from covey.rl.metrics import episode_metrics
 from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
-from covey.types import Branch, Completion, Episode, FinishReason
+from covey.types import Branch, Completion, Episode, FinishReason, Group
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
@@ -286,13 +286,16 @@ def test_names_are_found_or_explained(tmp_path: Path, monkeypatch: pytest.Monkey
         EnvironmentRunner("nothing_here:X")
 
 
+def metrics_of(*completions: Completion) -> dict[str, float]:
+    return episode_metrics(table_of([Group("", np.zeros(1, np.int32), completions)]))
+
+
 def test_branches_are_counted_where_a_history_may_make_them() -> None:
     none = np.zeros(3, np.float32)
     plain = Completion(np.zeros(3, np.int32), none, none, FinishReason.STOP, episode=Episode(turn_ends=(3,)))
     branched = [replace(plain, branches=found) for found in ((), (Branch(1, 2), Branch(2, 2)))]
-    metrics = episode_metrics([course_of(completion, Episode(turn_ends=(3,))) for completion in branched])
-    assert metrics["env/branches"] == 1.0
-    assert "env/branches" not in episode_metrics([course_of(plain, Episode())])
+    assert metrics_of(*branched)["env/branches"] == 1.0
+    assert "env/branches" not in metrics_of(plain)
 
 
 class Sandbox(Counts):
@@ -381,7 +384,7 @@ def test_the_environments_own_numbers_are_metrics(caplog: pytest.LogCaptureFixtu
     assert episode.numbers == {"moves": 2.5, "won": 0.0}
     none = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), np.zeros(3, np.float32), FinishReason.STOP)
     others = [Episode(numbers={"moves": 1.5, "won": 1.0, "rare": 7.0}), Episode()]
-    found = episode_metrics([course_of(none, one) for one in (episode, *others)])
+    found = metrics_of(*(replace(none, episode=one) for one in (episode, *others)))
     own = {name: value for name, value in found.items() if metric(name) is metric("env/won")}
     assert own == {"env/moves": 2.0, "env/rare": 7.0, "env/won": 0.5}
     assert found["env/tool_calls"] == 1.0
