@@ -201,20 +201,19 @@ class GroupShape:
     Attributes:
         prompt: tokens of the prompt.
         lengths: tokens of each completion.
-        branches: branches of each completion; None where no completion can have any.
+        branches: branches of each completion; None where it can have none.
     """
 
     prompt: int
     lengths: tuple[int, ...]
-    branches: tuple[tuple[Branch, ...], ...] | None = None
+    branches: tuple[tuple[Branch, ...] | None, ...]
 
 
 def shape_of(group: Group) -> GroupShape:
     """Return the numbers of tokens of a group."""
     completions = group.completions
-    can_branch = any(c.branches is not None for c in completions)
-    branches = tuple(c.branches or () for c in completions) if can_branch else None
-    return GroupShape(len(group.prompt_tokens), tuple(len(c.tokens) for c in completions), branches)
+    lengths, branches = tuple(len(c.tokens) for c in completions), tuple(c.branches for c in completions)
+    return GroupShape(len(group.prompt_tokens), lengths, branches)
 
 
 @dataclass(frozen=True)
@@ -224,12 +223,12 @@ class Layout:
     Attributes:
         length: tokens of a row, inputs and scored ones.
         rows: the pieces of each row.
-        branches: branches of each completion by its number; None where no completion can have any.
+        branches: branches of each completion; None where no completion can have any.
     """
 
     length: int
     rows: Sequence[Row]
-    branches: Mapping[int, Sequence[Branch]] | None = None
+    branches: Sequence[Sequence[Branch]] | None = None
 
     def fill(self, prompts: Tokens, completions: Tokens, numbers: Iterable[int] | None = None) -> Rows:
         """Return NumPy rows; those that are not among `numbers` are zeros, which take no memory until they are read.
@@ -303,10 +302,10 @@ def make_layout(
         length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
     else:
         length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
-    if all(group.branches is None for group in groups):
+    branches = list(chain.from_iterable(group.branches for group in groups))
+    if all(of_completion is None for of_completion in branches):
         return Layout(length, rows)
-    each = chain.from_iterable(group.branches or [()] * len(group.lengths) for group in groups)
-    return Layout(length, rows, dict(enumerate(each)))
+    return Layout(length, rows, [of_completion or () for of_completion in branches])
 
 
 def _group_pieces(groups: Sequence[GroupShape]) -> Iterator[Piece]:
@@ -319,7 +318,7 @@ def _group_pieces(groups: Sequence[GroupShape]) -> Iterator[Piece]:
         count = len(group.lengths)
         whole = Piece(group.prompt, group.lengths, tuple(range(first, first + count)), number)
         # A completion with a branch that drops tokens of the prompt does not share it.
-        separate = [i for i, each in enumerate(group.branches or ()) if any(b.kept < group.prompt for b in each)]
+        separate = [i for i, each in enumerate(group.branches) if any(b.kept < group.prompt for b in each or ())]
         if len(separate) < count:
             yield whole if not separate else whole.select([i for i in range(count) if i not in separate])
         yield from (whole.select([i]) for i in separate)

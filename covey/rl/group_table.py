@@ -82,7 +82,7 @@ class GroupTable:
         """Numbers of tokens of each group, for the rows."""
         lengths = self.lengths.tolist()
         return [
-            GroupShape(prompt, tuple(lengths[start:end]), _branches(self.branches[start:end]))
+            GroupShape(prompt, tuple(lengths[start:end]), tuple(self.branches[start:end]))
             for prompt, start, end in zip(self.prompts.tolist(), self.starts[:-1], self.starts[1:], strict=True)
         ]
 
@@ -165,10 +165,6 @@ def join(tables: Sequence[GroupTable]) -> GroupTable:
 def gather_table(groups: Sequence[Group]) -> GroupTable:
     """Return the table of the groups of all processes, given those of this one. All processes must call it."""
     return join(channel.all_gather(table_of(groups), "groups"))
-
-
-def _branches(each: Sequence[tuple[Branch, ...] | None]) -> tuple[tuple[Branch, ...], ...] | None:
-    return None if all(branches is None for branches in each) else tuple(branches or () for branches in each)
 
 
 def _distinct_fraction(group: Group) -> float:
