@@ -97,7 +97,7 @@ def groups_of_one(case: str) -> dict[str, float]:
         packed = PackedGroups(own, table, lambda _: layout, partial(_holders, processes)).slice(0, len(table))
         lap("fill_rows")
         advantages = [np.full(len(c.tokens), 0.5, np.float32) for group in own for c in group.completions]
-        x = Experience(own, advantages=advantages, table=table)
+        x = Experience(own, table, advantages=advantages)
         make_train_batch(x, packed, algorithm_of(GRPOConfig()), 0.0, LONGEST)
         lap("inputs_of_loss")
     messages = len(sent) + sum(map(len, tables)) * (processes > 1) + sum(moved)

@@ -95,8 +95,8 @@ class RolloutBatch:
     def trained(self) -> "Experience":
         """Groups to train on."""
         if self.indices is None:
-            return Experience(self.groups, table=self.table)
-        return Experience([self.groups[place] for place in self._trained_places], table=self.table.select(self.indices))
+            return Experience(self.groups, self.table)
+        return Experience([self.groups[place] for place in self._trained_places], self.table.select(self.indices))
 
     @property
     def _trained_places(self) -> list[int]:
@@ -134,25 +134,21 @@ class Experience:
 
     Attributes:
         groups: groups with rewards.
+        table: numbers of the groups of all processes.
         ref_logps, old_logps, values: per token; None where the algorithm does not use them.
         advantages: per token.
         returns: per token; the targets of the critic.
         packed: rows of the groups.
-        table: numbers of the groups of all processes; by default those of `groups`.
     """
 
     groups: list[Group]
+    table: GroupTable
     ref_logps: list[np.ndarray] | None = None
     old_logps: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     advantages: list[np.ndarray] = field(default_factory=list)
     returns: list[np.ndarray] | None = None
     packed: PackedGroups | None = None
-    table: GroupTable = field(default_factory=lambda: table_of([]))
-
-    def __post_init__(self) -> None:
-        if self.groups and not len(self.table):
-            object.__setattr__(self, "table", table_of(self.groups))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -193,7 +189,7 @@ class Experience:
         at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (first, last)))
         others = ("groups", "packed", "table")
         lists = {name: value and value[at] for name, value in vars(self).items() if name not in others}
-        return Experience(self.groups[first:last], **lists, table=self.table.select(range(start, stop)))
+        return Experience(self.groups[first:last], self.table.select(range(start, stop)), **lists)
 
 
 @dataclass

@@ -35,7 +35,7 @@ GROUPS = [group(4, 5), group(3, 6, 4, 5), group(5, 3, 4)]
 
 def experience(groups: list[Group]) -> Experience:
     arrays = [[c.logps * scale for g in groups for c in g.completions] for scale in (0.5, 0.1)]
-    return Experience(groups, ref_logps=arrays[0], values=arrays[1])
+    return Experience(groups, table_of(groups), ref_logps=arrays[0], values=arrays[1])
 
 
 def assert_like_alone(estimate: Any) -> None:

@@ -23,6 +23,7 @@ from covey.losses.policy import KLS
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import ValueInputs
 from covey.rl.experience import Experience
+from covey.rl.group_table import table_of
 from covey.rl.grpo import GRPOLearner, group_advantages
 from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
@@ -93,7 +94,8 @@ def experience(answers: Sequence[Answer], old: bool, reference: bool = True) -> 
         for some in (answers[i : i + G] for i in range(0, len(answers), G))
     ]
     listed = {name: [np.array(getattr(a, name), float) for a in answers] for name in ("ref", "old", "values")}
-    return Experience(groups, listed["ref"] if reference else None, listed["old"] if old else None, listed["values"])
+    ref_logps, old_logps = listed["ref"] if reference else None, listed["old"] if old else None
+    return Experience(groups, table_of(groups), ref_logps, old_logps, listed["values"])
 
 
 def drawn_answer(rng: np.random.Generator) -> Answer:

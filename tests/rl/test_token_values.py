@@ -14,6 +14,7 @@ from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans
 from covey.rl import token_values
 from covey.rl.experience import Experience
+from covey.rl.group_table import table_of
 from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval
 from covey.types import Branch
 
@@ -59,8 +60,9 @@ def test_the_first_informative_group_is_scored_before_and_after(groups_of: Calla
     )
     lengths = [3, 2, 1, 6]
     advantages = [np.full(n, a) for n, a in zip(lengths, (0.0, 0.0, 1.0, -1.0), strict=True)]
-    batch, empty = Experience([tied, told], [np.zeros(n) for n in lengths], advantages=advantages), Experience([])
     algorithm, groups = algorithm_of(GRPOConfig(beta=0.1)), [tied, told]
+    ref_logps, empty = [np.zeros(n) for n in lengths], Experience([], table_of([]))
+    batch = Experience(groups, table_of(groups), ref_logps, advantages=advantages)
     cluster: Any = Cluster()
     scorer = TokenScorer(cluster, algorithm, True)
     scorer.score_before(empty)

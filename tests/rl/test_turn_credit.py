@@ -12,6 +12,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 from covey.rl.experience import Experience
+from covey.rl.group_table import table_of
 from covey.rl.grpo import group_advantages
 from covey.types import Completion, Episode, FinishReason, Group
 
@@ -40,7 +41,7 @@ def episodes(seed: int, *, most_turns: int = 4, unscored: bool = True) -> Experi
         if unscored:
             rewards[2] = np.nan
         groups.append(Group("", np.zeros(1, np.int32), tuple(completions), rewards=rewards))
-    return Experience(groups)
+    return Experience(groups, table_of(groups))
 
 
 def settings(**given: Any) -> Any:
