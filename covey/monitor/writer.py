@@ -151,39 +151,35 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
     return folder / name
 
 
-def sample_lines(step: int, groups: Iterable[Group], numbers: Iterable[int] | None = None) -> list[bytes]:
-    """Return the lines of each group in `samples.jsonl`; arguments as for `sample_rows`."""
-    return [
-        b"".join(map(encode_row, sample_rows(step, [group], [number])))
-        for number, group in (enumerate(groups) if numbers is None else zip(numbers, groups, strict=True))
-    ]
+def sample_lines(step: int, groups: Iterable[Group], numbers: Iterable[int]) -> list[bytes]:
+    """Return the lines of each group in `samples.jsonl`, with its number in the step."""
+    numbered = zip(numbers, groups, strict=True)
+    return [b"".join(map(encode_row, _group_rows(step, number, group))) for number, group in numbered]
 
 
-def sample_rows(step: int, groups: Iterable[Group], numbers: Iterable[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield one row per completion: prompt, completion, scores, and how it ended.
+def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
+    """Yield one row per completion: prompt, completion, scores, and how it ended."""
+    for number, group in enumerate(groups):
+        yield from _group_rows(step, number, group)
 
-    Args:
-        step: number of the step.
-        groups: scored groups.
-        numbers: number of each group in the step; by default they are counted.
-    """
-    for number, group in enumerate(groups) if numbers is None else zip(numbers, groups, strict=True):
-        for index, completion in enumerate(group.completions):
-            yield {
-                "step": step,
-                "group": number,
-                "sample": index,
-                "prompt": prompt_text(group.prompt),
-                **prompt_turns(group.prompt),
-                "text": completion_text(completion),
-                "rewards": {name: values[index] for name, values in group.rewards_by_function.items()},
-                "reward": None if group.rewards is None else group.rewards[index],
-                "advantage": None if group.advantages is None else group.advantages[index],
-                "finish": str(completion.finish),
-                "prompt_length": len(group.prompt_tokens),
-                "length": len(completion.tokens),
-                **_episode_columns(completion),
-            }
+
+def _group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]]:
+    for index, completion in enumerate(group.completions):
+        yield {
+            "step": step,
+            "group": number,
+            "sample": index,
+            "prompt": prompt_text(group.prompt),
+            **prompt_turns(group.prompt),
+            "text": completion_text(completion),
+            "rewards": {name: values[index] for name, values in group.rewards_by_function.items()},
+            "reward": None if group.rewards is None else group.rewards[index],
+            "advantage": None if group.advantages is None else group.advantages[index],
+            "finish": str(completion.finish),
+            "prompt_length": len(group.prompt_tokens),
+            "length": len(completion.tokens),
+            **_episode_columns(completion),
+        }
 
 
 def token_row(step: int, values: TokenValues) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) 
     none = np.zeros(1)
     group = Group(NASTY, np.array([1]), (Completion(none, none, none, FinishReason.STOP, NASTY + "\u2028\n"),))
     with MetricsWriter(tmp_path) as writer:
-        writer.samples(sample_lines(1, [group]))
+        writer.samples(sample_lines(1, [group], [0]))
     (row,) = read_rows(tmp_path / SAMPLES)
     assert row["text"] == NASTY + "\u2028\n"
     raw = (tmp_path / SAMPLES).read_bytes()

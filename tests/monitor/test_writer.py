@@ -40,7 +40,7 @@ def write(folder, steps, **options):
     with MetricsWriter(folder, **options) as writer:
         for step in steps:
             writer.step({"step": step, "reward": step / 3})
-            writer.samples(sample_lines(step, [a_group()]))
+            writer.samples(sample_lines(step, [a_group()], [0]))
 
 
 def test_answers_tell_which_completions_are_right(tmp_path):
@@ -109,7 +109,7 @@ def test_any_text_of_a_model_is_one_readable_line(text):
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.step({"step": 1})
-    writer.samples(sample_lines(1, [a_group()]))
+    writer.samples(sample_lines(1, [a_group()], [0]))
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
     assert len(list(read_rows(tmp_path / "samples.jsonl"))) == 2
     writer.close()
