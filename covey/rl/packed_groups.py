@@ -139,9 +139,9 @@ class PackedSlice:
     def _route_to_rows(self, by_row: Sequence[Sequence[int]], owners: Int[np.ndarray, "n"]) -> Route:
         """Return the way from owners to rows of arrays, which `by_row` numbers for each row."""
         me, owner_of = distributed.index(), owners.tolist()
-        others = {process: rows for process, rows in enumerate(self._holders) if process != me}
-        outgoing = {to: [i for row in rows for i in by_row[row] if owner_of[i] == me] for to, rows in others.items()}
-        return Route(_not_empty(outgoing), _by_process((owner_of[i], i) for row in self.own for i in by_row[row]))
+        of_rows = ((holder, i) for holder, rows in enumerate(self._holders) for row in rows for i in by_row[row])
+        outgoing = _by_process((holder, i) for holder, i in of_rows if owner_of[i] == me)
+        return Route(outgoing, _by_process((owner_of[i], i) for row in self.own for i in by_row[row]))
 
     @cached_property
     def _to_owners(self) -> Route:
@@ -205,7 +205,3 @@ def _by_process(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
         if process != distributed.index():
             numbers.setdefault(process, []).append(number)
     return numbers
-
-
-def _not_empty(numbers: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    return {process: each for process, each in numbers.items() if each}
