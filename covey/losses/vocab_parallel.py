@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.parallel.sharding import mesh_axes, num_row_shards, partition_spec
-from covey.sampling.logits import BLOCKS
+from covey.sampling.logits import BLOCKS, split_blocks
 from covey.sampling.noise import exponential_at
 
 
@@ -280,8 +280,7 @@ class TargetRace(NamedTuple):
             targets: the targets with their keys.
         """
         assert targets.keys is not None, "a race has keys"
-        padded = jnp.pad(mass, ((0, 0), (0, 0), (0, -mass.shape[-1] % BLOCKS)))
-        table = padded.reshape(*mass.shape[:2], -1, BLOCKS)  # a column is a block of the race, but for `first`
+        table = split_blocks(mass, 0.0)  # a column is a block of the race, but for `first`
         masses = jnp.roll(table.sum(-2), first, axis=-1)
         column = (targets.token - first) % BLOCKS
         inner = jnp.take_along_axis(table, column[..., None, None], axis=-1)[..., 0]
