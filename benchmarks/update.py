@@ -24,6 +24,7 @@ from covey.packing.rows import (
 from covey.plan import work
 from covey.plan.roofline import machine_peaks
 from covey.rl.micro_batches import RowBatch, policy_loss_fn
+from covey.sampling.logits import SamplingParams
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group
@@ -47,7 +48,7 @@ def measure(settings: Settings) -> Result:
 
 def trainer_of(settings: Settings, remat: bool) -> Trainer:
     """Return a trainer of the random model."""
-    policy = policy_loss_fn(algorithm_of(GRPOConfig("grpo")), 1.0)
+    policy = policy_loss_fn(algorithm_of(GRPOConfig("grpo")), SamplingParams())
     return Trainer(settings.model(remat=remat), make_optimizer(STILL, 1), policy)
 
 

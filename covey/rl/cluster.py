@@ -202,7 +202,7 @@ class RLCluster(Keywords):
         """Make the trainer of the actor; arguments as for `prepare`."""
         optimizer = make_optimizer(self.config.training_config.actor_optimizer, total_steps)
         sampling_params = SamplingParams.from_config(self.config.rollout_config)
-        loss = policy_loss_fn(algorithm_of(config), sampling_params.temperature, surrogate, sampling_params)
+        loss = policy_loss_fn(algorithm_of(config), sampling_params, surrogate)
         return Trainer(self._actor, optimizer, loss)
 
     def generate(

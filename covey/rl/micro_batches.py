@@ -121,25 +121,25 @@ AGREEMENT = "sampling/token_agreement"
 """Metric: share of the tokens drawn by the sampler that the trainer's logits would have drawn too, with their noise."""
 
 
-def policy_loss_fn(
-    algorithm: Algorithm,
-    temperature: float,
-    surrogate: Surrogate | None = None,
-    sampling_params: SamplingParams | None = None,
-) -> LossFn:
+def policy_loss_fn(algorithm: Algorithm, sampling_params: SamplingParams, surrogate: Surrogate | None = None) -> LossFn:
     """Return the policy's loss on a `RowBatch` with `LossInputs`; inputs with keys add the metric `AGREEMENT`.
 
     Args:
         algorithm: settings of the loss.
-        temperature: the rollout's. Log-probs are of the full distribution at it, as `Completion.logps` are.
+        sampling_params: settings of the distribution that the tokens were drawn from. Log-probs are of the full
+            distribution at its temperature, as `Completion.logps` are.
         surrogate: replaces the algorithm's surrogate.
-        sampling_params: settings of the distribution that the tokens were drawn from; None for the full one.
     """
-    score = partial(token_logps, entropy_gradient=bool(algorithm.entropy_bonus), sampling_params=sampling_params)
+    score = partial(
+        token_logps,
+        temperature=sampling_params.temperature,
+        entropy_gradient=bool(algorithm.entropy_bonus),
+        sampling_params=sampling_params,
+    )
 
     def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
         rows, inputs = batch.rows, batch.inputs
-        scores = score(graph, params, rows, temperature, keys=inputs.keys)
+        scores = score(graph, params, rows, keys=inputs.keys)
         total, sums = policy_loss(algorithm, scores.logps, scores.entropy, rows.segment_ids, inputs, surrogate)
         if scores.agreed is not None:
             sums[AGREEMENT] = Mean(jnp.sum(scores.agreed), jnp.sum(inputs.keys.any(-1)))

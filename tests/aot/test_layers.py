@@ -23,6 +23,7 @@ from covey.packing.rows import abstract_rows
 from covey.parallel.sharding import place_model, rows_placement
 from covey.plan.hlo import Program
 from covey.rl.micro_batches import abstract_policy_batch, policy_loss_fn
+from covey.sampling.logits import SamplingParams
 from covey.train.programs import UpdatePrograms
 
 ROWS, TIME, WIDTH = 2, 1024, 2304
@@ -63,7 +64,8 @@ def test_an_update_attends_once_in_a_layer_and_copies_no_layer_of_a_stack(topolo
     base = abstract_decoder(config, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     model = nnx.eval_shape(partial(with_lora, config=LoRAConfig(rank=16)), base)
     model = stack_layers(place_model(model, topology("v5e:2x2").devices[0]))
-    programs = UpdatePrograms(model, optax.sgd(1.0), policy_loss_fn(algorithm_of(GRPOConfig(beta=0.0)), 1.0))
+    loss = policy_loss_fn(algorithm_of(GRPOConfig(beta=0.0)), SamplingParams())
+    programs = UpdatePrograms(model, optax.sgd(1.0), loss)
     rows = abstract_rows(1, 640, rows_placement(programs.trainable))
     batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False, keys=False)
     text = programs.gradients_program(batch).lower().compile().as_text()

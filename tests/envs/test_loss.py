@@ -19,6 +19,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
 from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.rl.roles import ClusterConfig
+from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Branch, Completion, Episode, Group
 
@@ -80,7 +81,7 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     graph, params = nnx.split(decoder())
 
     def packed(params: Any) -> jax.Array:
-        loss = policy_loss_fn(algorithm, 1.0)
+        loss = policy_loss_fn(algorithm, SamplingParams())
         return sum(loss(graph, params, RowBatch(b.rows, b.inputs))[0] for b in batches) / sum(
             b.denominator for b in batches
         )
