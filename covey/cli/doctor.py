@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
@@ -15,6 +15,9 @@ from covey.display import make_console
 from covey.errors import RecipeError, first_line
 from covey.models.loading.cache import cache_folder
 from covey.registry import install_command, missing_packages
+
+if TYPE_CHECKING:
+    from covey.rl.agreement import Agreement
 
 GIGABYTE = 1e9
 LEAST_AGREEMENT = 0.99
@@ -89,18 +92,19 @@ def _jax() -> Iterator[Finding]:
 
 
 def _sampler() -> Iterator[Finding]:
-    """Yield how many tokens, sampled by a tiny model of random weights, its forward as in training draws too."""
+    """Yield the agreement of the sampler with a forward as in training, on tokens of a tiny model of random weights."""
     try:
-        agreed, drawn = _sampled_and_scored()
+        agreement = _sampled_and_scored()
     except Exception as error:  # whatever keeps JAX from running a model is the finding
         yield Finding("sampler", f"does not work: {first_line(error)}", f"{install_command()} --force-reinstall")
         return
-    fix = "" if agreed >= LEAST_AGREEMENT * drawn else "another version of jax: training would be off-policy"
-    yield Finding("sampler", f"{agreed} of {drawn} tokens are those that the trainer draws with the same noise", fix)
+    result = f"{agreement.agreed} of {agreement.drawn} tokens are those that the trainer draws with the same noise"
+    fix = "" if agreement.share >= LEAST_AGREEMENT else "another version of jax: training would be off-policy"
+    yield Finding("sampler", result, fix)
 
 
-def _sampled_and_scored() -> tuple[int, int]:
-    """Sample with a tiny model of random weights; count the tokens that its forward as in training draws, and all."""
+def _sampled_and_scored() -> "Agreement":
+    """Sample with a tiny model of random weights, and draw the tokens again by its forward as in training."""
     from covey.config.schema import RolloutConfig
     from covey.models.loading.weights import load
     from covey.rl.agreement import token_agreement

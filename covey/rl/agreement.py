@@ -19,7 +19,7 @@ from covey.packing.rows import pack, rows_at_a_time, scatter_to_rows, split_micr
 from covey.parallel.reshard import mesh_of
 from covey.parallel.sharding import put_rows
 from covey.rl.experience import sampled_mask, token_keys_of
-from covey.rl.group_table import NO_KEY
+from covey.rl.group_table import table_of
 from covey.sampling.logits import SamplingParams
 from covey.types import Group
 
@@ -52,7 +52,7 @@ def token_agreement(model: Decoder, groups: Sequence[Group], config: SamplingCon
     """
     rows = pack(groups, max_tokens=MAX_TOKENS)
     completions = [c for group in groups for c in group.completions]
-    of_completions = np.stack([NO_KEY if c.key is None else c.key for c in completions])
+    of_completions = table_of(groups).keys
     if not of_completions.any(1).all():
         raise CoveyError("a completion has no random key", want="completions of Covey's own engine")
     keys = token_keys_of(rows, of_completions, scatter_to_rows(rows, list(map(sampled_mask, completions))))
