@@ -14,8 +14,8 @@ Scored tokens are at the front of each row; chunks after the last of them are ne
 On a mesh each device computes a part of the vocabulary (`vocab_parallel`).
 
 With the random keys that drew the tokens, the same pass also tells which of them these logits would have drawn too
-(`agreement`). Where the draw was truncated that needs whole rows of logits, which a second pass computes for few tokens
-at a time.
+(`TokenLogps.agreed`). Where the draw was truncated that needs whole rows of logits, which a second pass computes for
+few tokens at a time.
 """
 
 from collections.abc import Callable

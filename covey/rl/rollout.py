@@ -234,8 +234,9 @@ class RolloutWorker:
         """Return `sampling_params`; with a loan, the stacks that it lends have no memory any more."""
         if self.loan is None:
             return self.sampling_params()
-        paths = [path for path, _ in nnx.to_flat_state(self.lendable())]
-        kept = self.weights.split_lendable(self._own_params())[1]
+        lendable, kept = self.weights.split_lendable(self._own_params())
+        paths = [path for path, _ in nnx.to_flat_state(lendable)]
+        del lendable  # it would keep the memory of the stacks
         return nnx.merge_state(self.loan.take(self, "params", paths), self.weights.convert(kept))
 
     def _own_params(self) -> Any:

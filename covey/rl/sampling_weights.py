@@ -85,7 +85,9 @@ class StackLoan:
         self._lent: list[tuple[State, State]] = []
 
     def take(self, owner: Any, name: str, paths: Sequence[Path]) -> State:
-        """Return the layers of the stacks at `paths` of the state that `owner` has as `name`."""
+        """Take the stacks at `paths` apart, in the state that `owner` has as `name`. Return the layers of all that are
+        lent.
+        """
         for path in paths:
             leaf = dict(nnx.to_flat_state(getattr(owner, name)))[path]
             stack = _from_flat({path: leaf})
