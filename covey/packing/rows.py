@@ -190,8 +190,11 @@ def padding_fraction(rows: Rows, rows_at_once: int = 1) -> float:
     `rows_at_once` rows.
     """
     count, length = rows.group_ids.shape
-    positions: int = -(-count // rows_at_once) * rows_at_once * length
-    return 1.0 - float((rows.group_ids > 0).sum()) / positions
+    return _padding_fraction(int((rows.group_ids > 0).sum()), count, length, rows_at_once)
+
+
+def _padding_fraction(num_inputs: int, count: int, length: int, rows_at_once: int) -> float:
+    return 1.0 - num_inputs / (-(-count // rows_at_once) * rows_at_once * length)
 
 
 @dataclass(frozen=True)
@@ -247,10 +250,10 @@ class Layout:
             self._fill_row(row, self.rows[number], prompts, completions)
         return rows
 
-    @property
-    def num_inputs(self) -> int:
-        """Number of input tokens of all rows."""
-        return sum(piece.num_inputs for row in self.rows for piece in row)
+    def padding_fraction(self, rows_at_once: int) -> float:
+        """Return the fraction of input positions that hold padding; see the function `padding_fraction`."""
+        num_inputs = sum(piece.num_inputs for row in self.rows for piece in row)
+        return _padding_fraction(num_inputs, len(self.rows), self.length, rows_at_once)
 
     def _fill_row(self, row: Rows, pieces: Sequence[Piece], prompts: Tokens, completions: Tokens) -> None:
         index = np.arange(self.length + 1, dtype=np.int32)

@@ -342,7 +342,7 @@ class Learner(Keywords, ABC):
         for indices in slices(range(len(x.table)), self.sizes.train):
             start, stop = indices[0], indices[-1] + 1
             packed, part = x.packed.slice(start, stop), x.between(start, stop)
-            self.stats.waste.append(packed.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
+            self.stats.waste.append(packed.layout.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
             self._token_scorer.score_before(part)
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)

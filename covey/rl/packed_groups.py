@@ -83,11 +83,6 @@ class PackedSlice:
         lengths: list[int] = self.table.lengths.tolist()
         return lengths
 
-    def padding_fraction(self, rows_at_once: int) -> float:
-        """Return the fraction of input positions that hold padding, as `packing.rows.padding_fraction` does."""
-        count, length = len(self.layout.rows), self.layout.length
-        return 1.0 - self.layout.num_inputs / (-(-count // rows_at_once) * rows_at_once * length)
-
     def scatter(self, per_token: Sequence[np.ndarray], about: str) -> Float[np.ndarray, "R M"]:
         """Scatter per-token values to the scored tokens of the own rows; 0 in all others. All processes must call it.
 
