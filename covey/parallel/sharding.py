@@ -233,8 +233,8 @@ def build_for_devices(model: Model, platform: str | None = None) -> Model:
 
 
 def put_rows(batch: Tree, like: Any) -> Tree:
-    """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one. Of a mesh over
-    several processes, which all have the whole batch, each puts the rows of its own devices.
+    """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one. On a mesh over
+    several processes each puts the rows of its own devices, and reads no others of the batch.
     """
     return put_host(batch, rows_placement(like))
 
