@@ -27,8 +27,8 @@ from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import read_own_rows, reshard
-from covey.parallel.sharding import put_rows, rows_placement
+from covey.parallel.reshard import put_host, read_own_rows, reshard
+from covey.parallel.sharding import rows_placement
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -64,7 +64,7 @@ class RowScorer:
             size: number of rows that are computed at a time.
         """
         params, placement = self._rounded(params), rows_placement(params)
-        parts = [jax.tree.leaves(self._score(params, put_rows(p, params))) for p in split_micro_batches(rows, size)]
+        parts = [jax.tree.leaves(self._score(params, put_host(p, placement))) for p in split_micro_batches(rows, size)]
         results = [np.zeros((size * len(parts), *x.shape[1:]), x.dtype) for x in parts[0]]
         for number, part in enumerate(parts):
             for x, result in zip(part, results, strict=True):
