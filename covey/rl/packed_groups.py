@@ -63,7 +63,7 @@ class PackedSlice:
 
     Attributes:
         rows: NumPy rows; those that no device of this process computes are zeros.
-        own: numbers of the others.
+        own: numbers of the rows that devices of this process compute.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PackedSlice:
 
     @cached_property
     def _to_owners(self) -> Route:
-        """The way back: of the processes that hold a row, the first sends."""
+        """Way of values from the rows back to the owners; of the processes that hold a row, the first sends."""
         me, owner_of = distributed.index(), self._owners.tolist()
         holds = [set(rows.tolist()) for rows in self._holders]
         outgoing, incoming = list[tuple[int, int]](), list[tuple[int, int]]()
