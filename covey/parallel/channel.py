@@ -66,6 +66,7 @@ SILENT_SECONDS = 18.0
 """Seconds without a sign after which a process is taken to be stopped; `COVEY_SILENT_SECONDS` sets others."""
 REPORT_SECONDS = 60.0
 """Seconds that a process waits for the others before it says so."""
+OTHERS = "the other processes"
 BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits for a verdict."""
 END_SECONDS = 5.0
@@ -240,8 +241,8 @@ class Channel:
             self._received[number, sender] = data
             self._changed.notify_all()
 
-    def _wait(self, is_over: Callable[[], bool], about: str) -> None:
-        """Wait for `is_over`, and say so if that takes long.
+    def _wait(self, is_over: Callable[[], bool], about: str, late: Callable[[], str] = lambda: OTHERS) -> None:
+        """Wait for `is_over`; if that takes long, log that this process waits for `late`.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed.
@@ -252,7 +253,7 @@ class Channel:
 
         with self._changed:
             if not self._changed.wait_for(is_over_or_lost, REPORT_SECONDS):
-                log.warning(f"waiting for the other processes at {about!r} since {REPORT_SECONDS:.0f} s")
+                log.warning(f"waiting for {late()} at {about!r} since {REPORT_SECONDS:.0f} s")
                 self._changed.wait_for(is_over_or_lost)
             if not is_over() and self.verdict is not None:
                 raise self.verdict.error()
@@ -324,21 +325,16 @@ class Channel:
         """
         data = serialize([about, value])
 
-        def is_over() -> bool:
-            return self.verdict is not None or key in self._answers or len(self._values[key]) == self.count
+        def late() -> str:
+            missing = sorted(set(range(self.count)) - self._values[key].keys())
+            return OTHERS if self.index else f"processes {missing}"
 
         self._add(key, {self.index: data})
         if self.index:
             self._peers[0].send(Message(VALUES, key, [data]))
+        self._wait(lambda: key in self._answers or len(self._values[key]) == self.count, about, late)
         with self._changed:
-            if not self._changed.wait_for(is_over, REPORT_SECONDS):
-                missing = sorted(set(range(self.count)) - self._values[key].keys())
-                late = "the other processes" if self.index else f"processes {missing}"
-                log.warning(f"waiting for {late} at {about!r} since {REPORT_SECONDS:.0f} s")
-                self._changed.wait_for(is_over)
             values, answer = self._values.pop(key), self._answers.pop(key, None)
-        if answer is None and len(values) < self.count and self.verdict is not None:
-            raise self.verdict.error()
         everyone = {number: deserialize(each) for number, each in (values if answer is None else answer).items()}
         for number, (place, _) in everyone.items():
             if place != about:
