@@ -182,10 +182,9 @@ class Channel:
         """
         key = self._next_key(about)
         self._compared.add(key)
-        everyone = self._exchange(key, about, value)
+        answer = self._exchange(key, about, value)
         self._compared.discard(key)
-        other = next((number for number in sorted(everyone) if everyone[number] != everyone[0]), 0)
-        return {number: everyone[number] for number in (0, other)} if other else {}
+        return answer
 
     def _next_key(self, about: str) -> str:
         """Return the key of the next exchange of this thread."""
@@ -320,8 +319,8 @@ class Channel:
             self._changed.notify_all()
 
     def _exchange(self, key: str, about: str, value: T) -> dict[int, T]:
-        """Return the values of all processes for the exchange `key`; of a comparison those that process 0 answers with,
-        which are none if all are equal.
+        """Return the values of all processes for the exchange `key`; of a comparison those of the answer of process 0,
+        which has none if all are equal.
         """
         data = serialize([about, value])
 
@@ -350,6 +349,8 @@ class Channel:
                 answer = self._answer(key, known)
                 for peer in self._peers.values():
                     peer.send(answer)
+                if answer.kind == ANSWER:
+                    self._answers[key] = values_by_process(answer.parts)
             self._changed.notify_all()
 
     def _answer(self, key: str, values: Mapping[int, bytes]) -> Message:
