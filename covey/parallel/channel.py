@@ -29,7 +29,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, chain, count, pairwise
+from itertools import chain, count
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ from covey.parallel.wire import (
     deserialize,
     reason_of,
     serialize,
+    split,
     split_values,
     values_by_process,
     verdict_on,
@@ -539,8 +540,7 @@ def gather_parts(parts: Sequence[bytes], numbers: Sequence[int], about: str) -> 
     )
     numbered = list[tuple[int, bytes | memoryview]](zip(numbers, parts, strict=True))
     for process, (theirs, lengths) in enumerate(sizes[1:], 1):
-        data = memoryview(whole.get(process, b""))
-        pieces = (data[start:end] for start, end in pairwise(accumulate(lengths, initial=0)))
+        pieces = split(memoryview(whole.get(process, b"")), lengths)
         numbered += zip(theirs, pieces, strict=True)
     return [part for _, part in sorted(numbered, key=lambda each: each[0])]
 

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
@@ -86,10 +86,15 @@ def reason_of(error: BaseException) -> str:
     return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
 
 
+def split(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
+    """Yield the parts of these sizes that `data` is joined from."""
+    return (data[start:end] for start, end in pairwise(accumulate(sizes, initial=0)))
+
+
 def split_values(sizes: bytes, data: bytes) -> dict[int, bytes]:
     """Return the values of all processes, by process, of their sizes and all of them together."""
-    ends = accumulate(json.loads(sizes), initial=0)
-    return {number: data[start:end] for number, (start, end) in enumerate(pairwise(ends))}
+    parts = split(memoryview(data), json.loads(sizes))
+    return {number: bytes(part) for number, part in enumerate(parts)}
 
 
 def values_by_process(parts: Sequence[bytes]) -> dict[int, bytes]:
