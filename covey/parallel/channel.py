@@ -439,9 +439,9 @@ def listen(place: str) -> socket.socket:
         )
     except OSError as error:
         raise CoveyError(
-            f"process 0 cannot listen at {place}: {error.strerror or error}",
+            f"this process cannot listen at {place}: {error.strerror or error}",
             want="an address of this machine and a free port",
-            fix=f"where the others reach it under another address, {BIND}=[::]:port listens on every interface",
+            fix=f"where the others reach process 0 under another address, {BIND}=[::]:port listens on every interface",
             where="environment",
         ) from error
 
