@@ -49,7 +49,7 @@ def limit(settings: Settings, lengths: list[list[int]], slots: int) -> float:
     """Return the seconds at this machine's peaks: each prompt fed once, then all slots busy to the last token."""
     c, prompts = settings.shape.model, [len(prompt) for prompt in settings.prompts()]
     fed = [(start, length - 1) for start, group in zip(prompts, lengths, strict=True) for length in group]
-    prefill = work.prefill(c, prompts, settings.lora) / machine_peaks(settings.dtype).matmul
+    prefill = sum(work.prefill(c, prompts, settings.lora)) / machine_peaks(settings.dtype).matmul
     return prefill + max(limits(settings, fed, slots))
 
 

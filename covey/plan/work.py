@@ -181,7 +181,7 @@ def _rollout(
     batch = max(made.drawn, 1) / max(made.steps * sizes.copies, 1)  # tokens for which the weights are read once
     flops, read = decoding(config, fed, batch, rank, sizes.cache_itemsize)
     cache = cache_reads(config, fed, made, sizes)
-    prompt = _flops(config, [(0, lengths.prompt)] * prompts, prompts * lengths.prompt, prompts, rank)
+    prefilled = prefill(config, [lengths.prompt] * prompts, rank)
     calls = {
         "prefill": Call(made.prefills),
         "admit": Call(made.admissions, made.samples),
@@ -190,10 +190,10 @@ def _rollout(
     weights = sizes.weights if sizes.sampled is None else sizes.sampled
     return Phase(
         "rollout",
-        processes * (flops + sum(prompt)),
+        processes * (flops + sum(prefilled)),
         processes * (read + made.prefills * weights),
         calls,
-        processes * prompt.attention,
+        processes * prefilled.attention,
         CacheReads(processes * cache.live, processes * cache.read, cache.grid_step),
         made.host_turns * (HOST_TURN + HOST_SLOT * min(slots, completions.size)),
         fixed_shapes,
@@ -301,10 +301,9 @@ def forward(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> Flops:
     return _flops(c, list(spans(groups)), tokens, scored, rank)
 
 
-def prefill(c: ModelConfig, prompts: Iterable[int], rank: int = 0) -> float:
+def prefill(c: ModelConfig, prompts: Sequence[int], rank: int = 0) -> Flops:
     """Return the flops of feeding prompts of these lengths, and of the logits after each."""
-    fed = [(0, length) for length in prompts]
-    return sum(_flops(c, fed, sum(length for _, length in fed), len(fed), rank))
+    return _flops(c, [(0, length) for length in prompts], sum(prompts), len(prompts), rank)
 
 
 def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
