@@ -32,7 +32,7 @@ class Line(NamedTuple):
             CoveyError: the value is no whole number from 1 up.
         """
         value = self.options.get(flag)
-        if value is not None and not (value.isascii() and value.isdigit() and int(value)):
+        if value is not None and not _is_count(value):
             raise CoveyError(f"{flag} is {value!r}", want="a whole number from 1 up")
         return None if value is None else int(value)
 
@@ -43,7 +43,7 @@ class Line(NamedTuple):
             CoveyError: one is no whole number from 1 up.
         """
         texts = self.options[flag].split(",") if flag in self.options else []
-        if not all(text.isascii() and text.isdigit() and int(text) for text in texts):
+        if not all(map(_is_count, texts)):
             want = "a whole number from 1 up, or several with commas between them"
             raise CoveyError(f"{flag} is {self.options[flag]!r}", want=want)
         return tuple(map(int, texts))
@@ -128,6 +128,11 @@ def _with_dashes(command: Command, flag: str) -> str:
     """Return `--out` for the `out` of `out=FOLDER`, if that is an option of the command and no setting."""
     option = f"--{flag}"
     return option if option in command.flags and not _is_setting(command, flag) else flag
+
+
+def _is_count(text: str) -> bool:
+    """Return whether `text` is a whole number from 1 up."""
+    return text.isascii() and text.isdigit() and int(text) > 0
 
 
 def _is_setting(command: Command, flag: str) -> bool:
