@@ -94,6 +94,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the text of an error, after its type if it is not one of Covey's.
+
+    >>> reason_of(DataError("no rows")), reason_of(KeyError("text"))
+    ('no rows', "KeyError: 'text'")
+    """
+    return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def foreign_errors(kind: type[CoveyError], what: str, *, fix: str = "", where: str = "") -> Iterator[None]:
     """Turn whatever another package raises into an error of this kind that begins with `what`."""

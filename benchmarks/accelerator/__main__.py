@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.accelerator.checks import CHECKS, Check, Context
 from benchmarks.accelerator.results import ERROR, NOT_TRIED, NotTriedError, Outcome
-from covey.errors import CoveyError
+from covey.errors import reason_of
 
 OUTCOME, DESCRIBE = "outcome.json", "describe"
 
@@ -25,8 +25,7 @@ def run(check: Check, context: Context) -> Outcome:
         outcome = Outcome(NOT_TRIED, message=str(error))
     except Exception as error:  # a check that raises is a finding, and the others go on
         traceback.print_exc()
-        message = str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
-        outcome = Outcome(ERROR, message=message)
+        outcome = Outcome(ERROR, message=reason_of(error))
     return replace(outcome, seconds=round(time.monotonic() - start, 1))
 
 

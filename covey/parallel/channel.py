@@ -38,7 +38,7 @@ from jax._src import distributed as runtime  # the only way to the key-value sto
 
 from covey.config.processes import BIND, PEER_LOST, PORT
 from covey.display import printable
-from covey.errors import CoveyError
+from covey.errors import CoveyError, reason_of
 from covey.parallel.links import BEAT_SECONDS, CONNECT_SECONDS, Links, Peer, own_host
 from covey.parallel.wire import (
     ANSWER,
@@ -50,7 +50,6 @@ from covey.parallel.wire import (
     PeerLostError,
     Verdict,
     deserialize,
-    reason_of,
     serialize,
     split,
     split_values,

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from covey.config.processes import PEER_LOST
-from covey.errors import CoveyError, Stopped
+from covey.errors import CoveyError, Stopped, reason_of
 
 OURS = "covey."
 Convert = Callable[[Any], Any]
@@ -79,11 +79,6 @@ def verdict_on(error: BaseException, index: int) -> Verdict:
             signal=error.signal if isinstance(error, Stopped) else "SIGINT",
         )
     return Verdict(f"process {index} has failed: {reason_of(error)}")
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an error says, and its type if it is none of Covey's."""
-    return str(error) if isinstance(error, CoveyError) else f"{type(error).__name__}: {error}"
 
 
 def split(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
