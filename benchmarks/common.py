@@ -28,6 +28,7 @@ from covey.types import Completion, FinishReason, Group
 
 Name = TypeVar("Name", bound=Hashable)
 
+ROOT = Path(__file__).parents[1]
 STILL = OptimizerConfig(learning_rate=1e-9, schedule="constant", warmup_ratio=0.0)
 """Settings of an optimizer that barely changes the weights, so that every repetition does the same work on the same
 tokens.
@@ -212,6 +213,12 @@ def _cell(name: str, value: Any) -> str:
         spread = f" ({value['low']:.3g}-{value['high']:.3g})" if name in ("seconds", "speedup") else ""
         return f"{value['median']:.3g}{spread}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def with_python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that finds these benchmarks from any folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path}
 
 
 def machine() -> dict[str, Any]:

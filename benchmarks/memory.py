@@ -21,14 +21,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks.common import Settings, tell_json
+from benchmarks.common import Settings, tell_json, with_python_path
 from benchmarks.sizes import SIZES
 from covey.config.schema import LoRAConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 
-ROOT = Path(__file__).parents[1]
 EVERY = 0.2
 """Seconds between two readings."""
 
@@ -74,7 +73,6 @@ def measure(words: Sequence[str], folder: Path) -> list[Phase]:
         CoveyError: the process failed.
     """
     events, log = folder / "events", folder / "log"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "benchmarks.memory_events", str(events), "train", *words]
     readings: list[tuple[float, float]] = []
     with log.open("wb") as output:
@@ -82,7 +80,7 @@ def measure(words: Sequence[str], folder: Path) -> list[Phase]:
             [*command, "--out", str(folder / "run")],
             stdout=output,
             stderr=output,
-            env=os.environ | {"PYTHONPATH": path},
+            env=with_python_path(os.environ),
         )
         while process.poll() is None:
             readings.append((time.time(), _resident(process.pid)))

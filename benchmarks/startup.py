@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Result, Settings, spread_of
+from benchmarks.common import Result, Settings, spread_of, with_python_path
 from benchmarks.peers.checkpoint import write
 from benchmarks.peers.work import STOP
 from benchmarks.sizes import SIZES
@@ -40,7 +40,6 @@ from covey.errors import CoveyError
 from covey.models.config import ModelConfig
 from covey.models.loading.cache import cache_folder
 
-ROOT = Path(__file__).parents[1]
 COMPILED = "compiled"
 """Folder of the compiled programs in Covey's cache."""
 
@@ -97,8 +96,7 @@ def start(words: Sequence[str], out: Path, cache: Path) -> Start:
 def _process(words: Sequence[str], events: Path, log: Path, cache: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Run `covey` with these words, in a process group of its own that ends with the block."""
     known = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    path = os.pathsep.join(filter(None, [str(ROOT), known.get("PYTHONPATH")]))
-    environment = known | {"COVEY_CACHE": str(cache), "PYTHONPATH": path}
+    environment = with_python_path(known | {"COVEY_CACHE": str(cache)})
     command = [sys.executable, "-m", "benchmarks.starting", str(events), "train", *words]
     with log.open("wb") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)

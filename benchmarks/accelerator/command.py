@@ -18,12 +18,11 @@ from rich.console import Console
 from benchmarks.accelerator.__main__ import DESCRIBE, OUTCOME
 from benchmarks.accelerator.checks import CHECKS, Check
 from benchmarks.accelerator.results import ERROR, NOT_TRIED, PASSED, Outcome, Results
-from benchmarks.common import Settings
+from benchmarks.common import Settings, with_python_path
 from covey.display import make_console
 from covey.errors import CoveyError
 
 RESULTS = "results.json"
-ROOT = Path(__file__).parents[2]
 PATIENCE = 5.0
 """Number of times its minutes, and at least as many minutes, after which a check is ended."""
 TINY = 0.05
@@ -86,15 +85,13 @@ def start(name: str, folder: Path, limit: float) -> tuple[int | None, Path]:
     longer, and the file of its messages. Its programs are kept, so that a run finds those of its plan.
     """
     log = folder / f"{name.replace(' ', '-')}.log"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     kept = {"JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "compiled")}
     kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     words = [sys.executable, "-m", "benchmarks.accelerator", name, str(folder)]
     with log.open("wb") as file:
         try:
-            done = subprocess.run(
-                words, stderr=file, env=kept | os.environ | {"PYTHONPATH": path}, timeout=limit, check=False
-            )
+            environment = with_python_path(kept | os.environ)
+            done = subprocess.run(words, stderr=file, env=environment, timeout=limit, check=False)
         except subprocess.TimeoutExpired:
             return None, log
     return done.returncode, log

@@ -4,14 +4,13 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks import soak
 from benchmarks.accelerator.checks import Context
 from benchmarks.accelerator.results import Row
+from benchmarks.common import with_python_path
 from benchmarks.layouts import Case
 
-ROOT = Path(__file__).parents[2]
 STEPS, KILLS = 12, (5,)
 """Number of steps of a run, and the steps behind which it is killed."""
 
@@ -25,8 +24,7 @@ def compare(context: Context) -> Iterator[Row]:
     folder.mkdir(parents=True)
     straight, killed = folder / "straight", folder / "killed"
     train = ["train", "arithmetic-tiny", *(f"--{setting}" for setting in settings())]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = with_python_path(os.environ)
     context.tell(f"{STEPS} steps")
     soak.left_alone([*train, "--out", str(straight)], straight, environment)
     context.tell(f"the same, killed behind step {KILLS[0]} and resumed")
