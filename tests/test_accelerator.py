@@ -88,10 +88,12 @@ def test_a_check_that_raises_is_recorded_and_the_others_go_on(
     made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["accelerator", "--folder", str(tmp_path)]) == 1
-    values = json.loads((tmp_path / "results.json").read_text())
+    values = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
     statuses = {name: one["status"] for name, one in values["checks"].items()}
     assert statuses == {"passes": PASSED, "raises": ERROR, "is_beyond": FAILED, "is_alone": NOT_TRIED}
     assert values["checks"]["raises"]["message"] == "ValueError: no such | kernel"
+    assert [row["measured"] for row in values["checks"]["is_beyond"]["rows"]] == [3.0, None]  # NaN is no JSON
+    assert [row.fails for row in Outcome.from_json(values["checks"]["is_beyond"]).rows] == [True, True]
     told = capsys.readouterr().out
     assert "| passes | seconds | 2 s | 3 s | 1.5 |" in told
     assert "| raises | error: ValueError: no such \\| kernel |" in told

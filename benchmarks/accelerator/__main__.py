@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.accelerator.checks import CHECKS, Check, Context
 from benchmarks.accelerator.results import ERROR, NOT_TRIED, NotTriedError, Outcome
 from covey.errors import reason_of
+from covey.monitor.writer import strict_json
 
 OUTCOME, DESCRIBE = "outcome.json", "describe"
 
@@ -36,7 +37,7 @@ def main(words: list[str]) -> int:
         return 0
     context = Context(folder, lambda text: print(f"    {text}", flush=True))
     outcome = run(next(check for check in CHECKS if check.name == name), context)
-    (folder / OUTCOME).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    (folder / OUTCOME).write_text(strict_json(asdict(outcome)), encoding="utf-8")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Results of the checks: rows beside what was expected, the file that keeps them, and their tables."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from benchmarks.common import short
 from covey.files import replace_file
+from covey.monitor.writer import strict_json
 
 SCHEMA = 1
 """Version of the JSON file."""
@@ -77,8 +79,9 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Outcome":
-        """Return the outcome that `asdict` wrote."""
-        return cls(**{**values, "rows": tuple(Row(**row) for row in values["rows"])})
+        """Return the outcome whose `asdict` was written as strict JSON, where NaN is null."""
+        rows = (row | {"measured": math.nan} if row["measured"] is None else row for row in values["rows"])
+        return cls(**{**values, "rows": tuple(Row(**row) for row in rows)})
 
     @property
     def is_final(self) -> bool:
@@ -118,7 +121,7 @@ class Results:
         """Write the file."""
         checks = {name: asdict(outcome) for name, outcome in self.checks.items()}
         values = {"schema": SCHEMA, "identity": self.identity, "machine": self.machine, "checks": checks}
-        replace_file(path, (json.dumps(values, indent=1) + "\n").encode())
+        replace_file(path, (strict_json(values, indent=1) + "\n").encode())
 
     def table(self) -> Table:
         """Return the rows of all checks as a table for the terminal."""

@@ -253,7 +253,7 @@ def message_lengths(messages: Iterable[Message]) -> list[list[Any]]:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` atomically: a reader sees the old file or the new one, never a part."""
-    replace_file(folder / SUMMARY, _json(summary, indent=2).encode("utf-8") + b"\n")
+    replace_file(folder / SUMMARY, strict_json(summary, indent=2).encode("utf-8") + b"\n")
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -297,11 +297,14 @@ def _missing_rows(file: Path, last: int, step: int) -> ResumeError:
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """Encode `row` as one line of strict JSON in UTF-8; `CONTROL_CHARACTERS` characters become \\u escapes."""
-    return (_json(row) + "\n").encode("utf-8")
+    """Encode `row` as one line of strict JSON in UTF-8."""
+    return (strict_json(row) + "\n").encode("utf-8")
 
 
-def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
+def strict_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """Encode `value` as JSON that any reader takes: a number that is not finite becomes null, and `CONTROL_CHARACTERS`
+    characters become \\u escapes.
+    """
     text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return CONTROL_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
