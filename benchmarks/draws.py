@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def frequencies(logits: np.ndarray, settings: SamplingParams, draws: int) -> np.ndarray:
-    """Return how often each token is drawn: the first tokens of so many samples."""
+    """Return the number of draws of each token; a draw is the first token of a sample."""
 
     @partial(jax.jit, static_argnums=1)
     def drawn(keys: np.ndarray, settings: SamplingParams) -> jax.Array:

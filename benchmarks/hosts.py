@@ -61,7 +61,7 @@ def main(settings: Settings) -> None:
 
 
 def _of_children(cases: Sequence[str], *words: str) -> list[dict[str, float]]:
-    """Return what this module prints for each case, each in a process of its own, whose memory is then its own."""
+    """Run this module once for each case, since a process measures its own memory; return what the processes print."""
     command = [sys.executable, "-m", "benchmarks.hosts", *words]
     outputs = [subprocess.run([*command, case], cwd=ROOT, check=True, capture_output=True).stdout for case in cases]
     return [json.loads(output) for output in outputs]

@@ -119,7 +119,7 @@ def _draw(case: Case, shape: tuple[int, int], dtype: str) -> list[np.ndarray]:
 
 
 def _model(platform: str, case: Case) -> Any:
-    """Return what attention reads of a model."""
+    """Return a stand-in for a model, with the attributes that attention reads."""
     config = ModelConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=case.heads,
         num_kv_heads=case.kv_heads, head_dim=case.width, windows=(case.window,),

@@ -1,6 +1,6 @@
 """`python -m benchmarks accelerator`: make all checks one after the other, and write down each at once.
 
-A call that is stopped is gone on with by the same command. This process never begins JAX: a TPU belongs to one process.
+The same command continues a call that was stopped. This process never begins JAX: a TPU belongs to one process.
 """
 
 import json

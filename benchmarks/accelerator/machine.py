@@ -51,7 +51,7 @@ def describe() -> dict[str, Any]:
 
 
 def sources_digest() -> str:
-    """Return the first digits of a digest of the package's sources: results of other sources are not gone on with."""
+    """Return the first digits of a digest of the package's sources: results of other sources are not continued."""
     digest, folder = hashlib.sha256(), Path(covey.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())

@@ -15,7 +15,9 @@ that all name the same process. From then on every exchange raises a `PeerLostEr
 itself within `END_SECONDS`, because it waits in a device program, is ended with the exit code `PEER_LOST`. JAX's own
 heartbeat would notice a stopped process late, and abort the others without a name.
 
-With one process there is no channel, and every function here returns its input.
+Bytes that only some processes need go over direct connections (`exchange`), which are opened with the first of them.
+
+With one process there is no channel: `all_gather` and `broadcast` return their input, and nothing is compared or sent.
 """
 
 import json

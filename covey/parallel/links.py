@@ -35,7 +35,7 @@ CHECK_SECONDS = 1.0
 
 
 class Receiver(Protocol):
-    """What gets the messages of a connection: the channel."""
+    """Interface of the channel for its connections."""
 
     beat_seconds: float
     doing: str
@@ -144,8 +144,8 @@ class Links:
         store: called with the number of an exchange, the sender and its bytes, in another thread.
 
     Attributes:
-        token: what must come first on a connection to this process.
-        places: where each process listens; set before anything is sent.
+        token: the bytes, as text, that must come first on a connection to this process.
+        places: host, port and token of each process; set before anything is sent.
     """
 
     def __init__(self, index: int, server: socket.socket, store: Callable[[int, int, bytearray], None]):
@@ -157,7 +157,7 @@ class Links:
 
     @property
     def place(self) -> Place:
-        """Where this process listens."""
+        """Host and port of this process, and its token."""
         host, port = self._server.getsockname()[:2]
         return host, port, self.token
 
@@ -220,8 +220,8 @@ class _Reader:
         self._data, self._filled = bytearray(next(messages)), 0
 
     def read(self) -> bool:
-        """Read what has come; return whether more may come. A connection that has closed is left to the channel, which
-        tells whether its process is gone.
+        """Read the bytes that are there; return whether the connection is still open. One that has closed is left to
+        the channel, which tells whether its process is gone.
         """
         with suppress(OSError, StopIteration):
             size = self.connection.recv_into(memoryview(self._data)[self._filled :])

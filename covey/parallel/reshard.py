@@ -187,8 +187,8 @@ def to_host(x: jax.Array) -> np.ndarray:
 
 
 def read_own_rows(x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
-    """Write those rows of `x` into `out` that are on this process's devices where rows are placed as `rows` says. If
-    `x` lies otherwise, it is gathered whole; so all processes that have parts of it call this.
+    """Write the rows of `x` that this process's devices hold into `out`, if `x` has the sharding `rows`. Otherwise it
+    is gathered whole; so all processes that have parts of it must call this.
     """
     if x.is_fully_addressable or not x.sharding.is_equivalent_to(rows, x.ndim):
         out[:] = to_host(x)

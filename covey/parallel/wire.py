@@ -1,5 +1,5 @@
-"""What processes send each other: messages, the verdict on a process that is lost, and values, which are serialized
-without pickle: received data cannot run code.
+"""Messages between processes, the verdict on a process that is lost, and the serialization of values, without pickle:
+received data cannot run code.
 
 Supported values are plain ones, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
 enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.

@@ -364,7 +364,7 @@ def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:
 
 
 def _kernel_blocks(platform: str, time: int, kv_heads: int) -> dict[str, int]:
-    """Return how many positions, and heads, the kernel of decoding reads at a time; nothing on a CPU."""
+    """Return the numbers of positions and of heads that the kernel of decoding reads at a time; none on a CPU."""
     if platform == "gpu":
         return {"block": gpu_decode.BLOCK_SIZE}
     if platform == "tpu":

@@ -201,7 +201,7 @@ def _show_assumptions(plan: Plan, console: Console) -> None:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    """Yield what the figures of a plan assume, a sentence a line."""
+    """Yield the assumptions of a plan, one sentence in each line."""
     machine, lengths = plan.machine, plan.lengths
     yield (
         f"Assumed: prompts of {lengths.prompt} tokens, completions of {lengths.completion} in the mean and "

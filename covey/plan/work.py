@@ -214,7 +214,7 @@ def rollout_timeline(
 
 
 def cache_reads(c: ModelConfig, fed: Sequence["Span"], made: Timeline, sizes: Sizes) -> CacheReads:
-    """Return what the decode steps of one process read of the KV cache.
+    """Return the bytes of the KV cache that the decode steps of one process read.
 
     A kernel reads whole blocks, on average half a block more than a token may see, and one block of a slot in which no
     sample is decoded.
