@@ -83,20 +83,20 @@ ROWS = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compare each row with the first, and print the table and a line of JSON."""
-    asked = _parser().parse_args(words)
+    arguments = _parser().parse_args(words)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    model, prompts = open_model(asked.model, asked.dtype), -(-asked.tokens // (SAMPLES * LENGTH))
-    if asked.share:
-        share, shares, file = asked.share.split(",", 2)
+    model, prompts = open_model(arguments.model, arguments.dtype), -(-arguments.tokens // (SAMPLES * LENGTH))
+    if arguments.share:
+        share, shares, file = arguments.share.split(",", 2)
         np.save(file, sample(model, prompts, ROWS[0], slice(int(share), None, int(shares))))
         return 0
-    first, told = sample(model, prompts, ROWS[0]), []
-    for row in (row for row in ROWS[1:] if asked.only in row.name):
-        differing, counted = compare(first, drawn_by(row, model, first, asked), whole=bool(row.scored))
-        told.append({"row": row.name, "tokens": counted, "differing": differing})
+    first, results = sample(model, prompts, ROWS[0]), []
+    for row in (row for row in ROWS[1:] if arguments.only in row.name):
+        differing, counted = compare(first, drawn_by(row, model, first, arguments), whole=bool(row.scored))
+        results.append({"row": row.name, "tokens": counted, "differing": differing})
         print(f"{row.name:16} {differing:6} of {counted:7} tokens  {differing / counted:.1e}", flush=True)
-    facts = {"model": asked.model, "dtype": asked.dtype, "machine": machine(), "versions": versions()}
-    print(json.dumps({"part": "agreement", **facts, "rows": told}))
+    facts = {"model": arguments.model, "dtype": arguments.dtype, "machine": machine(), "versions": versions()}
+    print(json.dumps({"part": "agreement", **facts, "rows": results}))
     return 0
 
 
@@ -138,18 +138,18 @@ def sample(model: Decoder, prompts: int, row: Row, share: slice = slice(None)) -
     return np.array([[one.tokens for one in group] for group in groups])
 
 
-def drawn_by(row: Row, model: Decoder, first: np.ndarray, asked: argparse.Namespace) -> np.ndarray:
+def drawn_by(row: Row, model: Decoder, first: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
     """Return the tokens that a row draws, of the shape of `first`."""
     if row.scored:
         return score(model, first, row.scored)
-    return sample_elsewhere(row, first, asked) if row.processes else sample(model, len(first), row)
+    return sample_elsewhere(row, first, arguments) if row.processes else sample(model, len(first), row)
 
 
-def sample_elsewhere(row: Row, first: np.ndarray, asked: argparse.Namespace) -> np.ndarray:
+def sample_elsewhere(row: Row, first: np.ndarray, arguments: argparse.Namespace) -> np.ndarray:
     """Sample in processes of their own."""
     environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {row.flags}"}
-    command = [sys.executable, "-m", "benchmarks.agreement", asked.model]
-    command += ["--tokens", str(asked.tokens), "--dtype", asked.dtype, "--share"]
+    command = [sys.executable, "-m", "benchmarks.agreement", arguments.model]
+    command += ["--tokens", str(arguments.tokens), "--dtype", arguments.dtype, "--share"]
     tokens = np.empty_like(first)
     with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
         files = [str(Path(folder) / f"{number}.npy") for number in range(row.processes)]

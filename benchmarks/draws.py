@@ -80,8 +80,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> dict[str, float]:
     rare = (expected > 0) & ~common
     pairs = [(counts[common], expected[common]), ([counts[rare].sum()], [expected[rare].sum()])]
     observed, wanted = (np.concatenate(x) for x in zip(*pairs[: 1 + bool(rare.any())], strict=True))
-    found = stats.chisquare(observed, wanted * (observed.sum() / wanted.sum()))
-    return {"chi_square": round(float(found.statistic), 1), "degrees": len(observed) - 1, "p": float(found.pvalue)}
+    test = stats.chisquare(observed, wanted * (observed.sum() / wanted.sum()))
+    return {"chi_square": round(float(test.statistic), 1), "degrees": len(observed) - 1, "p": float(test.pvalue)}
 
 
 if __name__ == "__main__":

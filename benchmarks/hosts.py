@@ -53,11 +53,11 @@ ROW_LENGTH, ROWS = 16384, 64
 def main(settings: Settings) -> None:
     """Measure the parts that `--only` names, by default both."""
     for part in settings.chosen(PARTS):
-        names, found = PARTS[part]()
+        names, results = PARTS[part]()
         print(f"\nhosts, {part}:")
-        for name, figures in zip(names, found, strict=True):
+        for name, figures in zip(names, results, strict=True):
             print(f"{name}: " + ", ".join(f"{what} {value:g}" for what, value in figures.items()))
-        tell_json(f"hosts {part}", settings, {"cases": dict(zip(names, found, strict=True))})
+        tell_json(f"hosts {part}", settings, {"cases": dict(zip(names, results, strict=True))})
 
 
 def _of_children(cases: Sequence[str], *words: str) -> list[dict[str, float]]:
@@ -184,7 +184,7 @@ def control_of(case: str) -> dict[str, float]:
     """Return seconds until all of so many processes have the answer, and seconds of processor time of process 0, by
     what is exchanged; and the share of a processor that beats cost it.
     """
-    count, found = int(case), dict[str, float]()
+    count, costs = int(case), dict[str, float]()
     server = socket.create_server(("127.0.0.1", 0), backlog=1024)
     command = [sys.executable, "-m", "benchmarks.hosts", "others", f"{count}:{server.getsockname()[1]}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as others, Channel(0, count, 600.0) as between:
@@ -193,14 +193,14 @@ def control_of(case: str) -> dict[str, float]:
             cost = time.process_time()
             for _ in range(ROUNDS):
                 between.compare(value, about) if about == LAUNCH else between.all_gather(value, about)
-            found[f"{name}_cpu"] = (time.process_time() - cost) / ROUNDS
+            costs[f"{name}_cpu"] = (time.process_time() - cost) / ROUNDS
         assert others.stdout is not None
         seconds = json.loads(others.stdout.readline())
         cost = time.process_time()
         time.sleep(BEATS_SECONDS)
-        found["beats_cpu_percent"] = 100 * (time.process_time() - cost) / BEATS_SECONDS
+        costs["beats_cpu_percent"] = 100 * (time.process_time() - cost) / BEATS_SECONDS
         others.kill()
-        figures = {name: short(value) for name, value in (seconds | found).items()}
+        figures = {name: short(value) for name, value in (seconds | costs).items()}
         print(json.dumps(figures), flush=True)
         os._exit(0)  # the others do not leave as processes do
     return figures

@@ -33,15 +33,15 @@ COMMON = {"model.dtype": "bfloat16", "model.compute-dtype": "bfloat16"}
 def main(words: Sequence[str] | None = None) -> int:
     """Plan the runs that `words` name, or all, and print a table; a line of JSON for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    known = tomllib.loads(RUNS.read_text())
-    names = [run["name"] for run in known["runs"]]
+    document = tomllib.loads(RUNS.read_text())
+    names = [run["name"] for run in document["runs"]]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
-    asked = parser.parse_args(words).names
-    if wrong := set(asked) - set(names):
+    selected = parser.parse_args(words).names
+    if wrong := set(selected) - set(names):
         parser.error(f"there is no run {', '.join(sorted(wrong))}")
     print("| published | predicted | published | ratio | roofline |\n|---|---|---|---|---|")
-    for run in (run for run in known["runs"] if not asked or run["name"] in asked):
-        for line in _lines(run, known["models"][run["model"]]):
+    for run in (run for run in document["runs"] if not selected or run["name"] in selected):
+        for line in _lines(run, document["models"][run["model"]]):
             print(line, flush=True)
     return 0
 
@@ -57,14 +57,14 @@ def _lines(run: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     plan = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps({"part": "published", "name": run["name"], **plan}), file=sys.stderr)
     step = plan["step_seconds"]
-    for found, published, unit, least in (
+    for predicted, published, unit, least in (
         (step["expected"], run.get("seconds"), "s", f"{step['roofline']:.3g} s"),
         (plan["memory"]["peak"] / 1e9, run.get("gigabytes"), "GB", ""),
     ):
         if published:
             yield (
-                f"| [{run['of']}, {run['on']}]({run['url']}) | {found:.3g} {unit} | {published:g} {unit} "
-                f"| {found / published:.2f} | {least} |"
+                f"| [{run['of']}, {run['on']}]({run['url']}) | {predicted:.3g} {unit} | {published:g} {unit} "
+                f"| {predicted / published:.2f} | {least} |"
             )
 
 

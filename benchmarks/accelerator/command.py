@@ -107,8 +107,8 @@ def _ordered(checks: dict[str, Outcome]) -> dict[str, Outcome]:
 
 
 def _show_start(console: Console, identity: Mapping[str, Any], finished: int, minutes: Sequence[float]) -> None:
-    devices, told = f"{identity['devices']} × {identity['device']}", f"{sum(minutes):.0f} min"
-    console.print(f"{devices}: {len(minutes)} checks, about {told}; Ctrl-C stops, and the same command goes on")
+    devices, duration = f"{identity['devices']} × {identity['device']}", f"{sum(minutes):.0f} min"
+    console.print(f"{devices}: {len(minutes)} checks, about {duration}; Ctrl-C stops, and the same command goes on")
     if finished:
         console.print(f"{finished} finished by an earlier call")
 

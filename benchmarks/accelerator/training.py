@@ -127,16 +127,16 @@ class Measurement:
         """The models."""
         return self.learner.learner.cluster
 
-    def rows(self, told: str = "") -> Iterator[Row]:
-        """Yield the rows, with `told` behind the names of the quantities."""
+    def rows(self, suffix: str = "") -> Iterator[Row]:
+        """Yield the rows, with `suffix` behind the names of the quantities."""
         measured = self.learner.phases()
         for one in self.plan.phases:
-            yield seconds_row(f"{one.phase.name}{told}", measured[one.phase.name]["median"], one.expected)
+            yield seconds_row(f"{one.phase.name}{suffix}", measured[one.phase.name]["median"], one.expected)
         if self.peak:
-            yield Row(f"peak memory{told}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
-        yield from _sampler_rows(self.first.metrics, self.subject.dtype, told)
+            yield Row(f"peak memory{suffix}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
+        yield from _sampler_rows(self.first.metrics, self.subject.dtype, suffix)
         self.context.tell("decoding with all slots busy")
-        yield seconds_row(f"decode step, beside its bound{told}", *_decode(self.subject, self.cluster, self.plan))
+        yield seconds_row(f"decode step, beside its bound{suffix}", *_decode(self.subject, self.cluster, self.plan))
 
     def logps(self, groups: Sequence[Group]) -> np.ndarray:
         """Return the trainer's log-probs of all tokens of these groups."""
@@ -167,15 +167,15 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _sampler_rows(metrics: Mapping[str, float], dtype: str, told: str = "") -> Iterator[Row]:
+def _sampler_rows(metrics: Mapping[str, float], dtype: str, suffix: str = "") -> Iterator[Row]:
     """Yield the distance of the sampler's log-probs from the trainer's, and the share of tokens that it draws otherwise
     with the same noise, from a step's metrics.
     """
     mean, most = (short(metrics[f"sampling/logp_difference/{which}"]) for which in ("mean", "max"))
-    yield Row(f"sampler's log-probs, mean distance{told}", mean, LOGPS_APART[dtype], "nats", bound=True)
-    yield Row(f"sampler's log-probs, greatest distance{told}", most, None, "nats")
+    yield Row(f"sampler's log-probs, mean distance{suffix}", mean, LOGPS_APART[dtype], "nats", bound=True)
+    yield Row(f"sampler's log-probs, greatest distance{suffix}", most, None, "nats")
     differing = short(1 - metrics["sampling/token_agreement"])
-    yield Row(f"tokens that the trainer would not draw{told}", differing, _most_differing(mean), bound=True)
+    yield Row(f"tokens that the trainer would not draw{suffix}", differing, _most_differing(mean), bound=True)
 
 
 def _most_differing(distance: float) -> float:

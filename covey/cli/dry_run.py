@@ -117,5 +117,5 @@ def plan(line: Line) -> None:
     from covey.plan import command
 
     switches = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
-    asked = command.Asked(prompt, completions, samples, as_json="--json" in line.options, **switches)
-    command.plan(line.arguments[0], line.settings, target, asked)
+    options = command.PlanOptions(prompt, completions, samples, as_json="--json" in line.options, **switches)
+    command.plan(line.arguments[0], line.settings, target, options)

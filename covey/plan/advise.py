@@ -79,12 +79,12 @@ def advise(load: Load, target: Target, tell: Tell, lengths: Lengths) -> list[Adv
     _check(recipe, target)
     assert target.count is not None, "accelerators are counted"
     candidates = list(meshes(target.count))
-    found = []
+    advice = []
     for number, mesh in enumerate(candidates, start=1):
-        said = f"mesh {number} of {len(candidates)} ({', '.join(f'{a} {getattr(mesh, a)}' for a in MESH_AXES)}): "
+        prefix = f"mesh {number} of {len(candidates)} ({', '.join(f'{a} {getattr(mesh, a)}' for a in MESH_AXES)}): "
         settings = settings_for(recipe, mesh, lengths)
-        found.append(_advice(load(settings), settings, target, partial(_tell_of, tell, said), lengths))
-    return sorted(found, key=lambda one: (one.seconds, one.plan is None, one.floor))
+        advice.append(_advice(load(settings), settings, target, partial(_tell_of, tell, prefix), lengths))
+    return sorted(advice, key=lambda one: (one.seconds, one.plan is None, one.floor))
 
 
 def _tell_of(tell: Tell, mesh: str, text: str) -> None:
@@ -148,12 +148,12 @@ def _advice(
     return Advice(mesh, settings, plan, floor, "", tokens)
 
 
-def show(found: Sequence[Advice], console: Console) -> None:
+def show(advice: Sequence[Advice], console: Console) -> None:
     """Print the meshes as a table, and the settings of the fastest."""
-    rows = [_row(one) for one in found]
+    rows = [_row(one) for one in advice]
     titles = ["data × fsdp × tp", "peak GB", "left GB", "step s", "us a token", "update, us a position", ""]
     console.print(make_table(titles, rows))
-    lengths = next((one.plan.lengths for one in found if one.plan), None)
+    lengths = next((one.plan.lengths for one in advice if one.plan), None)
     if lengths:
         console.print(
             f"Assumed: prompts of {lengths.prompt} tokens, completions of {lengths.completion} in the mean and "
@@ -161,7 +161,7 @@ def show(found: Sequence[Advice], console: Console) -> None:
             "micro-batch: larger steps come to it.",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
-    best = found[0]
+    best = advice[0]
     text = f"fastest: {' '.join(best.settings)}" if best.fits else "no mesh fits: more devices are needed"
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
@@ -178,7 +178,7 @@ def _row(one: Advice) -> tuple[str, ...]:
     return name, *memory, *times, ""
 
 
-def as_json(found: Sequence[Advice]) -> list[dict[str, Any]]:
+def as_json(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     """Return the meshes in JSON's types, the fastest first."""
     return [
         {
@@ -193,5 +193,5 @@ def as_json(found: Sequence[Advice]) -> list[dict[str, Any]]:
             "update_seconds_per_position": one.update_seconds if one.fits else None,
             "phases": {t.phase.name: dict(t.parts) for t in one.plan.phases} if one.plan else {},
         }
-        for one in found
+        for one in advice
     ]

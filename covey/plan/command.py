@@ -34,12 +34,12 @@ it reports that it could not find them; the type does not limit the topologies.
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command line asks of a plan.
+class PlanOptions:
+    """Options of `covey plan` beside the devices.
 
     Attributes:
-        prompt: expected tokens of a prompt; None for what is assumed otherwise, as below.
-        completions: expected tokens of a completion, or of several that are equally frequent.
+        prompt: expected tokens of a prompt; None to take or assume them as `expected_lengths` does.
+        completions: expected tokens of a completion, or of several that are equally frequent; none likewise.
         samples: run, or file of samples, whose lengths are expected.
         as_json: print one line of JSON instead of tables.
         here: also run two steps on this machine, and print measured beside predicted memory.
@@ -56,7 +56,7 @@ class Asked:
     advise: bool = False
 
 
-def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> None:
+def plan(source: str, settings: Sequence[str], target: Target, options: PlanOptions) -> None:
     """Print the plan of the recipe `source` for `target`.
 
     Args:
@@ -65,7 +65,7 @@ def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
     """
-    if asked.here and target.platform != "cpu":
+    if options.here and target.platform != "cpu":
         raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
     prepare_environment(target)
 
@@ -78,30 +78,30 @@ def plan(source: str, settings: Sequence[str], target: Target, asked: Asked) -> 
         return recipe.load_any(source, [*settings, *more])
 
     ready = load(())
-    if asked.quick:
+    if options.quick:
         first = outline_for(ready, target)
-        if asked.as_json:
+        if options.as_json:
             print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(first)}))
         else:
             memory.show(first, make_console())
         return
-    expected = expected_lengths(ready, asked.prompt, asked.completions, asked.samples)
+    expected = expected_lengths(ready, options.prompt, options.completions, options.samples)
     console = Console(stderr=True)
-    if asked.advise:
-        _advise(load, target, console, expected, asked.as_json)
+    if options.advise:
+        _advise(load, target, console, expected, options.as_json)
         return
     with console.status("") as status:
-        show_first = partial(_show_first, status) if not asked.as_json else lambda first: None
+        show_first = partial(_show_first, status) if not options.as_json else lambda first: None
         needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
         figures = table.as_json(needs)
-        if asked.here:
+        if options.here:
             _tell(console, status, "running two steps")
             figures["measured"] = measuring.measure(load(measuring.overrides(ready)))
-    if asked.as_json:
+    if options.as_json:
         print(json.dumps(figures))
         return
     table.show(needs, make_console())
-    if asked.here:
+    if options.here:
         measuring.show(figures, make_console())
 
 
@@ -110,11 +110,11 @@ def _advise(load: "Load", target: Target, console: Console, lengths: "Lengths", 
     from covey.plan import advise
 
     with console.status("") as status:
-        found = advise.advise(load, target, partial(_tell, console, status), lengths)
+        advice = advise.advise(load, target, partial(_tell, console, status), lengths)
     if as_json:
-        print(json.dumps({"on": target.name, "meshes": advise.as_json(found)}))
+        print(json.dumps({"on": target.name, "meshes": advise.as_json(advice)}))
     else:
-        advise.show(found, make_console())
+        advise.show(advice, make_console())
 
 
 def _show_first(status: Status, outline: "Outline") -> None:

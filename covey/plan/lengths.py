@@ -69,11 +69,12 @@ def expected_lengths(
         CoveyError: a completion is longer than the recipe allows.
         DataError: there are no samples.
     """
-    prompts, found = _sampled(samples) if samples else ((), ())
+    prompts, sampled = _sampled(samples) if samples else ((), ())
     prompt = prompt or (round(sum(prompts) / len(prompts)) if prompts else recipe.rollout.max_prompt_length)
     most = _most(recipe, prompt)
     if samples and not completions:
-        return Lengths(prompt, _quantiles([min(n, most) for n in found]), f"of the last {len(found):,} in {samples}")
+        origin = f"of the last {len(sampled):,} in {samples}"
+        return Lengths(prompt, _quantiles([min(n, most) for n in sampled]), origin)
     if completions and (longest := max(completions)) > most:
         raise CoveyError(f"--completion-tokens has {longest}", want=f"at most {most}, as the recipe allows")
     if len(completions) > 1:

@@ -105,6 +105,6 @@ def _steps_per_chunk(
     through = np.zeros(count + 1, int)
     np.add.at(through, starts, 1)
     np.add.at(through, ends, -1)
-    found = np.zeros(count + 1, int)
-    np.maximum.at(found, ends, rest)
-    return np.where(through.cumsum() > 0, chunk, found)[:count]
+    rests = np.zeros(count + 1, int)
+    np.maximum.at(rests, ends, rest)
+    return np.where(through.cumsum() > 0, chunk, rests)[:count]

@@ -84,8 +84,10 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
 def _rollout(plan: Plan) -> dict[str, Any] | None:
     """Return the calls of the rollout of one process, and the longest completion, which decides when it ends."""
-    made = next((time.phase.timeline for time in plan.phases if time.phase.timeline), None)
-    return None if made is None else {**asdict(made), "use": made.use, "longest": max(plan.lengths.completions)}
+    schedule = next((time.phase.timeline for time in plan.phases if time.phase.timeline), None)
+    if schedule is None:
+        return None
+    return {**asdict(schedule), "use": schedule.use, "longest": max(plan.lengths.completions)}
 
 
 def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
@@ -207,10 +209,10 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         f"Assumed: prompts of {lengths.prompt} tokens, completions of {lengths.completion} in the mean and "
         f"{max(lengths.completions)} at most ({lengths.origin})."
     )
-    if made := _rollout(plan):
+    if rollout := _rollout(plan):
         yield (
-            f"Rollout: {made['steps']:,} decode steps in {made['chunks']:,} chunks until the longest completion ends; "
-            f"{made['use']:.0%} of the slots' steps draw a token."
+            f"Rollout: {rollout['steps']:,} decode steps in {rollout['chunks']:,} chunks until the longest completion "
+            f"ends; {rollout['use']:.0%} of the slots' steps draw a token."
         )
     if any(time.compiled is not None for time in plan.phases):
         yield (

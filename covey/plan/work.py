@@ -175,29 +175,30 @@ def _rollout(
     prompts, samples = math.ceil(recipe.training.prompts_per_step / processes), recipe.grpo.num_generations
     completions = lengths.of(prompts * samples).reshape(prompts, samples)
     at_once = math.ceil(stage_sizes(recipe.training, samples).rollout / processes)
-    made = rollout_timeline(recipe, lengths.prompt, completions, at_once, fixed_shapes)
+    schedule = rollout_timeline(recipe, lengths.prompt, completions, at_once, fixed_shapes)
     rank, slots = recipe.model.lora.rank, recipe.rollout.slots
     fed = [(lengths.prompt, max(n - 1, 0)) for n in completions.ravel().tolist()]
-    batch = max(made.drawn, 1) / max(made.steps * sizes.copies, 1)  # tokens for which the weights are read once
+    # Tokens for which the weights are read once.
+    batch = max(schedule.drawn, 1) / max(schedule.steps * sizes.copies, 1)
     flops, read = decoding(config, fed, batch, rank, sizes.cache_itemsize)
-    cache = cache_reads(config, fed, made, sizes)
+    cache = cache_reads(config, fed, schedule, sizes)
     prefilled = prefill(config, [lengths.prompt] * prompts, rank)
     calls = {
-        "prefill": Call(made.prefills),
-        "admit": Call(made.admissions, made.samples),
-        "decode": Call(made.chunks, made.steps),
+        "prefill": Call(schedule.prefills),
+        "admit": Call(schedule.admissions, schedule.samples),
+        "decode": Call(schedule.chunks, schedule.steps),
     }
     weights = sizes.weights if sizes.sampled is None else sizes.sampled
     return Phase(
         "rollout",
         processes * (flops + sum(prefilled)),
-        processes * (read + made.prefills * weights),
+        processes * (read + schedule.prefills * weights),
         calls,
         processes * prefilled.attention,
         CacheReads(processes * cache.live, processes * cache.read, cache.grid_step),
-        made.host_turns * (HOST_TURN + HOST_SLOT * min(slots, completions.size)),
+        schedule.host_turns * (HOST_TURN + HOST_SLOT * min(slots, completions.size)),
         fixed_shapes,
-        made,
+        schedule,
     )
 
 
@@ -205,15 +206,15 @@ def rollout_timeline(
     recipe: Recipe, prompt: int, completions: Int[np.ndarray, "prompts samples"], at_once: int, fixed_shapes: bool
 ) -> Timeline:
     """Return the calls of one process that samples these completions, those of `at_once` prompts at a time."""
-    (prompts, samples), made = completions.shape, Timeline()
+    (prompts, samples), schedule = completions.shape, Timeline()
     for part in np.split(completions, range(at_once, prompts, at_once)):
         requests = [prompt] * len(part), [samples] * len(part)
         scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes)
-        made += timeline(scheduler, part, unread=0 if scheduler.resizes else 1)
-    return made
+        schedule += timeline(scheduler, part, unread=0 if scheduler.resizes else 1)
+    return schedule
 
 
-def cache_reads(c: ModelConfig, fed: Sequence["Span"], made: Timeline, sizes: Sizes) -> CacheReads:
+def cache_reads(c: ModelConfig, fed: Sequence["Span"], schedule: Timeline, sizes: Sizes) -> CacheReads:
     """Return the bytes of the KV cache that the decode steps of one process read.
 
     A kernel reads whole blocks, on average half a block more than a token may see, and one block of a slot in which no
@@ -221,7 +222,7 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], made: Timeline, sizes: Si
     """
     position = 2 * c.num_kv_heads * c.head_dim * sizes.cache_itemsize * sizes.cache_copies
     seen, half = float(_pairs(c, fed)), sizes.block / 2
-    beyond = c.num_layers * (half * made.drawn + sizes.block * (made.slot_steps - made.drawn))
+    beyond = c.num_layers * (half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn))
     grid_step = 2 * sizes.block_heads * sizes.block * c.head_dim * sizes.cache_itemsize
     return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
 
