@@ -290,7 +290,7 @@ class Linear(nnx.Module):
         return project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in), sum_dtype)
 
     def _finish(self, out: Array, n_out: Axes, adapted: Array | None) -> Array:
-        """Add the bias, and what the adapter adds, to the product with the kernel."""
+        """Add the bias, and the addition of the adapter, to the product with the kernel."""
         if self.bias is not None:
             out = out + self.bias[...].astype(out.dtype).reshape(n_out)
         return save_product(out if adapted is None else out + adapted)
@@ -330,7 +330,7 @@ def _apply_kernels(linears: Sequence[Linear], x: Array, axes: Sequence[Axes], qu
 
 
 def _apply_adapters(linears: Sequence[Linear], x: Array, axes: Sequence[Axes]) -> list[Array | None]:
-    """Return what the adapter of each of `linears` adds, with these axes for n_out; None where there is none.
+    """Compute the addition of the adapter of each of `linears`, with these axes for n_out; None where there is none.
 
     Their A lie side by side in one product, forward and backward: a rank is narrower than the unit for products. To
     decode, where time goes into reading them, they are not copied together.

@@ -66,7 +66,7 @@ class SamplerStats:
 
 
 class Chunk(NamedTuple):
-    """What the slots drew, read by the host.
+    """Tokens that the slots drew, read by the host.
 
     Attributes:
         tokens: arrays [S, steps].
@@ -208,7 +208,7 @@ class ModelRunner:
         return drawn
 
     def read(self, drawn: Drawn, slots: Collection[int]) -> Chunk:
-        """Wait for what a program drew, and return what it drew in these slots."""
+        """Wait for the tokens that a program drew, and return those of these slots."""
         draws, counts, active, steps = jax.device_get(drawn)  # all at once: the host waits for one transfer
         kept = np.zeros_like(counts)
         kept[list(slots)] = counts[list(slots)]

@@ -79,7 +79,7 @@ class PageTable:
         return len(self._free)
 
     def missing(self, slot: int, length: int) -> int:
-        """Return how many more pages a slot needs for `length` positions."""
+        """Return the number of further pages that a slot needs for `length` positions."""
         return max(self.sizes.number(length) - self._count[slot], 0)
 
     def grow(self, slot: int, length: int) -> None:
@@ -88,7 +88,7 @@ class PageTable:
             self._hold(slot, heapq.heappop(self._free))
 
     def missing_for_prompt(self, prompt: Hashable, length: int) -> int:
-        """Return how many free pages a slot needs for `length` positions that begin with a prompt."""
+        """Return the number of free pages that a slot needs for `length` positions that begin with a prompt."""
         return self.sizes.number(length) - len(self._of_prompt.get(prompt, ()))
 
     def begin(self, slot: int, prompt: Hashable, prompt_length: int, length: int) -> list[tuple[int, int]]:

@@ -82,7 +82,7 @@ class Entries(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What the slots drew in a chunk of steps, or with their prompts.
+    """Tokens that the slots drew in a chunk of steps, or with their prompts.
 
     Attributes:
         draws: tokens and their log-probs, see `logits.Draw`, [steps, S] each.

@@ -148,6 +148,6 @@ def _gather(axis: Any, *numbers: Array) -> list[Float[Array, "parts S"]]:
 
 
 def _take(scores: Float[Array, "parts S"], *numbers: Float[Array, "parts S"]) -> list[Float[Array, "S"]]:
-    """Return of each of `numbers` that of the part with the largest score."""
+    """Select the part with the largest score; return its entry of each of `numbers`."""
     winner = jnp.argmax(scores, axis=0)
     return [jnp.take_along_axis(x, winner[None], axis=0)[0] for x in numbers]
