@@ -495,14 +495,19 @@ class Scheduler:
         """Return whether `reserve` would park a sample."""
         if self.table is None:
             return False
-        samples = {slot: self._kept.get(sample) for slot, sample in self.active.items()}
-        needed = sum(self._missing(slot, chunks) + self.table.num_shared(slot, kept) for slot, kept in samples.items())
+        needed = sum(self._missing(slot, sample, chunks) for slot, sample in self.active.items())
         return self.table.num_free < needed
 
-    def _missing(self, slot: int, chunks: int) -> int:
-        """Return how many more pages a slot needs for so many chunks."""
+    def _missing(self, slot: int, sample: Sample, chunks: int) -> int:
+        """Return the number of free pages that a sample in a slot needs for so many chunks: further ones, and those for
+        copies of pages that it shares and is about to write.
+        """
         assert self.table is not None
-        return self.table.missing(slot, int(self.lengths[slot]) + chunks * self.config.decode_chunk)
+        missing = self.table.missing(slot, self._length_after(slot, chunks))
+        return missing + self.table.num_shared(slot, self._kept.get(sample))
+
+    def _length_after(self, slot: int, chunks: int) -> int:
+        return int(self.lengths[slot]) + chunks * self.config.decode_chunk
 
     def reserve(self, chunks: int = 1) -> tuple[dict[int, Sample], list[Copy]]:
         """Give the samples that are decoded pages for so many chunks, the first ones first. Return the samples that
@@ -513,17 +518,12 @@ class Scheduler:
         if self.table is None:
             return parked, copies
         for slot, sample in sorted(self.active.items(), key=itemgetter(1)):
-            if slot in parked:
-                break
-            kept = self._kept.get(sample)
-            while self.table.num_free < self._missing(slot, chunks) + self.table.num_shared(slot, kept):
+            while slot not in parked and self.table.num_free < self._missing(slot, sample, chunks):
                 parked |= self._park(self._last_running)
-                if slot in parked:
-                    break
-            else:
-                copies += self.table.own(slot, kept)
-                self.table.grow(slot, int(self.lengths[slot]) + chunks * self.config.decode_chunk)
-                self._kept.pop(sample, None)
+            if slot in parked:  # and so are those behind it
+                break
+            copies += self.table.own(slot, self._kept.pop(sample, None))
+            self.table.grow(slot, self._length_after(slot, chunks))
         return parked, copies
 
     @property
