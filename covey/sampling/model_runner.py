@@ -183,7 +183,7 @@ class ModelRunner:
         self._current_pages()
         fills = [(page, one.row, part) for one in admitted for page, part in one.pages]
         padded = sum(block.length for block in self.prefix.cache[0])
-        page, row, part = np.zeros((3, len(self.slots.token) * self.table.sizes.number(padded)), np.int32)
+        page, row, part = np.zeros((3, len(self.slots.token) * self.table.sizes.num_pages(padded)), np.int32)
         for number, fill in enumerate(fills):
             page[number], row[number], part[number] = fill
         return PageWrites(page, row, part, np.int32(len(fills)))

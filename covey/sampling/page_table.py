@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from covey.config.schema import RolloutConfig
 
-NOBODYS = 0
+NULL_PAGE = 0
 """The page that no slot has; the table names it where a slot has none."""
 
 
@@ -24,29 +24,30 @@ class PageSizes(NamedTuple):
 
     Attributes:
         size: number of positions of a page.
-        each: number of pages of the longest slot.
-        total: number of pages, that which is nobody's included.
+        per_slot: number of pages of the longest slot.
+        total: number of pages, the null page included.
     """
 
     size: int
-    each: int
+    per_slot: int
     total: int
 
-    def number(self, length: int) -> int:
+    def num_pages(self, length: int) -> int:
         """Return the number of pages that hold `length` positions, at most those of the longest slot."""
-        return min(-(-length // self.size), self.each)
+        return min(-(-length // self.size), self.per_slot)
 
-    def slots(self, length: int) -> int:
+    def num_slots(self, length: int) -> int:
         """Return the number of slots for which there are pages where each holds `length` positions of its own."""
-        return max((self.total - 1) // self.number(length), 1)
+        return max((self.total - 1) // self.num_pages(length), 1)
 
     @classmethod
     def of(cls, config: RolloutConfig, slots: int, length: int) -> "PageSizes | None":
         """Return the sizes for slots of `length` positions; None unless the settings want pages."""
         if config.page_size is None:
             return None
-        each, all_slots = -(-length // config.page_size), slots * -(-length // config.page_size)
-        return cls(config.page_size, each, 1 + max(min(config.num_pages or all_slots, all_slots), each))
+        per_slot = -(-length // config.page_size)
+        of_all = slots * per_slot
+        return cls(config.page_size, per_slot, 1 + max(min(config.num_pages or of_all, of_all), per_slot))
 
 
 class Copy(NamedTuple):
@@ -66,7 +67,7 @@ class PageTable:
 
     def __init__(self, slots: int, sizes: PageSizes):
         self.sizes, self.size = sizes, sizes.size
-        self.rows: Int[np.ndarray, "S n"] = np.full((slots, sizes.each), NOBODYS, np.int32)
+        self.rows: Int[np.ndarray, "S n"] = np.full((slots, sizes.per_slot), NULL_PAGE, np.int32)
         self._count = [0] * slots
         self._free = list(range(1, sizes.total))
         self._holders = [0] * sizes.total
@@ -80,7 +81,7 @@ class PageTable:
 
     def missing(self, slot: int, length: int) -> int:
         """Return the number of further pages that a slot needs for `length` positions."""
-        return max(self.sizes.number(length) - self._count[slot], 0)
+        return max(self.sizes.num_pages(length) - self._count[slot], 0)
 
     def grow(self, slot: int, length: int) -> None:
         """Give a slot the pages that it is `missing`, which are free."""
@@ -89,7 +90,7 @@ class PageTable:
 
     def missing_for_prompt(self, prompt: Hashable, length: int) -> int:
         """Return the number of free pages that a slot needs for `length` positions that begin with a prompt."""
-        return self.sizes.number(length) - len(self._of_prompt.get(prompt, ()))
+        return self.sizes.num_pages(length) - len(self._of_prompt.get(prompt, ()))
 
     def begin(self, slot: int, prompt: Hashable, prompt_length: int, length: int) -> list[tuple[int, int]]:
         """Give a free slot pages for `length` positions that begin with a prompt; return those to fill with it, and
@@ -102,7 +103,7 @@ class PageTable:
         if shared is None and (full := prompt_length // self.size):
             self._of_prompt[prompt] = pages = self.rows[slot, :full].tolist()
             self._prompt_of |= dict.fromkeys(pages, prompt)
-        filled = range(len(shared or ()), self.sizes.number(prompt_length))
+        filled = range(len(shared or ()), self.sizes.num_pages(prompt_length))
         return [(int(self.rows[slot, number]), number) for number in filled]
 
     def num_shared(self, slot: int, start: int | None) -> int:
@@ -138,7 +139,7 @@ class PageTable:
             if not self._holders[page]:
                 self._forget_prompt(page)
                 heapq.heappush(self._free, page)
-        self.rows[slot], self._count[slot] = NOBODYS, 0
+        self.rows[slot], self._count[slot] = NULL_PAGE, 0
 
     def forget_prompts(self) -> None:
         """Share no pages of prompts with slots that begin from now on: the prompts are prefilled anew."""

@@ -1,7 +1,8 @@
 """KV cache by pages: a layer is one block [P, ...] of pages that slots share, and a table [S, n] names those of each
 slot in their order (`page_table.PageTable` assigns them).
 
-Page 0 is nobody's: places of the table without a page name it. Slots that draw nothing write there.
+Page 0 is the null page (`page_table.NULL_PAGE`): places of the table without a page name it, and slots that draw
+nothing write there.
 
 Attention reads pages by the table (`cache.decode_attention`). Here are the programs that write and move them.
 """

@@ -196,7 +196,7 @@ class Programs:
         sizes = None if config is None else PageSizes.of(config, slots, cache_length)
         whole, writes = self._abstract_cache(params, slots, cache_length, sizes), tuple[PageWrites, ...]()
         if sizes is not None:
-            most = jax.ShapeDtypeStruct((slots * sizes.number(prompt_length),), jnp.int32)
+            most = jax.ShapeDtypeStruct((slots * sizes.num_pages(prompt_length),), jnp.int32)
             writes = (PageWrites(most, most, most, jax.ShapeDtypeStruct((), jnp.int32)),)
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
@@ -218,7 +218,7 @@ class Programs:
         state = abstract(empty_slots(slots), _sharding(params, (), ()))
         sizes = PageSizes.of(config, slots, cache_length)
         cache = self._abstract_cache(params, slots, cache_length, sizes)
-        pages = () if sizes is None else (jax.ShapeDtypeStruct((slots, sizes.each), jnp.int32),)
+        pages = () if sizes is None else (jax.ShapeDtypeStruct((slots, sizes.per_slot), jnp.int32),)
         function = self.decode_with(SamplingParams.from_config(config))
         settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
         return Program("decode", function.func, (abstract(params), cache, state, *pages), settings)

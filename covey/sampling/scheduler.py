@@ -465,7 +465,7 @@ class Scheduler:
 
     def _pages_to_go_on(self, sample: Sample) -> int:
         assert self.table is not None
-        return self.table.sizes.number(self.swapped[sample] + self.config.decode_chunk)
+        return self.table.sizes.num_pages(self.swapped[sample] + self.config.decode_chunk)
 
     def _park(self, slot: int) -> dict[int, Sample]:
         """Take the sample out of a slot."""

@@ -116,7 +116,7 @@ class Played:
             for page, part in one.pages:
                 piece = prompt[part * self.table.size :][: self.table.size]
                 self.pages[page, : len(piece)] = piece
-            self.shared += self.table.sizes.number(len(prompt)) - len(one.pages)
+            self.shared += self.table.sizes.num_pages(len(prompt)) - len(one.pages)
             counts[one.slot] = 1
         assert counts.any()
         self.scheduler.update(counts)
