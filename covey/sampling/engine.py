@@ -192,8 +192,8 @@ class Engine:
         runs_ahead: bool | None = None,
     ):
         graph, params = nnx.split(model)
-        self._place = model.platform, num_row_shards(mesh_of(params))
-        check_pages(config, *self._place)
+        self._platform, self._num_row_shards = model.platform, num_row_shards(mesh_of(params))
+        check_pages(config, self._platform, self._num_row_shards)
         self.stop_ids, self.max_waiting, self.version = tuple(sorted(stop_ids)), max_waiting, 0
         self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
         self.scheduler = Scheduler(config, may_resize=CacheLayout.of(model).divided, fixed_shapes=fixed_shapes)
@@ -235,7 +235,7 @@ class Engine:
     def configure(self, config: RolloutConfig) -> None:
         """Change the settings of an engine without requests, and begin new statistics."""
         self._check_idle("an engine without requests, for new settings")
-        check_pages(config, *self._place)
+        check_pages(config, self._platform, self._num_row_shards)
         self.scheduler.config, self.runner.stats = config, SamplerStats()
 
     def update_weights(self, params: Any, version: int | None = None) -> None:
