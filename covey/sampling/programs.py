@@ -3,6 +3,7 @@
 They are pure functions; `Programs` holds those compiled for a decoder, and `ModelRunner` calls them.
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -151,24 +152,17 @@ class Programs:
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
         model = nnx.merge(self.graph, params)
-        c, layout = model.config, CacheLayout.of(model)
-        make = _empty_block(_sharding(params, (slots, c.num_kv_heads, 1, 1)))
-        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-        sizes = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
-        return [[make(layout, slots, size, *shape) for size in sizes] for _ in range(c.num_layers)]
+        layout = CacheLayout.of(model)
+        return _empty_blocks(model, params, slots, layout.block_lengths(end)[len(layout.block_lengths(start)) :])
+
+    def empty_pages(self, params: Any, sizes: PageSizes) -> list[LayerCache]:
+        """Create each layer's pages."""
+        return _empty_blocks(nnx.merge(self.graph, params), params, sizes.total, [sizes.size])
 
     def place_slots(self, params: Any, slots: Slots) -> Slots:
         """Put slots of the host onto the devices, as the programs return them."""
         sharding = _sharding(params, (), ())
         return slots if sharding is None else put_host(slots, sharding)
-
-    def empty_pages(self, params: Any, sizes: PageSizes) -> list[LayerCache]:
-        """Create each layer's pages."""
-        model = nnx.merge(self.graph, params)
-        c = model.config
-        make = _empty_block(_sharding(params, (sizes.total, c.num_kv_heads, 1, 1)))
-        shape = (sizes.total, sizes.size, c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-        return [[make(CacheLayout.of(model), *shape)] for _ in range(c.num_layers)]
 
     def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
@@ -230,6 +224,14 @@ class Programs:
             return _placed(jax.eval_shape(lambda: self.empty_pages(params, sizes)), params)
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
         return _placed(cache, params)
+
+
+def _empty_blocks(model: Decoder, params: Any, rows: int, lengths: Sequence[int]) -> list[LayerCache]:
+    """Create each layer's blocks of these lengths for so many slots, or pages."""
+    c, layout = model.config, CacheLayout.of(model)
+    make = _empty_block(_sharding(params, (rows, c.num_kv_heads, 1, 1)))
+    shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
+    return [[make(layout, rows, length, *shape) for length in lengths] for _ in range(c.num_layers)]
 
 
 @cache
