@@ -157,9 +157,8 @@ class ModelRunner:
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
-            pages = () if writes is None else (writes,)
             admitted: tuple[list[LayerCache], Slots, Drawn]
-            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params, *pages)
+            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params, writes)
             self.cache, self.slots, drawn = admitted
             return drawn
         if writes is None:
@@ -200,9 +199,8 @@ class ModelRunner:
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
         decode = self.programs.decode_with(self._sampling_params(sequences))
-        pages = () if self.table is None else (self._current_pages(),)
         decoded: tuple[list[LayerCache], Slots, Drawn]
-        decoded = decode(self.params, self.cache, self.slots, *pages, steps=steps, pause_id=pause_id)
+        decoded = decode(self.params, self.cache, self.slots, self._current_pages(), steps=steps, pause_id=pause_id)
         self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1
         return drawn

@@ -172,50 +172,39 @@ class Programs:
         return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
 
     def insert_programs(
-        self,
-        params: Any,
-        slots: int,
-        cache_length: int,
-        prompts: int,
-        prompt_length: int,
-        config: RolloutConfig | None = None,
+        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int, config: RolloutConfig
     ) -> list[Program]:
         """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with fixed
         shapes, the program `admit`. `config` says whether the cache is paged.
         """
         prefill = self.prefill_program(params, prompts, prompt_length)
         prefilled = jax.eval_shape(prefill.function, *prefill.args)
+        prefix, sizes = _placed(prefilled.cache, params), PageSizes.of(config, slots, cache_length)
+        cache = self._abstract_cache(params, slots, cache_length, sizes)
+        writes = None if sizes is None else _abstract_writes(slots * sizes.num_pages(prompt_length))
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
-        keys = jax.ShapeDtypeStruct((slots, 2), jnp.uint32)
-        sizes = None if config is None else PageSizes.of(config, slots, cache_length)
-        whole, writes = self._abstract_cache(params, slots, cache_length, sizes), tuple[PageWrites, ...]()
-        if sizes is not None:
-            most = jax.ShapeDtypeStruct((slots * sizes.num_pages(prompt_length),), jnp.int32)
-            writes = (PageWrites(most, most, most, jax.ShapeDtypeStruct((), jnp.int32)),)
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
-            prefilled = Prefix(_placed(prefilled.cache, params), logits)
-            entries = Entries(inserted, number, keys, number, number)
+            entries = Entries(inserted, number, jax.ShapeDtypeStruct((slots, 2), jnp.uint32), number, number)
             numbers = TracedSamplingParams.of(self.compiled_sampling_params)
-            state = abstract(empty_slots(slots), _sharding(params, (), ()))
-            return [Program("admit", self.admit, (whole, state, prefilled, entries, numbers, *writes))]
-        if sizes is not None:
-            return [Program("insert", self.insert_pages, (whole, _placed(prefilled.cache, params), *writes))]
-        prefix, cache = _placed(prefilled.cache[0], params), whole[0]
-        blocks = {(old.length, new.length): (old, new) for old, new in zip(cache, prefix, strict=False)}
+            args = cache, _abstract_slots(params, slots), Prefix(prefix, logits), entries, numbers, writes
+            return [Program("admit", self.admit, args)]
+        if writes is not None:
+            return [Program("insert", self.insert_pages, (cache, prefix, writes))]
+        blocks = {(old.length, new.length): (old, new) for old, new in zip(cache[0], prefix[0], strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
 
     def decode_program(
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        state = abstract(empty_slots(slots), _sharding(params, (), ()))
         sizes = PageSizes.of(config, slots, cache_length)
         cache = self._abstract_cache(params, slots, cache_length, sizes)
-        pages = () if sizes is None else (jax.ShapeDtypeStruct((slots, sizes.per_slot), jnp.int32),)
+        pages = None if sizes is None else jax.ShapeDtypeStruct((slots, sizes.per_slot), jnp.int32)
         function = self.decode_with(SamplingParams.from_config(config))
         settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
-        return Program("decode", function.func, (abstract(params), cache, state, *pages), settings)
+        args = abstract(params), cache, _abstract_slots(params, slots), pages
+        return Program("decode", function.func, args, settings)
 
     def _abstract_cache(
         self, params: Any, slots: int, cache_length: int, sizes: PageSizes | None = None
@@ -248,6 +237,15 @@ def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] 
         return getattr(jax.tree.leaves(params)[0], "sharding", None)
     sharding: Sharding = sharding_of(axes, shape, mesh)
     return sharding
+
+
+def _abstract_slots(params: Any, slots: int) -> Slots:
+    return abstract(empty_slots(slots), _sharding(params, (), ()))
+
+
+def _abstract_writes(most: int) -> PageWrites:
+    numbers = jax.ShapeDtypeStruct((most,), jnp.int32)
+    return PageWrites(numbers, numbers, numbers, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _replicated(tree: Tree, like: Array) -> Tree:

@@ -104,7 +104,7 @@ def test_admitting_prompts_copies_no_cache(
         there = topology(name).devices
     graph, params = decoder(8, kv_heads, width, there, rows, columns)
     programs = Programs(graph, (2,), SamplingParams.from_config(ROLLOUT))
-    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt)
+    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt, ROLLOUT)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     row = kv_heads * width * 2 // columns
