@@ -225,9 +225,9 @@ def _kernel_attention(
         (block,) = cache
         start = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
 
-        def run(q: Array, k: Array, v: Array, keys: Array, values: Array, *indices: Array) -> tuple[Array, ...]:
-            length, start, end, *table = indices
-            (pages,) = table or [jnp.arange(len(length))[:, None]]  # one page a slot
+        def run(q: Array, k: Array, v: Array, keys: Array, values: Array, indices: Any) -> tuple[Array, ...]:
+            length, start, end, pages = indices
+            pages = jnp.arange(len(length))[:, None] if pages is None else pages  # one page a slot
             page, place = place_in_pages(pages, block.length, length)
             keys, values = kernel.write(keys, values, k, v, page, place, interpret)
             tables = kernel.decode_tables(start, end, pages, block.length)
@@ -236,11 +236,10 @@ def _kernel_attention(
         if not mesh.empty:
             heads = sharding_of(CACHE_AXES, block.keys.shape, mesh).spec
             new, rows = PartitionSpec(*heads[:2]), PartitionSpec(heads[0])
-            specs = (heads, new, new, heads, heads, rows, rows, rows, *([] if pages is None else [rows]))
+            specs = (heads, new, new, heads, heads, rows)
             run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(heads,) * 3, check_vma=False)
         grouped = q.reshape(len(q), block.keys.shape[1], -1, q.shape[-1]).astype(block.keys.dtype)
-        indices = (length, start, end, *([] if pages is None else [pages]))
-        out, keys, values = run(grouped, k[:, 0], v[:, 0], block.keys, block.values, *indices)
+        out, keys, values = run(grouped, k[:, 0], v[:, 0], block.keys, block.values, (length, start, end, pages))
         return out.reshape(q.shape).astype(q.dtype), [Block(keys, values, block.layout)]
 
     return attend
