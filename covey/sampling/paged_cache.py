@@ -53,17 +53,14 @@ def insert_pages(cache: list[LayerCache], prefix: list[LayerCache], writes: Page
 
 def _in_whole_pages(blocks: LayerCache, size: int) -> Block:
     """Return prompts as one block, padded to whole pages of `size` positions unless they fit one."""
-    keys, values = (
-        jnp.concatenate([getattr(block, name) for block in blocks], getattr(blocks[0].layout, name))
-        for name in ("keys", "values")
-    )
-    joined = Block(keys, values, blocks[0].layout)
-    padding = -joined.length % size if joined.length > size else 0
+    length = sum(block.length for block in blocks)
+    padding = -length % size if length > size else 0
 
-    def pad(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, padding if i == axis else 0) for i in range(4)]) if padding else x
+    def join(x: Array, axis: int, *others: Array) -> Array:
+        joined = jnp.concatenate([x, *others], axis)
+        return jnp.pad(joined, [(0, padding if i == axis else 0) for i in range(4)]) if padding else joined
 
-    return joined.map(pad)
+    return blocks[0].map(join, *blocks[1:])
 
 
 def _insert(cache: list[LayerCache], prefix: list[LayerCache], writes: PageWrites) -> list[LayerCache]:

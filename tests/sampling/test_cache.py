@@ -54,16 +54,13 @@ def paged(blocks: list[Block], width: int, size: int) -> tuple[list[Block], jax.
     """The same in pages that lie in any order, and their table."""
     layout, number = blocks[0].layout, TIME // size
     table = 1 + np.random.default_rng(2).permutation(SLOTS * number).reshape(SLOTS, number)
-    keys, values = (
-        jnp.concatenate([getattr(block, name) for block in blocks], getattr(layout, name))
-        for name in ("keys", "values")
-    )
 
-    def fill(x: jax.Array, axis: int, whole: jax.Array) -> jax.Array:
+    def fill(x: jax.Array, axis: int, *parts: jax.Array) -> jax.Array:
+        whole = jnp.concatenate(parts, axis)
         return x.at[table].set(jnp.stack(jnp.split(whole, number, axis), 1))
 
     empty = empty_block(layout, SLOTS * number + 1, size, 2, width, jnp.float32)
-    return [empty.map(fill, Block(keys, values, layout))], jnp.asarray(table)
+    return [empty.map(fill, *blocks)], jnp.asarray(table)
 
 
 def decoded(
