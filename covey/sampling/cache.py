@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -441,34 +440,6 @@ def append_size(count: int) -> int:
     (16, 64, 256)
     """
     return next((size for size in APPEND_SIZES if size >= count), APPEND_SIZES[-1])
-
-
-def append(
-    graph: Any,
-    params: Any,
-    cache: list[LayerCache],
-    slots: Int[Array, "S"],
-    tokens: Int[Array, "S n"],
-    start: Int[Array, "S"],
-    count: Int[Array, "S"],
-    rows: Int[Array, ""],
-) -> list[LayerCache]:
-    """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
-    on, for each of the first `rows`.
-    """
-    model, divided = nnx.merge(graph, params), cache[0][0].layout.divided
-
-    def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
-        positions = start[row] + jnp.arange(tokens.shape[1])
-        # XLA for TPUs writes tokens to a copy of an array in another order: of the slot, not of the whole cache.
-        held, slot = (cache, slots[row]) if divided else (take_slot(cache, slots[row]), jnp.int32(0))
-        attend = append_attention(slot, positions, count[row])
-        _, held = model(tokens[row][None], positions[None], attend, held)
-        appended = held if divided else put_slot(cache, held, slots[row])
-        return keep_sharding(appended, model.embed.embedding[...])
-
-    appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
-    return appended
 
 
 def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: Int[Array, ""]) -> Attend:

@@ -263,11 +263,8 @@ class ModelRunner:
         for row, (slot, (start, piece)) in enumerate(pieces.items()):
             padded[row, : len(piece)] = piece
             slots[row], starts[row], counts[row] = slot, start, len(piece)
-        arguments = slots, padded, starts, counts, np.int32(len(pieces))
-        if self.table is None:
-            self.cache = self.programs.append(self.params, self.cache, *arguments)
-        else:
-            self.cache = self.programs.append_pages(self.params, self.cache, self._current_pages(), *arguments)
+        arguments = slots, padded, starts, counts, np.int32(len(pieces)), self._current_pages()
+        self.cache = self.programs.append(self.params, self.cache, *arguments)
         self.stats.append_cells += len(pieces) * size
         self.stats.appended_tokens += int(counts.sum())
 

@@ -12,18 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from covey.sampling.cache import (
-    Block,
-    LayerCache,
-    append_attention,
-    gather_pages,
-    keep_sharding,
-    slot_axes,
-)
+from covey.sampling.cache import Block, LayerCache, gather_pages, slot_axes
 
 
 class PageWrites(NamedTuple):
@@ -115,30 +107,3 @@ def put_pages(
 
     written: list[LayerCache] = jax.lax.fori_loop(start // size, -(-end // size), put, cache)
     return written
-
-
-def append_pages(
-    graph: Any,
-    params: Any,
-    cache: list[LayerCache],
-    pages: Int[Array, "S n"],
-    slots: Int[Array, "S"],
-    tokens: Int[Array, "S n"],
-    start: Int[Array, "S"],
-    count: Int[Array, "S"],
-    rows: Int[Array, ""],
-) -> list[LayerCache]:
-    """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
-    on, for each of the first `rows`: `cache.append` of a paged cache.
-    """
-    model = nnx.merge(graph, params)
-
-    def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
-        positions, of_slot = start[row] + jnp.arange(tokens.shape[1]), pages[slots[row]]
-        attend = append_attention(jnp.int32(0), positions, count[row])
-        _, held = model(tokens[row][None], positions[None], attend, take_pages(cache, of_slot))
-        appended = put_pages(cache, held, of_slot, start[row], start[row] + count[row])
-        return keep_sharding(appended, model.embed.embedding[...])
-
-    appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
-    return appended

@@ -24,7 +24,7 @@ from covey.sampling.cache import (
     CacheLayout,
     LayerCache,
     Prefix,
-    append,
+    append_attention,
     decode_attention,
     empty_block,
     insert_block,
@@ -38,7 +38,7 @@ from covey.sampling.cache import (
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.noise import token_keys
 from covey.sampling.page_table import PageSizes
-from covey.sampling.paged_cache import PageWrites, append_pages, copy_pages, insert_pages, put_pages, take_pages
+from covey.sampling.paged_cache import PageWrites, copy_pages, insert_pages, put_pages, take_pages
 from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
@@ -135,7 +135,6 @@ class Programs:
         self.copy_pages = jax.jit(copy_pages, donate_argnums=0)
         self.take_pages = jax.jit(take_pages)
         self.put_pages = jax.jit(put_pages, donate_argnums=0)
-        self.append_pages = jax.jit(partial(append_pages, graph), donate_argnums=1)
         static = ("steps", "pause_id")
         self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
         static_too = ("sampling_params", *static)
@@ -321,6 +320,43 @@ def admit(
         admitted = insert_pages(cache, prefix.cache, writes)
     started, drawn = draw_first(stop_ids, slots, prefix.logits, entries, sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), started, drawn
+
+
+def append(
+    graph: Any,
+    params: Any,
+    cache: list[LayerCache],
+    slots: Int[Array, "S"],
+    tokens: Int[Array, "S n"],
+    start: Int[Array, "S"],
+    count: Int[Array, "S"],
+    rows: Int[Array, ""],
+    pages: Int[Array, "S n"] | None = None,
+) -> list[LayerCache]:
+    """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
+    on, for each of the first `rows`. `pages` is the table of a paged cache.
+    """
+    model = nnx.merge(graph, params)
+    in_place = pages is None and cache[0][0].layout.divided
+
+    def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
+        positions = start[row] + jnp.arange(tokens.shape[1])
+        # XLA for TPUs writes tokens to a copy of an array in another order: of the slot, not of the whole cache.
+        held, slot = (cache, slots[row]) if in_place else (_take(cache, slots[row], pages), jnp.int32(0))
+        attend = append_attention(slot, positions, count[row])
+        _, held = model(tokens[row][None], positions[None], attend, held)
+        if pages is not None:
+            appended = put_pages(cache, held, pages[slots[row]], start[row], start[row] + count[row])
+        else:
+            appended = held if in_place else put_slot(cache, held, slots[row])
+        return keep_sharding(appended, model.embed.embedding[...])
+
+    appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
+    return appended
+
+
+def _take(cache: list[LayerCache], slot: Int[Array, ""], pages: Int[Array, "S n"] | None) -> list[LayerCache]:
+    return take_slot(cache, slot) if pages is None else take_pages(cache, pages[slot])
 
 
 def decode(
