@@ -76,7 +76,7 @@ def step_until_stalled(engine: Engine) -> None:
 
 
 def check_active(engine: Engine) -> None:
-    """Check that no slot draws beside those of samples: of these, some have ended without that the host knows."""
+    """Check that no slot draws but those of samples, some of which may have ended unknown to the host."""
     drawing, known = np.flatnonzero(engine.runner.slots.active), set(engine.scheduler.active)
     assert known >= set(drawing)
     assert engine.runs_ahead or len(known) == len(drawing)
