@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.parallel.sharding import mesh_axes, num_row_shards, partition_spec
 from covey.sampling.logits import BLOCKS, split_blocks
-from covey.sampling.noise import exponential_at
+from covey.sampling.noise import exponential_noise, place_noise
 
 
 class VocabPart(NamedTuple):
@@ -285,8 +285,7 @@ class TargetRace(NamedTuple):
         column = (targets.token - first) % BLOCKS
         inner = jnp.take_along_axis(table, column[..., None, None], axis=-1)[..., 0]
         ids = first + column[..., None] + BLOCKS * jnp.arange(inner.shape[-1])
-        _, of_place = exponential_at(targets.keys[..., None, :], (ids // BLOCKS).astype(jnp.uint32))
-        scores = inner / of_place
+        scores = inner / place_noise(targets.keys, ids // BLOCKS)
         own = jnp.where(ids == targets.token[..., None], scores, 0.0).sum(-1)
         return TargetRace(
             self.masses * rescale[..., None] + masses,
@@ -305,7 +304,7 @@ class TargetRace(NamedTuple):
         assert targets.keys is not None, "a race has keys"
         masses, own = layout.sum((self.masses * rescale[..., None], self.own * rescale))
         best = layout.max(self.best * rescale)
-        of_block, _ = exponential_at(targets.keys[..., None, :], jnp.arange(BLOCKS, dtype=jnp.uint32))
+        of_block, _ = exponential_noise(targets.keys, BLOCKS, 0)
         scores = masses / of_block
         of_target = jnp.take_along_axis(scores, (targets.token % BLOCKS)[..., None], axis=-1)[..., 0]
         won: Array = (of_target >= scores.max(-1)) & (own >= best)

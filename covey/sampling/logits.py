@@ -202,10 +202,13 @@ def _ordered_bits(values: Float[Array, "S V"]) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
-def split_blocks(values: Float[Array, "*S V"], fill: Any) -> Float[Array, "*S blocks width"]:
-    *rows, size = values.shape
-    padded = jnp.pad(values, [*[(0, 0)] * len(rows), (0, -size % BLOCKS)], constant_values=fill)
-    return padded.reshape(*rows, -1, BLOCKS)
+def split_blocks(values: Float[Array, "*n V"], fill: Any) -> Float[Array, "*n rows columns"]:
+    """Divide entries into rows of `BLOCKS`, the last one padded with `fill`. A row is a block of top-k; a column, of
+    equal ids modulo `BLOCKS`, is one of a race.
+    """
+    *outer, size = values.shape
+    widths = [(0, 0)] * len(outer) + [(0, -size % BLOCKS)]
+    return jnp.pad(values, widths, constant_values=fill).reshape(*outer, -1, BLOCKS)
 
 
 def gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:

@@ -26,7 +26,7 @@ def sample_keys(seed: int, rows: UInt32[np.ndarray, "n 3"]) -> UInt32[np.ndarray
     """
     keys = np.broadcast_to(np.array([0, seed & 0xFFFFFFFF], np.uint32), (len(rows), 2))
     for column in rows.T:
-        keys = token_keys(keys, column)
+        keys = _fold_in(keys, column)
     return keys
 
 
@@ -34,34 +34,36 @@ def token_keys(keys: UInt32[Any, "*n 2"], index: Int[Any, "*n"]) -> UInt32[Any, 
     """Return the random key of a token of each completion, from the completion's key and the token's index, by
     `jax.random.fold_in`: an array of NumPy or of JAX, as these are.
     """
-    words = _threefry(keys, np.uint32(0), index.astype(np.uint32))
-    return jnp.stack(words, axis=-1) if isinstance(index, jax.Array) else np.stack(words, axis=-1)
+    return _fold_in(keys, index)
 
 
 def exponential_noise(
-    keys: UInt32[Array, "S 2"], blocks: int, places: int
-) -> tuple[Float[Array, "S blocks"], Float[Array, "S places"]]:
+    keys: UInt32[Array, "*n 2"], blocks: int, places: int
+) -> tuple[Float[Array, "*n blocks"], Float[Array, "*n places"]]:
     """Return independent exponential numbers of each token's key: those of the blocks and of the places in a block.
 
     They are the two words of the encrypted counters 0, 1, …, so a number does not depend on how many are asked for.
     """
     counters = jnp.arange(max(blocks, places), dtype=jnp.uint32)
-    of_block, of_place = _threefry(keys[:, None], np.uint32(0), counters)
-    return _exponential(of_block[:, :blocks]), _exponential(of_place[:, :places])
+    of_block, of_place = _threefry(keys[..., None, :], np.uint32(0), counters)
+    return _exponential(of_block[..., :blocks]), _exponential(of_place[..., :places])
 
 
-def exponential_at(
-    keys: UInt32[Array, "*n 2"], counters: UInt32[Array, "*n"]
-) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Return the numbers of `exponential_noise` with these counters: those of a block and of a place under each key."""
-    of_block, of_place = _threefry(keys, np.uint32(0), counters)
-    return _exponential(of_block), _exponential(of_place)
+def place_noise(keys: UInt32[Array, "*n 2"], places: Int[Array, "*n places"]) -> Float[Array, "*n places"]:
+    """Return those numbers of `exponential_noise` that belong to `places` in a block, in any order."""
+    _, of_place = _threefry(keys[..., None, :], np.uint32(0), places.astype(jnp.uint32))
+    return _exponential(of_place)
 
 
 def _exponential(bits: UInt32[Array, "..."]) -> Float[Array, "..."]:
     """Map random bits to an exponential number between 1.1e-10 and 16.7: one of 0 would win against any mass."""
     unit = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)
     return -jnp.log1p(-jnp.minimum(unit, np.float32(1 - 2**-24)))
+
+
+def _fold_in(keys: Any, data: Any) -> Any:
+    words = _threefry(keys, np.uint32(0), data.astype(np.uint32))
+    return jnp.stack(words, axis=-1) if isinstance(data, jax.Array) else np.stack(words, axis=-1)
 
 
 def _threefry(keys: Any, high: Any, low: Any) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from covey.sampling.logits import (
     masses,
     split_blocks,
 )
-from covey.sampling.noise import exponential_at, exponential_noise
+from covey.sampling.noise import exponential_noise, place_noise
 
 
 def draw_sharded(
@@ -133,8 +133,7 @@ def _race_part(
     block = jnp.argmax(sums / of_block, axis=-1)
     ids = (block - first)[:, None] % BLOCKS + BLOCKS * jnp.arange(-(-kept.shape[1] // BLOCKS))
     inner = jnp.take_along_axis(kept, ids, axis=-1, mode="fill", fill_value=LOWEST)
-    _, of_place = exponential_at(keys[:, None], ((first + ids) // BLOCKS).astype(jnp.uint32))
-    scores = masses(inner, best[:, None]) / of_place
+    scores = masses(inner, best[:, None]) / place_noise(keys, (first + ids) // BLOCKS)
     at = jnp.argmax(scores, axis=-1)
     scores, logits, tokens = _gather(axis, *(gather(x, at) for x in (scores, inner, first + ids)))
     token, chosen = _take(scores, tokens, logits)
