@@ -122,8 +122,8 @@ class ModelRunner:
         self.table = table
 
     def _current_pages(self) -> np.ndarray | None:
-        """Return the table of a paged cache for the next program, which may read it later; what slots hold is there
-        until they are given other pages and the next one runs.
+        """Return a copy of the table of a paged cache for the next program, which may read it later. Until that runs,
+        the copy before names the pages with what slots hold, also of those that the scheduler has freed since.
         """
         self._pages = None if self.table is None else self.table.rows.copy()
         return self._pages
@@ -179,7 +179,7 @@ class ModelRunner:
         if self.table is None:
             return None
         assert self.prefix is not None, "prompts are prefilled before they are inserted"
-        self._current_pages()
+        self._current_pages()  # those of samples that are parked before the next program are among them
         fills = [(page, one.row, part) for one in admitted for page, part in one.pages]
         padded = sum(block.length for block in self.prefix.cache[0])
         page, row, part = np.zeros((3, len(self.slots.token) * self.table.sizes.num_pages(padded)), np.int32)
