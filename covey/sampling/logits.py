@@ -23,8 +23,11 @@ BLOCKS = 128
 LOWEST = jnp.finfo(jnp.float32).min
 
 
+@jax.tree_util.register_static
 class SamplingParams(SamplingConfig):
-    """Settings of the sampling distribution; hashable, with one compiled program for each. Temperature 0 is greedy."""
+    """Settings of the sampling distribution; as an argument of a program they are part of it, so there is one compiled
+    program for each. Temperature 0 is greedy.
+    """
 
     @classmethod
     def from_config(cls, config: SamplingConfig) -> "SamplingParams":

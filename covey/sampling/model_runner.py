@@ -167,10 +167,8 @@ class ModelRunner:
                 blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
         else:
             self.cache = programs.insert_pages(self.cache, prefix.cache, writes)
-        traced = isinstance(sampling_params, TracedSamplingParams)
-        draw_first = programs.draw_first_traced if traced else programs.draw_first
         started: tuple[Slots, Drawn]
-        started = draw_first(self.slots, prefix.logits, entries, sampling_params=sampling_params)
+        started = programs.draw_first(self.slots, prefix.logits, entries, sampling_params)
         self.slots, drawn = started
         return drawn
 
@@ -198,9 +196,11 @@ class ModelRunner:
 
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
-        decode = self.programs.decode_with(self._sampling_params(sequences))
+        settings = {"sampling_params": self.programs.as_decoded(self._sampling_params(sequences)), "pause_id": pause_id}
         decoded: tuple[list[LayerCache], Slots, Drawn]
-        decoded = decode(self.params, self.cache, self.slots, self._current_pages(), steps=steps, pause_id=pause_id)
+        decoded = self.programs.decode(
+            self.params, self.cache, self.slots, self._current_pages(), steps=steps, **settings
+        )
         self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1
         return drawn

@@ -122,8 +122,7 @@ class Programs:
     ):
         self.graph, self.stop_ids, self.compiled_sampling_params = graph, stop_ids, compiled_sampling_params
         self.prefill = jax.jit(partial(prefill, graph))
-        self.draw_first = jax.jit(partial(draw_first, stop_ids), static_argnames="sampling_params")
-        self.draw_first_traced = jax.jit(partial(draw_first, stop_ids))
+        self.draw_first = jax.jit(partial(draw_first, stop_ids))
         self.insert = jax.jit(insert_block, donate_argnums=0)
         self.admit = jax.jit(partial(admit, stop_ids), donate_argnums=0)
         self.put_rows = jax.jit(put_rows)
@@ -136,17 +135,15 @@ class Programs:
         self.take_pages = jax.jit(take_pages)
         self.put_pages = jax.jit(put_pages, donate_argnums=0)
         static = ("steps", "pause_id")
-        self.decode_traced = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
-        static_too = ("sampling_params", *static)
-        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static_too, donate_argnums=1)
+        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
 
-    def decode_with(self, sampling_params: SamplingParams | TracedSamplingParams) -> Any:
-        """Return the program of a chunk of decode steps with these settings, as a function of its other arguments."""
-        if isinstance(sampling_params, SamplingParams):
-            if self.compiled_sampling_params in (None, sampling_params):
-                return partial(self.decode, sampling_params=sampling_params)
-            sampling_params = TracedSamplingParams.of(sampling_params)
-        return partial(self.decode_traced, sampling_params=sampling_params)
+    def as_decoded(
+        self, sampling_params: SamplingParams | TracedSamplingParams
+    ) -> SamplingParams | TracedSamplingParams:
+        """Return these settings as `decode` takes them: as numbers unless there is a program for them."""
+        if isinstance(sampling_params, SamplingParams) and self.compiled_sampling_params not in (None, sampling_params):
+            return TracedSamplingParams.of(sampling_params)
+        return sampling_params
 
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
@@ -200,10 +197,11 @@ class Programs:
         sizes = PageSizes.of(config, slots, cache_length)
         cache = self._abstract_cache(params, slots, cache_length, sizes)
         pages = None if sizes is None else jax.ShapeDtypeStruct((slots, sizes.per_slot), jnp.int32)
-        function = self.decode_with(SamplingParams.from_config(config))
-        settings = {**function.keywords, "steps": config.decode_chunk, "pause_id": pause_id}
-        args = abstract(params), cache, _abstract_slots(params, slots), pages
-        return Program("decode", function.func, args, settings)
+        sampling_params = self.as_decoded(SamplingParams.from_config(config))
+        settings = {"steps": config.decode_chunk, "sampling_params": sampling_params, "pause_id": pause_id}
+        return Program(
+            "decode", self.decode, (abstract(params), cache, _abstract_slots(params, slots), pages), settings
+        )
 
     def _abstract_cache(
         self, params: Any, slots: int, cache_length: int, sizes: PageSizes | None = None
