@@ -111,7 +111,7 @@ class Channel:
         self._compared, self._answers = set[str](), dict[str, Mapping[int, bytes]]()
         self.beat_seconds = min(max(BEAT_SECONDS, count / BEATS), silent / 4)
         self._links: Links | None = None
-        self._received: dict[tuple[int, int], bytearray] = {}
+        self._received: dict[tuple[int, int], bytes] = {}
         self._exchanges = 0
 
     def __enter__(self) -> "Channel":
@@ -197,7 +197,7 @@ class Channel:
 
     def exchange(
         self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str
-    ) -> dict[int, bytearray]:
+    ) -> dict[int, bytes]:
         """Send bytes to some processes and return those of others, by their index, over direct connections. All must
         call it, from the thread that has opened the channel.
 
@@ -237,7 +237,7 @@ class Channel:
         links.places = self.all_gather(links.place, "addresses")
         return links
 
-    def _store(self, number: int, sender: int, data: bytearray) -> None:
+    def _store(self, number: int, sender: int, data: bytes) -> None:
         with self._changed:
             self._received[number, sender] = data
             self._changed.notify_all()
@@ -514,7 +514,7 @@ def compare(value: T, about: str) -> dict[int, T]:
     return {} if channel is None else channel.compare(value, about)
 
 
-def exchange(outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str) -> dict[int, bytearray]:
+def exchange(outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str) -> dict[int, bytes]:
     """Exchange bytes with some processes; arguments and errors as for `Channel.exchange`. With one process there is
     nothing to exchange.
     """

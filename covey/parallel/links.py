@@ -4,17 +4,16 @@ for arrays that not all processes need. These do not pass process 0.
 Each process listens at a free port of the address at which it reaches process 0. Addresses go over the control channel,
 each with a token that must come first on a connection. A connection is made with the first message, and has messages in
 one direction: the number of the exchange and the number of bytes, 8 bytes each, then the bytes. The thread that
-exchanges sends; another one receives from all processes, so that two that send to each other do not wait.
+exchanges sends; another one for each connection receives, so that two that send to each other do not wait.
 """
 
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -24,14 +23,10 @@ from covey.parallel.wire import BEAT, LEAVES, Message
 
 Place = tuple[str, int, str]
 """Host and port of a process, and the token that begins a connection to it."""
-Incoming = Generator[int, bytearray, None]
-"""The messages of a connection: yields the number of bytes that come next, and takes them."""
 HEAD = struct.Struct("<QQ")
 CONNECT_SECONDS = 60.0
 """Seconds that the processes have to connect, once all have joined JAX's coordination service."""
 BEAT_SECONDS = 1.0
-CHECK_SECONDS = 1.0
-"""Seconds after which the thread that receives looks whether it is to end."""
 
 
 class Receiver(Protocol):
@@ -141,19 +136,18 @@ class Links:
     Args:
         index: index of this process.
         server: socket that the others connect to.
-        store: called with the number of an exchange, the sender and its bytes, in another thread.
+        store: called with the number of an exchange, the sender and its bytes, in other threads.
 
     Attributes:
         token: the bytes, as text, that must come first on a connection to this process.
         places: host, port and token of each process; set before anything is sent.
     """
 
-    def __init__(self, index: int, server: socket.socket, store: Callable[[int, int, bytearray], None]):
+    def __init__(self, index: int, server: socket.socket, store: Callable[[int, int, bytes], None]):
         self.token, self.places = secrets.token_hex(16), list[Place]()
         self._index, self._server, self._store = index, server, store
         self._connections: dict[int, socket.socket] = {}
-        self._closed = False
-        threading.Thread(target=self._receive_all, name="links", daemon=True).start()
+        threading.Thread(target=self._accept_all, name="links", daemon=True).start()
 
     @property
     def place(self) -> Place:
@@ -175,8 +169,9 @@ class Links:
 
     def close(self) -> None:
         """Close the connections."""
-        self._closed = True
-        for connection in self._connections.values():
+        for connection in (self._server, *self._connections.values()):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
             connection.close()
 
     def _connect(self, process: int) -> socket.socket:
@@ -188,48 +183,26 @@ class Links:
         self._connections[process] = connection
         return connection
 
-    def _receive_all(self) -> None:
-        with self._server, selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            while not self._closed:
-                for key, _ in selector.select(CHECK_SECONDS):
-                    if key.data is None:
-                        connection = self._server.accept()[0]
-                        selector.register(connection, selectors.EVENT_READ, _Reader(connection, self._messages()))
-                    elif not key.data.read():
-                        selector.unregister(key.fileobj)
-                        key.data.connection.close()
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    key.data.connection.close()
+    def _accept_all(self) -> None:
+        with suppress(OSError):  # the server is closed
+            while True:
+                connection = self._server.accept()[0]
+                threading.Thread(target=self._receive_all, args=(connection,), name="links", daemon=True).start()
 
-    def _messages(self) -> Incoming:
-        if not hmac.compare_digest((yield len(self.token)), self.token.encode()):
-            return
-        sender = int.from_bytes((yield 4), "little")
-        while True:
-            number, size = HEAD.unpack((yield HEAD.size))
-            self._store(number, sender, (yield size))
-
-
-class _Reader:
-    """Reads a connection in pieces, as they come."""
-
-    def __init__(self, connection: socket.socket, messages: Incoming):
-        self.connection, self._messages = connection, messages
-        self._data, self._filled = bytearray(next(messages)), 0
-
-    def read(self) -> bool:
-        """Read the bytes that are there; return whether the connection is still open. One that has closed is left to
-        the channel, which tells whether its process is gone.
+    def _receive_all(self, connection: socket.socket) -> None:
+        """Store what comes behind the token. A connection that closes is left to the channel, which tells whether its
+        process is gone.
         """
-        with suppress(OSError, StopIteration):
-            size = self.connection.recv_into(memoryview(self._data)[self._filled :])
-            self._filled += size
-            if self._filled == len(self._data):
-                self._data, self._filled = bytearray(self._messages.send(self._data)), 0
-            return size > 0
-        return False
+        connection.settimeout(CONNECT_SECONDS)
+        with connection, suppress(OSError), connection.makefile("rb") as stream:
+            if not hmac.compare_digest(stream.read(len(self.token)), self.token.encode()):
+                return
+            connection.settimeout(None)
+            sender = int.from_bytes(stream.read(4), "little")
+            while len(head := stream.read(HEAD.size)) == HEAD.size:
+                number, size = HEAD.unpack(head)
+                if len(data := stream.read(size)) == size:
+                    self._store(number, sender, data)
 
 
 def own_host(connections: Sequence[socket.socket]) -> str:
