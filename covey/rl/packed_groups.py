@@ -5,6 +5,7 @@ lie in the processes that have sampled its groups; the processes whose devices c
 the work and the memory of a process do not grow with the number of processes. With one process it has all rows.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -30,6 +31,21 @@ class Route(NamedTuple):
 
     outgoing: Mapping[int, Sequence[int]]
     incoming: Mapping[int, Sequence[int]]
+
+    @classmethod
+    def of(cls, moves: Iterable[tuple[int, int, int]]) -> "Route":
+        """Return this process's part of moves, each from a process to a process, of an array with a number."""
+        me, outgoing, incoming = (
+            distributed.index(),
+            defaultdict[int, list[int]](list),
+            defaultdict[int, list[int]](list),
+        )
+        for sender, receiver, number in moves:
+            if sender == me != receiver:
+                outgoing[receiver].append(number)
+            elif receiver == me != sender:
+                incoming[sender].append(number)
+        return cls(outgoing, incoming)
 
     def move(
         self, values: Mapping[int, np.ndarray], lengths: Int[np.ndarray, "n"], dtype: Any, about: str
@@ -133,23 +149,24 @@ class PackedSlice:
 
     def _route_to_rows(self, by_row: Sequence[Sequence[int]], owners: Int[np.ndarray, "n"]) -> Route:
         """Return the way from owners to rows of arrays, which `by_row` numbers for each row."""
-        me, owner_of = distributed.index(), owners.tolist()
-        of_rows = ((holder, i) for holder, rows in enumerate(self._holders) for row in rows for i in by_row[row])
-        outgoing = _by_process((holder, i) for holder, i in of_rows if owner_of[i] == me)
-        return Route(outgoing, _by_process((owner_of[i], i) for row in self.own for i in by_row[row]))
+        owner_of = owners.tolist()
+        return Route.of(
+            (owner_of[i], holder, i) for holder, rows in enumerate(self._holders) for row in rows for i in by_row[row]
+        )
 
     @cached_property
     def _to_owners(self) -> Route:
         """Way of values from the rows back to the owners; of the processes that hold a row, the first sends."""
-        me, owner_of = distributed.index(), self._owners.tolist()
-        holds = [set(rows.tolist()) for rows in self._holders]
-        outgoing, incoming = list[tuple[int, int]](), list[tuple[int, int]]()
-        for row, completions in enumerate(self._completions):
-            sender = next(process for process, rows in enumerate(holds) if row in rows)
-            moved = [(owner_of[i], i) for i in completions if row not in holds[owner_of[i]]]
-            outgoing += moved if sender == me else []
-            incoming += [(sender, i) for owner, i in moved if owner == me]
-        return Route(_by_process(outgoing), _by_process(incoming))
+        holds, owner_of = [set(rows.tolist()) for rows in self._holders], self._owners.tolist()
+        senders = [
+            next(process for process, rows in enumerate(holds) if row in rows) for row in range(len(self._completions))
+        ]
+        return Route.of(
+            (senders[row], owner_of[i], i)
+            for row, completions in enumerate(self._completions)
+            for i in completions
+            if row not in holds[owner_of[i]]
+        )
 
 
 class PackedGroups:
@@ -191,12 +208,3 @@ class PackedGroups:
             packed = self.slice(part[0], part[-1] + 1)
             out += packed.gather(compute(packed.rows, packed.lengths), about)
         return out
-
-
-def _by_process(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return the numbers of each other process, of pairs (process, number)."""
-    numbers: dict[int, list[int]] = {}
-    for process, number in pairs:
-        if process != distributed.index():
-            numbers.setdefault(process, []).append(number)
-    return numbers

@@ -72,7 +72,6 @@ class PageTable:
         self._free = list(range(1, sizes.total))
         self._holders = [0] * sizes.total
         self._of_prompt: dict[Hashable, list[int]] = {}
-        self._prompt_of: dict[int, Hashable] = {}
 
     @property
     def num_free(self) -> int:
@@ -101,8 +100,7 @@ class PageTable:
             self._hold(slot, page)
         self.grow(slot, length)
         if shared is None and (full := prompt_length // self.size):
-            self._of_prompt[prompt] = pages = self.rows[slot, :full].tolist()
-            self._prompt_of |= dict.fromkeys(pages, prompt)
+            self._of_prompt[prompt] = self.rows[slot, :full].tolist()
         filled = range(len(shared or ()), self.sizes.num_pages(prompt_length))
         return [(int(self.rows[slot, number]), number) for number in filled]
 
@@ -144,7 +142,6 @@ class PageTable:
     def forget_prompts(self) -> None:
         """Share no pages of prompts with slots that begin from now on: the prompts are prefilled anew."""
         self._of_prompt.clear()
-        self._prompt_of.clear()
 
     def _hold(self, slot: int, page: int) -> None:
         self.rows[slot, self._count[slot]] = page
@@ -153,5 +150,4 @@ class PageTable:
 
     def _forget_prompt(self, page: int) -> None:
         """Share the prompt of this page no further."""
-        for shared in self._of_prompt.pop(self._prompt_of.get(page), ()):
-            del self._prompt_of[shared]
+        self._of_prompt = {prompt: pages for prompt, pages in self._of_prompt.items() if page not in pages}
