@@ -5,7 +5,9 @@
     hf:org/name[/config][@revision]  the Hugging Face hub, through `datasets`
     tfds:name[/config]               TensorFlow Datasets, through `tensorflow_datasets`
 
-A record is a dict. The packages of the hubs are optional and imported only here.
+A record is a dict. A reader yields the records one after the other, and in the place of a malformed one its error, so
+that a look at the data can go on behind it; `read_file` raises the first. The packages of the hubs are optional and
+imported only here.
 """
 
 import codecs
@@ -15,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from covey.config.schema import HUBS, DataConfig
 from covey.data.rows import CHAT_COLUMNS, format_columns, plain_value
@@ -25,9 +27,10 @@ from covey.registry import import_package
 
 Record = dict[str, Any]
 Splits = Mapping[str, Iterable[Mapping[str, Any]]]
-Located = tuple[str, Record]
-"""A place in a file, for errors, and the record there."""
+Located = tuple[str, Record | DataError]
+"""A place in a file, for errors, and the record there, or why there is none."""
 Reader = Callable[[Path], Iterator[Located]]
+T = TypeVar("T")
 RequiredColumns = Sequence[str | tuple[str, ...]]
 """Columns that each record must have; of a tuple it needs one."""
 FOLDER_LAYOUTS = (
@@ -50,13 +53,13 @@ class Records(NamedTuple):
     """Records, and the name of their source in errors."""
 
     name: str
-    records: list[Record]
+    records: Iterable[Record | DataError]
 
 
-def read_records(
+def open_records(
     config: DataConfig, columns: RequiredColumns, wanted: str, hub_config: str | None = None
 ) -> tuple[Records, Records | None]:
-    """Read the training records and, if there are any, the test records at `config.path`.
+    """Open the training records and, if there are any, the test records at `config.path`: they are read one by one.
 
     Args:
         columns: columns that each record must have.
@@ -64,11 +67,11 @@ def read_records(
         hub_config: config of a hub's data set, if the path names none.
 
     Raises:
-        DataError: the path does not exist, cannot be read or is empty, or a record is malformed.
+        DataError: the path does not exist; while they are read, that it cannot be read or is empty.
     """
     if not (config.path or "").startswith(HUBS):
         train, test = _find_files(config, wanted)
-        return read_file(train, columns), None if test is None else read_file(test, columns)
+        return _open_file(train, columns), None if test is None else _open_file(test, columns)
     path = str(config.path)
     if config.test_path:
         raise DataError(
@@ -89,26 +92,53 @@ def read_file(path: Path, columns: RequiredColumns) -> Records:
     Raises:
         DataError: the file cannot be read, is empty, is not in this format, or a record lacks `columns`.
     """
+    name, records = _open_file(path, columns)
+    return Records(name, [required(record) for record in records])
+
+
+def required(item: T | DataError) -> T:
+    """Return a record or row, or raise the error in its place."""
+    if isinstance(item, DataError):
+        raise item
+    return item
+
+
+def attempt(function: Callable[..., T], *arguments: Any) -> T | DataError:
+    """Return what `function` returns, or the `DataError` that it raises."""
+    try:
+        return function(*arguments)
+    except DataError as error:
+        return error
+
+
+def _open_file(path: Path, columns: RequiredColumns) -> Records:
     _require_file(path)
+    return Records(str(path), _iter_file(path, columns))
+
+
+def _iter_file(path: Path, columns: RequiredColumns) -> Iterator[Record | DataError]:
+    """Yield the records of a file, each of which has `columns`, or why it is none."""
     read, want = READERS.get(path.suffix.lower(), JSON_LINES)
+    is_empty = True
     try:
         with path.open("rb") as file:
             check_utf8(file.read(4), str(path), DataError)
-        records = [_check_columns(record, columns, where) for where, record in read(path)]
+        for where, record in read(path):
+            is_empty = False
+            yield record if isinstance(record, DataError) else attempt(_check_columns, record, columns, where)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    if not records:
+    if is_empty:
         raise DataError("the file is empty", want=want, where=str(path))
-    return Records(str(path), records)
 
 
 def _read_jsonl(path: Path) -> Iterator[Located]:
     """Yield the objects of a JSON Lines file; blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            where, want = f"{path}:{number}", "one JSON object a line"
             if line.strip():
-                yield where, _check_object(_parse_json(line, where, want), where, want)
+                where = f"{path}:{number}"
+                yield where, attempt(_parse_object, line, where, "one JSON object a line")
 
 
 def _read_json(path: Path) -> Iterator[Located]:
@@ -119,7 +149,7 @@ def _read_json(path: Path) -> Iterator[Located]:
         return
     for number, entry in enumerate(_parse_json(text, str(path), want), 1):
         where = f"{path}, entry {number}"
-        yield where, _check_object(entry, where, want)
+        yield where, attempt(_check_object, entry, where, want)
 
 
 def _read_csv(path: Path) -> Iterator[Located]:
@@ -129,14 +159,18 @@ def _read_csv(path: Path) -> Iterator[Located]:
             delimiter = _find_delimiter(file.readline(), f"{path}:1")
             file.seek(0)
             reader = csv.DictReader(file, strict=True, delimiter=delimiter)
-            names = [*(reader.fieldnames or ())]
-            rows = [(f"{path}:{reader.line_num}", row) for row in reader]
+            want = ", ".join(reader.fieldnames or ())
+            for row in reader:
+                where = f"{path}:{reader.line_num}"
+                yield where, attempt(_check_fields, row, where, want)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"is not CSV in UTF-8: {error}", where=str(path)) from None
-    for where, row in rows:
-        if None in row or None in row.values():
-            raise DataError("has not as many fields as there are columns", want=", ".join(names), where=where)
-    yield from rows
+
+
+def _check_fields(row: dict[Any, Any], where: str, want: str) -> Record:
+    if None in row or None in row.values():
+        raise DataError("has not as many fields as there are columns", want=want, where=where)
+    return row
 
 
 def _find_delimiter(header: str, where: str) -> str:
@@ -159,8 +193,13 @@ def _read_parquet(path: Path) -> Iterator[Located]:
     """Yield the rows of a Parquet file, through pyarrow."""
     parquet = _import_package("pyarrow.parquet", "hub", str(path))
     with foreign_errors(DataError, "is no Parquet file that can be read", where=str(path)):
-        rows = parquet.ParquetFile(path).read().to_pylist()
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+        batches = parquet.ParquetFile(path).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _parse_object(line: bytes, where: str, want: str) -> Record:
+    return _check_object(_parse_json(line, where, want), where, want)
 
 
 def _parse_json(text: bytes, where: str, want: str) -> Any:
@@ -289,10 +328,18 @@ def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: Requir
     where = f"{path}, {name}"
     if name not in splits:
         raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
-    rows = [{key: plain_value(value) for key, value in record.items()} for record in splits[name]]
-    if not rows:
+    return Records(where, _iter_split(splits[name], columns, where))
+
+
+def _iter_split(
+    split: Iterable[Mapping[str, Any]], columns: RequiredColumns, where: str
+) -> Iterator[Record | DataError]:
+    number = 0
+    for number, record in enumerate(split, 1):
+        row = {key: plain_value(value) for key, value in record.items()}
+        yield attempt(_check_columns, row, columns, f"{where}, row {number}")
+    if not number:
         raise DataError("the split is empty", where=where)
-    return Records(where, [_check_columns(row, columns, f"{where}, row {i}") for i, row in enumerate(rows, 1)])
 
 
 JSON_LINES: tuple[Reader, str] = (_read_jsonl, "one JSON object a line")

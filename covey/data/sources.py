@@ -1,11 +1,13 @@
 """Training and test rows for a `DataConfig`: generated tasks, GSM8K, and any records in files or on a hub.
 
-Rows have prompts, and for supervised training completions (`load_examples`). `readers` reads the records.
+Rows have prompts, and for supervised training completions (`load_examples`). `readers` reads the records. `iter_rows`
+yields the rows one by one, for a look at data of any size; `load` collects them.
 """
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,8 +21,10 @@ from covey.types import Message
 
 log = logging.getLogger(__name__)
 
-Splits = tuple[list[Row], list[Row]]
-"""Training rows and test rows."""
+Rows = Iterable[Row | DataError]
+"""Rows, and in the place of a malformed one its error."""
+Splits = tuple[Rows, Rows | None]
+"""Training rows and test rows; without test rows the last tenth of the training rows is held out."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ def load(config: DataConfig) -> Dataset:
         DataError: the task is unknown, the path does not exist, a line is malformed (with file and line), a column is
             missing, or the set is empty.
     """
-    task = _find_task(config)
-    return _prepare(config, task.rows(config), task.system)
+    return _collect(config, iter_rows(config))
 
 
 def load_examples(config: SFTDataConfig) -> Dataset:
@@ -71,8 +74,28 @@ def load_examples(config: SFTDataConfig) -> Dataset:
     Raises:
         DataError: as in `load`, and if the task has no worked answers.
     """
+    return _collect(config, iter_rows(config))
+
+
+def iter_rows(config: DataConfig) -> Splits:
+    """Return the rows that `config` names as they are read, in the order of the source and with the system message.
+
+    Args:
+        config: the section `data`; that of supervised training gives rows with completions.
+
+    Raises:
+        DataError: the task is unknown or the path does not exist. While the rows are read: a file is no such file, or
+            empty.
+    """
     task = _find_task(config)
-    return _prepare(config, task.examples(config), task.system)
+    train, test = task.examples(config) if isinstance(config, SFTDataConfig) else task.rows(config)
+    system = _system_of(config, task)
+    return _add_system(system, train), None if test is None else _add_system(system, test)
+
+
+def num_held_out(rows: int) -> int:
+    """Return how many of the last of `rows` rows are held out where the source has no test set."""
+    return max(1, rows // 10)
 
 
 def _find_task(config: DataConfig) -> Task:
@@ -87,12 +110,22 @@ def _find_task(config: DataConfig) -> Task:
     return TASKS[config.task]
 
 
-def _prepare(config: DataConfig, rows: Splits, own_system: str | None) -> Dataset:
-    train, test = rows
+def _system_of(config: DataConfig, task: Task) -> str | None:
+    return (task.system if config.system is None else config.system) or None
+
+
+def _collect(config: DataConfig, splits: Splits) -> Dataset:
+    """Collect the rows: hold some out, shuffle the others and cut them to `train_fraction`."""
+    train, test = ([] if part is None else [readers.required(row) for row in part] for part in splits)
+    if splits[1] is None:
+        cut = len(train) - num_held_out(len(train))
+        if not cut:
+            fix = "more rows, or --data.test-path FILE"
+            raise DataError("one row cannot be both trained on and held out", fix=fix, where=str(config.path))
+        train, test = train[:cut], train[cut:]
     random.Random(config.seed).shuffle(train)
     train = train[: max(1, int(len(train) * config.train_fraction))]
-    system = (own_system if config.system is None else config.system) or None
-    return Dataset(config.task, _add_system(system, train), _add_system(system, test), system)
+    return Dataset(config.task, train, test, _system_of(config, TASKS[config.task]))
 
 
 def _jsonl(config: DataConfig) -> Splits:
@@ -104,7 +137,7 @@ def _jsonl(config: DataConfig) -> Splits:
     )
 
 
-def _with_answers(make: Callable[[int], Splits], system: str | None = None) -> Task:
+def _with_answers(make: Callable[[int], tuple[list[Row], list[Row]]], system: str | None = None) -> Task:
     """Return the task of rows that `make` makes from a seed; their answers are the completions to learn."""
 
     def examples(config: SFTDataConfig) -> Splits:
@@ -154,37 +187,38 @@ def _read_rows(
     hub_config: str | None = None,
     find: Callable[[Row], Form | None] | None = None,
 ) -> Splits:
-    """Return the records at `config.path` as rows; without test records the last tenth is the test set. Log which
-    forms `find` finds in the training records.
-    """
-    train, test = readers.read_records(config, columns, wanted, hub_config)
-    rows = _convert_records(train, row)
+    """Return the records at `config.path` as rows. Log which forms `find` finds in the training records."""
+    train, test = readers.open_records(config, columns, wanted, hub_config)
+    return _convert_records(train, row, find), None if test is None else _convert_records(test, row)
+
+
+def _convert_records(
+    part: readers.Records, row: Callable[[Row, str], Row], find: Callable[[Row], Form | None] | None = None
+) -> Iterator[Row | DataError]:
+    forms = Counter[Form | None]()
+    for number, record in enumerate(part.records, 1):
+        if isinstance(record, DataError):
+            yield record
+            continue
+        if find is not None:
+            forms[find(record)] += 1
+        yield readers.attempt(row, record, f"{part.name}, row {number}")
     if find is not None:
-        log.info(f"{train.name}: {format_counts(map(find, train.records))}")
-    if test is not None:
-        return rows, _convert_records(test, row)
-    count = max(1, len(rows) // 10)
-    if count == len(rows):
-        raise DataError(
-            "one row cannot be both trained on and held out",
-            fix="more rows, or --data.test-path FILE",
-            where=train.name,
-        )
-    return rows[:-count], rows[-count:]
+        log.info(f"{part.name}: {format_counts(forms.elements())}")
 
 
-def _convert_records(part: readers.Records, row: Callable[[Row, str], Row]) -> list[Row]:
-    return [row(record, f"{part.name}, row {number}") for number, record in enumerate(part.records, 1)]
-
-
-def _add_system(system: str | None, rows: Sequence[Row]) -> list[Row]:
+def _add_system(system: str | None, rows: Rows) -> Rows:
     """Return the rows with a system message before each prompt; it replaces one that is already there."""
     if system is None:
-        return list(rows)
-    if any(row["prompt"] == "" for row in rows):
-        raise DataError("plain text has no place for a system message", fix="no data.system", where="data.system")
+        return rows
     first: Message = {"role": "system", "content": system}
-    return [{**row, "prompt": [first, *_without_system(row["prompt"])]} for row in rows]
+    return (row if isinstance(row, DataError) else readers.attempt(_with_system, first, row) for row in rows)
+
+
+def _with_system(first: Message, row: Row) -> Row:
+    if row["prompt"] == "":
+        raise DataError("plain text has no place for a system message", fix="no data.system", where="data.system")
+    return {**row, "prompt": [first, *_without_system(row["prompt"])]}
 
 
 def _without_system(prompt: str | Sequence[Message]) -> list[Message]:
