@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -257,8 +257,8 @@ def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
                 path.rmdir()
 
 
-NOT_IMPORTED = "not imported"
-"""Subject of the names whose modules --no-import leaves out."""
+NOT_IMPORTED, DUPLICATES = "not imported", "duplicates"
+"""Subjects of what is no mistake but should be known: names whose modules --no-import leaves out, and equal rows."""
 
 
 def validate(line: Line) -> int:
@@ -298,9 +298,10 @@ def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple
     results["rewards"] = ", ".join(name for name in reward_names(loaded) if name not in skipped)
     results[NOT_IMPORTED] = ", ".join(skipped)
     read = partial(_check_data, loaded, None if "rewards" in wrong else skipped)
-    for subject, describe in (("data", read), ("run folder", partial(new_run_folder, loaded))):
+    folder: Callable[[], dict[str, str]] = lambda: {"run folder": str(new_run_folder(loaded))}  # noqa: E731
+    for subject, check in (("data", read), ("run folder", folder)):
         try:
-            results[subject] = "" if subject in wrong else str(describe())
+            results |= {} if subject in wrong else check()
         except CoveyError as error:
             problems.append(error)
     return {subject: text for subject, text in results.items() if text and subject not in wrong}, problems
@@ -315,8 +316,8 @@ def _failures(checks: Iterable[Check]) -> Iterator[tuple[str, CoveyError]]:
             yield check.subject, error
 
 
-def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str] | None) -> str:
-    """Read the data if they are local and return a description.
+def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str] | None) -> dict[str, str]:
+    """Read the data if they are local and return their description, and that of their duplicates, by subject.
 
     Args:
         loaded: the recipe.
@@ -328,7 +329,7 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
     from covey.data import sources  # late, here and below: a mistake in the settings is found without them
 
     if (loaded.data.path or "").startswith(HUBS):
-        return f"{loaded.data.path}, which is not read here"
+        return {"data": f"{loaded.data.path}, which is not read here"}
     if isinstance(loaded, recipe.Recipe):
         data, trains, judged = sources.load(loaded.data), loaded.rewards, True
     else:
@@ -342,12 +343,17 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
             check_evaluation_columns(loaded.evaluation, data.test)
     columns = dict.fromkeys(name for row in data.train for name in row)
     shown = f"{loaded.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
-    return f"{shown}; columns {', '.join(columns)}"
+    from covey.data.duplicates import RowHashes, count_duplicates, describe, trained_columns
+
+    hashes = [RowHashes(trained_columns(loaded), rows).table() for rows in (data.train, data.test)]
+    duplicates = describe(count_duplicates(*hashes), len(data.train), len(data.test))
+    return {"data": f"{shown}; columns {', '.join(columns)}", DUPLICATES: "; ".join(duplicates)}
 
 
 def _print(results: dict[str, str], problems: Sequence[CoveyError]) -> None:
     for subject, text in results.items():
+        mark = "--" if subject in (NOT_IMPORTED, DUPLICATES) else "ok"
         unchecked = ", nor are the columns checked that they need" if subject == NOT_IMPORTED else ""
-        echo(f"{'--' if unchecked else 'ok':<5} {subject:<10} {text}{unchecked}")
+        echo(f"{mark:<5} {subject:<10} {text}{unchecked}")
     for problem in problems:
         echo(str(problem), keep="\n", file=sys.stderr)

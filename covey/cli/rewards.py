@@ -114,7 +114,7 @@ def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
     from covey.data.readers import read_file
 
-    for row, line in enumerate(read_file(file, ("prompt", "text")).records, 1):
+    for row, line in enumerate(read_file(file, ("prompt", "text")), 1):
         if not isinstance(line["prompt"], str) or not isinstance(line["text"], str):
             raise DataError("prompt and text are not both text", where=f"{file}, row {row}")
         yield line

@@ -125,11 +125,11 @@ class PromptLoader(Iterator[list[Row]]):
 
 
 def _digest(value: Any) -> str:
-    text = json.dumps(value, skipkeys=True, default=_stable)
+    text = json.dumps(value, skipkeys=True, default=stable_text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stable(value: Any) -> str:
+def stable_text(value: Any) -> str:
     """Convert a value that JSON cannot represent to text: bytes by their content, others by their type alone."""
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__
 

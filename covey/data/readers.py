@@ -86,14 +86,13 @@ def open_records(
     return train_records, None if held_out is None else _read_split(path, held_out, splits, columns)
 
 
-def read_file(path: Path, columns: RequiredColumns) -> Records:
+def read_file(path: Path, columns: RequiredColumns) -> list[Record]:
     """Read the records of a file; its suffix names the format.
 
     Raises:
         DataError: the file cannot be read, is empty, is not in this format, or a record lacks `columns`.
     """
-    name, records = _open_file(path, columns)
-    return Records(name, [required(record) for record in records])
+    return [required(record) for record in _open_file(path, columns).records]
 
 
 def required(item: T | DataError) -> T:

@@ -128,3 +128,15 @@ def test_without_imports_other_mistakes_are_found(capsys: Any) -> None:
     Path("mine.yaml").write_text("rewards: [frst_letter, theirs:judge]\nmodel: {source: ./nowhere}\n")
     code, found = validate(capsys, "mine.yaml", "--no-import")
     assert (code, len(found["problems"])) == (2, 2)
+
+
+def test_equal_rows_and_held_out_rows_that_are_trained_on_are_told(capsys: Any) -> None:
+    """A file whose last tenth is held out, as in a run of one prompt that reached 100 % and had learnt one answer."""
+    rows = [{"id": n, "prompt": "2+2?" if n % 2 else " 2+2? ", "answer": "4"} for n in range(200)]
+    Path("same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["gsm8k-smollm2", "--data.task", "jsonl", "--data.path"]
+    code, found = validate(capsys, *words, "same.jsonl")
+    distinct = "180 training rows, 1 distinct (2 with case and white space)"
+    assert code == 0
+    assert found["found"]["duplicates"] == f"{distinct}; 20 of 20 held-out rows are training rows"
+    assert "duplicates" not in validate(capsys, *words, "rows.jsonl")[1]["found"]

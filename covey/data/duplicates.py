@@ -1,0 +1,110 @@
+"""Duplicates among rows, and held-out rows that are training rows, counted by three hashes a row.
+
+Of a row only the hashes are kept: 24 bytes. Python's hash of text has 64 bits and a key of the process, so among a
+million rows two different ones are taken for equal with a probability of 3e-8.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.data.loader import stable_text
+from covey.data.rows import Row
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PROMPT, EXAMPLE = ("prompt",), ("prompt", "completion")
+"""Columns that a model is trained on: by reinforcement learning, and by supervised training."""
+KINDS = ("every column", "what is trained on", "what is trained on, but for case and white space")
+"""What is equal in rows that are called duplicates, from all of the row to the least."""
+SPACE = re.compile(r"(?:\s|\\[nrt])+")
+"""Pattern of white space in JSON text."""
+ENCODER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=stable_text)
+
+
+class Duplicates(NamedTuple):
+    """Rows that are equal in one respect.
+
+    Attributes:
+        equal_in: entry of `KINDS`.
+        distinct: number of different training rows.
+        repeated: number of training rows that are equal to an earlier one.
+        most: how often the most frequent training row occurs.
+        place: index of its first occurrence in the order of reading.
+        held_out: number of held-out rows that are equal to a training row.
+        held_out_place: index of the first of them among the held-out rows; None if there is none.
+    """
+
+    equal_in: str
+    distinct: int
+    repeated: int
+    most: int
+    place: int
+    held_out: int
+    held_out_place: int | None
+
+
+class RowHashes:
+    """Hashes of rows in the order in which they were added.
+
+    Args:
+        columns: names of the columns that are trained on; None for all, as an environment reads them.
+    """
+
+    def __init__(self, columns: Sequence[str] | None, rows: Iterable[Row] = ()):
+        self._columns, self._hashes = columns, array("q")
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        whole = ENCODER.encode(row)
+        used = whole if self._columns is None else ENCODER.encode([row.get(name) for name in self._columns])
+        folded = SPACE.sub(" ", used.casefold()).replace('" ', '"').replace(' "', '"')
+        self._hashes.extend((hash(whole), hash(used), hash(folded)))
+
+    def table(self) -> "np.ndarray":
+        """Return the hashes, int64 [rows, 3], in the order of `KINDS`."""
+        import numpy as np  # late: mistakes are answered without it
+
+        return np.frombuffer(self._hashes, np.int64).reshape(-1, len(KINDS))
+
+
+def count_duplicates(train: "np.ndarray", held_out: "np.ndarray") -> list[Duplicates]:
+    """Count duplicates in tables of hashes, one entry for each of `KINDS`."""
+    return [_count(kind, train[:, i], held_out[:, i]) for i, kind in enumerate(KINDS)]
+
+
+def describe(duplicates: Sequence[Duplicates], rows: int, held_out: int) -> list[str]:
+    """Describe what is trained on twice, and what of it is held out too; [] if there is neither."""
+    _, exact, folded = duplicates
+    lines = []
+    if folded.repeated:
+        but = "" if exact.repeated == folded.repeated else f" ({exact.distinct:,} with case and white space)"
+        lines.append(f"{rows:,} training rows, {folded.distinct:,} distinct{but}")
+    if folded.held_out:
+        but = "" if exact.held_out == folded.held_out else f" ({exact.held_out:,} exactly)"
+        lines.append(f"{folded.held_out:,} of {held_out:,} held-out rows are training rows{but}")
+    return lines
+
+
+def trained_columns(recipe: Recipe | SFTRecipe) -> Sequence[str] | None:
+    """Return the columns that a run of `recipe` is trained on, for `RowHashes`."""
+    if isinstance(recipe, SFTRecipe):
+        return EXAMPLE
+    return None if recipe.envs.environment else PROMPT
+
+
+def _count(kind: str, train: "np.ndarray", held_out: "np.ndarray") -> Duplicates:
+    import numpy as np
+
+    values, first, counts = np.unique(train, return_index=True, return_counts=True)
+    most = int(counts.argmax()) if values.size else 0
+    shared = np.flatnonzero(np.isin(held_out, values))
+    frequent = (int(counts[most]), int(first[most])) if values.size else (0, 0)
+    place = int(shared[0]) if shared.size else None
+    return Duplicates(kind, values.size, train.size - values.size, *frequent, shared.size, place)
