@@ -43,8 +43,20 @@ FACTS = {
     "best": "best checkpoint",
 }
 """Entries of the summary that the page shows, with their labels."""
-SCRIPTS = ("elements", "formats", "charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
-"""Names of the page's own scripts, in the order in which they are joined."""
+SECTIONS = {
+    "diagnosis": "Diagnosis",
+    "overview": "Overview",
+    "curves": "Curves",
+    "evaluation": "Before and after",
+    "completions": "Completions",
+    "recipe": "Recipe",
+    "record": "Record",
+}
+"""Sections of a report: heading by id."""
+COMMON = ("elements", "formats", "page", "findings")
+"""Names of the scripts that every page has, in the order in which they are joined."""
+SCRIPTS = ("charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
+"""Names of the further scripts of a report."""
 
 
 def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding] | None = None) -> int:
@@ -90,23 +102,48 @@ def check_replaceable(out: Path) -> None:
 
 def build_page(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> bytes:
     """Return the page of `runs` in UTF-8."""
-    style = _asset(f"{UPLOT}.min.css") + _asset("page.css")
-    library = _asset(f"{UPLOT}.min.js")
-    script = "(() => {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "})();\n"
     unreadable = [dict(run.unreadable) for run in runs]
     texts = [_texts(run, len(runs), counts) for run, counts in zip(runs, unreadable, strict=True)]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
+    library, style = _asset(f"{UPLOT}.min.js"), _asset(f"{UPLOT}.min.css")
+    return fill_page(title, SECTIONS, page_data(runs, findings, unreadable), SCRIPTS, texts, library, style)
+
+
+def fill_page(
+    title: str,
+    sections: Mapping[str, str],
+    data: Mapping[str, Any],
+    scripts: Sequence[str],
+    texts: Sequence[str] = (),
+    library: str = "",
+    style: str = "",
+) -> bytes:
+    """Return a page in UTF-8.
+
+    Args:
+        title: title of the page.
+        sections: heading by id of the sections, which the scripts fill.
+        data: data of the page, JSON-serialisable.
+        scripts: names of the page's scripts beside those of `COMMON`.
+        texts: further data as JSON, in elements of their own.
+        library, style: script and style of a library.
+    """
+    own = "".join(_asset(f"{name}.js") for name in (*COMMON, *scripts))
+    code = [script for script in (library, f"(() => {{\n'use strict';\n{own}}})();\n") if script]
+    style += _asset("page.css")
+    elements = [f'<script type="application/json" id="texts-{i}">{json}</script>' for i, json in enumerate(texts)]
     content = {
-        "POLICY": content_security_policy((library, script), (style,)),
+        "POLICY": content_security_policy(code, (style,)),
         "VERSION": __version__,
         "TITLE": html.escape(printable(title)),
         "STYLE": style,
-        "DATA": script_json(page_data(runs, findings, unreadable)),
-        "TEXTS": "\n".join(
-            f'<script type="application/json" id="texts-{i}">{json}</script>' for i, json in enumerate(texts)
+        "SECTIONS": "\n".join(
+            f'  <section id="{name}" hidden><h2>{heading}</h2><div class="body"></div></section>'
+            for name, heading in sections.items()
         ),
-        "LIBRARY": library,
-        "SCRIPT": script,
+        "DATA": script_json(data),
+        "TEXTS": "\n".join(elements),
+        "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in code),
     }
     return re.sub(r"@([A-Z]+)@", lambda match: content[match[1]], _asset("page.html")).encode("utf-8")
 

@@ -16,16 +16,6 @@ function aboutRun(run) {
     run.state === 'finished' ? null : 'not finished'].filter(Boolean).join(' \u00b7 ');
 }
 
-function showDiagnosis(body) {
-  body.append(element('ul', { class: 'findings' }, DATA.findings.map((finding) => element('li', { class: finding.level === 'note' ? 'note' : '' },
-    element('h3', {}, readable(finding.title)),
-    element('dl', {}, [['Seen', finding.evidence], ['Rule', finding.threshold], ['Change', finding.setting]].map(([name, text]) =>
-      text ? [element('dt', {}, name), element('dd', {}, readable(text))] : []),
-    (finding.samples || []).length ? [element('dt', {}, 'Read'),
-      element('dd', {}, element('ol', {}, finding.samples.map((line) => element('li', {}, readable(line)))))] : [])))));
-  return DATA.findings.length > 0;
-}
-
 function edge(run, name) {
   const points = run.series[name];
   return points && points[1].length ? [points[1][0], points[1][points[1].length - 1]] : null;
