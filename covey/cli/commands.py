@@ -297,6 +297,36 @@ The settings are those of covey train and covey sft.""",
             settings_of=("train", "sft"),
         ),
         Command(
+            "data", "covey.cli.data:show_data", "NAME_OR_YAML",
+            "look at the data of a recipe before a run",
+            """\
+Reads the data of a recipe row by row, as a run does, and shows what a run would get: a few rows as the chat template
+renders them, with the tokens of each role; the lengths of prompts (of prompt and completion for covey sft) against the
+limit; equal rows, exactly and but for case and white space; held-out rows that are training rows; malformed rows, rows
+that are too long, and what becomes of them; the columns, and the functions that read them. The exit code is 2 if a run
+would refuse the data. It imports the modules that the recipe names (module:function), which executes them.
+A million rows fit in memory. Of more than 20,000, the tokens of every second, fourth, eighth ... row are counted.""",
+            """\
+examples
+  covey data quickstart
+  covey data gsm8k-smollm2 --data.path FOLDER --html data.html
+  covey data sft-smollm2 --data.path chats.jsonl --rows 10
+  covey data mine.yaml --json
+
+The settings are those of covey train and covey sft. Of the model only its config.json and its tokenizer are read.""",
+            missing="no recipe is given",
+            options=(
+                Option("--rows", "N", "number of training rows to show, the first ones; 3 when not given"),
+                Option(
+                    "--html",
+                    "FILE",
+                    "write one HTML page that needs no network, in place of the text. It holds the rows shown",
+                ),
+                JSON,
+            ),
+            settings_of=("train", "sft"),
+        ),
+        Command(
             "rewards", "covey.cli.rewards:show_signal", "NAME_OR_YAML",
             "is there a learning signal? scores samples of the untouched model",
             """\

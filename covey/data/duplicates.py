@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROMPT, EXAMPLE = ("prompt",), ("prompt", "completion")
 """Columns that a model is trained on: by reinforcement learning, and by supervised training."""
-KINDS = ("every column", "what is trained on", "what is trained on, but for case and white space")
+KINDS = ("every column", "what is trained on", "the same, but for case and space")
 """What is equal in rows that are called duplicates, from all of the row to the least."""
 SPACE = re.compile(r"(?:\s|\\[nrt])+")
 """Pattern of white space in JSON text."""
@@ -79,17 +79,19 @@ def count_duplicates(train: "np.ndarray", held_out: "np.ndarray") -> list[Duplic
     return [_count(kind, train[:, i], held_out[:, i]) for i, kind in enumerate(KINDS)]
 
 
-def describe(duplicates: Sequence[Duplicates], rows: int, held_out: int) -> list[str]:
-    """Describe what is trained on twice, and what of it is held out too; [] if there is neither."""
+def describe_repeated(duplicates: Sequence[Duplicates]) -> str:
+    """Describe what is trained on more than once; "" if there is nothing."""
     _, exact, folded = duplicates
-    lines = []
-    if folded.repeated:
-        but = "" if exact.repeated == folded.repeated else f" ({exact.distinct:,} with case and white space)"
-        lines.append(f"{rows:,} training rows, {folded.distinct:,} distinct{but}")
-    if folded.held_out:
-        but = "" if exact.held_out == folded.held_out else f" ({exact.held_out:,} exactly)"
-        lines.append(f"{folded.held_out:,} of {held_out:,} held-out rows are training rows{but}")
-    return lines
+    but = "" if exact.repeated == folded.repeated else f" ({exact.distinct:,} with case and white space)"
+    rows = folded.distinct + folded.repeated
+    return f"{rows:,} training rows, {folded.distinct:,} distinct{but}" if folded.repeated else ""
+
+
+def describe_overlap(duplicates: Sequence[Duplicates], held_out: int) -> str:
+    """Describe which of the held-out rows are trained on; "" if none are."""
+    _, exact, folded = duplicates
+    but = "" if exact.held_out == folded.held_out else f" ({exact.held_out:,} exactly)"
+    return f"{folded.held_out:,} of {held_out:,} held-out rows are training rows{but}" if folded.held_out else ""
 
 
 def trained_columns(recipe: Recipe | SFTRecipe) -> Sequence[str] | None:

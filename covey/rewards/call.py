@@ -98,12 +98,22 @@ def select_arguments(name: str, function: RewardFn, samples: Samples) -> dict[st
         RewardError: it requires a parameter that no data column provides.
     """
     columns = dict.fromkeys(column for group, _ in samples for column in group.columns)
+    return {key: _argument_values(key, samples) for key in argument_names(name, function, columns)}
+
+
+def argument_names(name: str, function: RewardFn, columns: Iterable[str]) -> list[str]:
+    """Return the names of the arguments that the signature takes from `ARGUMENTS` and the data's `columns`.
+
+    Raises:
+        RecipeError, RewardError: as for `select_arguments`.
+    """
+    columns = list(columns)
     parameters = check_parameters(name, function, columns)
     available = [*ARGUMENTS, *(column for column in columns if column not in ARGUMENTS)]
     names = [p.name for p in parameters if p.name in available]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         names += [key for key in available if key not in NAMED_ONLY and key not in names]
-    return {key: _argument_values(key, samples) for key in names}
+    return names
 
 
 def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> list[inspect.Parameter]:

@@ -90,6 +90,7 @@ class Tokenizer:
         ends = {i for i, text in self._special.items() if text in END_TOKENS}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
         self.pad_id = self._choose_pad_id(pad_id)
+        self.max_remembered = MAX_REMEMBERED
         self._remembered: dict[Any, np.ndarray] = {}
         self._num_remembered = 0
 
@@ -158,7 +159,7 @@ class Tokenizer:
         if tokens is None:
             tokens = self._encode_prompt(prompt, add_generation_prompt, tools)
             tokens.setflags(write=False)
-            if self._num_remembered + tokens.size <= MAX_REMEMBERED:
+            if self._num_remembered + tokens.size <= self.max_remembered:
                 self._remembered[key], self._num_remembered = tokens, self._num_remembered + tokens.size
         return tokens
 

@@ -1,0 +1,79 @@
+"""Findings on the data of a recipe before a run, as the diagnosis of a run has them."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from covey.data.duplicates import describe_overlap, describe_repeated
+from covey.report.diagnosis import Finding
+
+if TYPE_CHECKING:
+    from covey.run.data_summary import DataSummary
+
+TREATMENT = {"drop": "dropped", "truncate": "cut", "error": "refused, as are the data"}
+"""What happens to rows that are too long, by `training.too_long`."""
+MANY = 0.05
+"""Share of rows from which it is a problem, and no note, that they are dropped, cut, or held out and trained on."""
+
+
+def find_problems(summary: "DataSummary") -> list[Finding]:
+    """Return the findings, those for which a run refuses the data first."""
+    return [*_malformed(summary), *_missing(summary), *_too_long(summary), *_duplicates(summary), *_empty(summary)]
+
+
+def _malformed(summary: "DataSummary") -> Iterator[Finding]:
+    if count := sum(rows.rows for rows in summary.malformed):
+        seen = f"a run refuses the data; {summary.train + summary.held_out:,} others are right"
+        lines = (f"{rows.rows:,} as in {', '.join(rows.places)}: {rows.what}" for rows in summary.malformed)
+        title = "1 row is malformed" if count == 1 else f"{count:,} rows are malformed"
+        yield _finding(title, seen, "mend them or leave them out", tuple(lines))
+    if not summary.train:
+        yield _finding("there is no training row", "", "other data")
+
+
+def _missing(summary: "DataSummary") -> Iterator[Finding]:
+    for error in summary.missing:
+        yield _finding(error.what, f"there are {error.want}", error.fix or "--rewards with another function")
+
+
+def _too_long(summary: "DataSummary") -> Iterator[Finding]:
+    lengths, limit = summary.lengths, summary.limit
+    if lengths is None or not lengths.over + summary.held_out_over:
+        return
+    parts = {"training": lengths.over * summary.every, "held-out": summary.held_out_over}
+    about = "" if summary.every == 1 else "about "
+    rows = " and ".join(f"{count:,} {name} row{'s' * (count > 1)}" for name, count in parts.items() if count)
+    is_bad = limit.policy == "error" or lengths.over > MANY * lengths.measured
+    flag = f"--{limit.setting}".replace("_", "-")
+    others = " or ".join(policy for policy in ("drop", "truncate") if policy != limit.policy)
+    yield _finding(
+        f"longer than {limit.tokens:,} tokens: {about}{rows}, {TREATMENT[limit.policy]}",
+        f"the longest training row has {lengths.longest:,} tokens; training.too_long is {limit.policy}",
+        f"{flag} {max(lengths.longest, limit.tokens)}, or --training.too-long {others}",
+        level="problem" if is_bad else "note",
+    )
+
+
+def _duplicates(summary: "DataSummary") -> Iterator[Finding]:
+    if overlap := describe_overlap(summary.duplicates, summary.held_out):
+        why = "held-out results cannot tell what is learnt from what is remembered"
+        change = "hold out rows that are not trained on: --data.test-path FILE"
+        is_bad = summary.duplicates[-1].held_out > MANY * summary.held_out
+        yield _finding(overlap, why, change, level="problem" if is_bad else "note")
+    if repeated := describe_repeated(summary.duplicates):
+        most = summary.duplicates[-1]
+        often = f"the most frequent one is there {most.most:,} times"
+        yield _finding(
+            repeated, often, "leave the repeated rows out", level="problem" if most.distinct == 1 else "note"
+        )
+
+
+def _empty(summary: "DataSummary") -> Iterator[Finding]:
+    for column in summary.columns:
+        if column.read_by and column.lacking:
+            rows = f"{column.lacking:,} of {column.lacking + column.filled:,} rows"
+            title = f"the column {column.name!r} is None in {rows}"
+            yield _finding(title, f"it is read by {', '.join(column.read_by)}", "", level="note")
+
+
+def _finding(title: str, evidence: str, change: str, samples: tuple[str, ...] = (), level: str = "problem") -> Finding:
+    return Finding(title, "", evidence, change, level=level, samples=samples)

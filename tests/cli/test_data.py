@@ -1,0 +1,93 @@
+"""`covey data`: what is wrong with the data of a recipe is told before a run, and a run refuses the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cli import main as cli
+from covey.config.schema import SFTDataConfig
+from covey.data import load_examples
+from covey.errors import DataError
+
+TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def chat(asked: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+def write(*rows: dict[str, Any] | str) -> list[str]:
+    """Write rows, and lines as they are, to a file; return the settings that name it."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    Path("rows.jsonl").write_text("\n".join(lines) + "\n")
+    return ["--data.task", "jsonl", "--data.path", "rows.jsonl", "--model.source", TINY]
+
+
+def summary(capsys: Any, *words: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["data", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_chat_file_with_broken_rows_is_looked_at_to_its_end(capsys: Any) -> None:
+    rows = [chat(f"{n} + 1?", str(n + 1)) for n in range(20)]
+    settings = write('{"messages": [', chat("empty?", " "), {"question": "?"}, chat("long " * 60, "no"), *rows)
+    code, found = summary(capsys, "sft-smollm2", *settings, "--training.max-length", "100")
+    assert (code, found["refused"], found["train"], found["held_out"]) == (2, True, 19, 2)
+    assert [one["places"] for one in found["malformed"]] == [
+        ["rows.jsonl:1"],
+        ["rows.jsonl, row 2"],
+        ["rows.jsonl, row 3"],
+    ]
+    assert [finding["title"] for finding in found["findings"]] == [
+        "3 rows are malformed",
+        "longer than 100 tokens: 1 training row, refused, as are the data",
+    ]
+    assert [segment["role"] for segment in found["shown"][0]["segments"]][-2:] == ["template", "completion"]
+    with pytest.raises(DataError, match=r"^rows\.jsonl:1: is not JSON"):
+        load_examples(SFTDataConfig(path="rows.jsonl"))
+
+
+def test_one_prompt_many_times_is_told_and_shown(capsys: Any) -> None:
+    settings = write(*[{"prompt": "2+2?", "answer": "4" if n else None} for n in range(200)])
+    words = ["arithmetic-smollm2", *settings, "--data.system", "Be brief.", "--max-prompt-length", "300"]
+    code, found = summary(capsys, *words, "--rows", "1")
+    titles = ["20 of 20 held-out rows are training rows", "180 training rows, 1 distinct"]
+    assert [finding["title"] for finding in found["findings"]] == [
+        *titles,
+        "the column 'answer' is None in 1 of 200 rows",
+    ]
+    assert code == 0
+    assert [row["title"] for row in found["shown"][2:]] == [
+        "the most frequent training row, row 1: 180 times",
+        "a held-out row that is a training row, row 181",
+    ]
+    roles = [segment["role"] for segment in found["shown"][0]["segments"]]
+    assert roles == ["template", "system", "template", "user", "template"]
+
+
+def test_a_column_that_a_reward_needs_is_missing(capsys: Any) -> None:
+    settings = write(*[{"prompt": f"{n}?\x1b[2J", "solution": "4"} for n in range(10)])
+    assert cli.main(["data", "arithmetic-smollm2", *settings]) == 2
+    shown = capsys.readouterr().out
+    assert "asks for 'answer', which no data column gives" in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_the_page_replaces_no_other_file(capsys: Any) -> None:
+    settings = write(*[{"prompt": f"{n}?</script>", "answer": "4"} for n in range(10)])
+    words = ["data", "arithmetic-smollm2", *settings, "--html", "page.html"]
+    assert cli.main(words) == cli.main(words) == 0
+    page = Path("page.html").read_text()
+    assert page.count("</script>") == 2
+    assert "default-src 'none'; script-src 'sha256-" in page
+    Path("page.html").write_text("mine")
+    assert cli.main(words) == 2
+    assert "no report of Covey" in capsys.readouterr().err
