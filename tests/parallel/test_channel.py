@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from covey.config.processes import PEER_LOST
 from covey.errors import CoveyError, RewardError, Stopped
-from covey.parallel import channel, distributed, make_mesh, order
+from covey.parallel import channel, distributed, links, make_mesh, order
 from covey.parallel.channel import Channel
 from covey.parallel.wire import PeerLostError
 
@@ -288,7 +288,8 @@ def test_pieces_of_a_value_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stranger_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "CONNECT_SECONDS", 0.5)
+    for room in (channel, links):
+        monkeypatch.setattr(room, "CONNECT_SECONDS", 0.5)
     for start in (b"another token!!!", b"", TOKEN[:5]):
         with pytest.raises(CoveyError, match="process 1 has not connected to process 0"):
             link(start, *([frame("hello", "1", [5]), b"there"] if len(start) == len(TOKEN) else ()))
