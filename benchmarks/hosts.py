@@ -145,6 +145,8 @@ def _table(number: int, count: int) -> GroupTable:
         sampled=lengths,
         cut=per_completion(False),
         mass=lengths.astype(float),
+        characters=5 * lengths,
+        repetition=per_completion(0.0),
         rewards=per_completion(0.0),
         keys=np.zeros((len(lengths), 2), np.uint32),
         by_function={},

@@ -56,9 +56,8 @@ def is_logged(name: str, method: str, functions: Iterable[str]) -> bool:
     if row is None or method not in row.methods:
         return False
     unknown = any(":" in function for function in functions)
-    return (
-        FUNCTION not in row.name or unknown or name in {row.name.replace(FUNCTION, function) for function in functions}
-    )
+    named = next(pattern.fullmatch(name) for pattern, other in _PATTERNS if other is row) if "<" in row.name else None
+    return named is None or unknown or {*named.groups()} <= {*functions}
 
 
 def names(method: str, functions: Iterable[str]) -> Iterator[str]:
@@ -104,6 +103,12 @@ TABLE = (
     Metric("reward_error", "reward", "standard error of `reward`, from the spread of the groups' means"),
     Metric("reward_std", "reward", "mean over groups of the standard deviation within a group (ddof 1)"),
     Metric("frac_reward_zero_std", "share", "groups whose samples all have the same reward: they give no gradient"),
+    Metric("frac_reward_all_best", "share", "groups whose samples all have the highest reward of the step"),
+    Metric("frac_reward_all_worst", "share", "groups whose samples all have the lowest reward of the step"),
+    Metric("reward_correlation/length", "", "correlation of reward and characters of a completion, within groups"),
+    Metric("reward_correlation/empty", "", "correlation of reward and whether a completion is empty, within groups"),
+    Metric("reward_correlation/repetition", "", "correlation of reward and repetition in a completion, within groups"),
+    Metric("rewards/<function>/correlation/<function>", "", "correlation of two reward functions, within groups"),
     Metric("rewards/<function>/mean", "reward", "mean of one reward function over the samples that it scored"),
     Metric("rewards/<function>/std", "reward", "standard deviation of one reward function over these samples (ddof 1)"),
     Metric(
@@ -120,6 +125,17 @@ TABLE = (
         "completions cut by a limit of tokens, of the turn too, or `envs.timeout`",
     ),
     Metric("completions/distinct_ratio", "share", "different completions of a group, mean over groups"),
+    Metric("completions/empty_ratio", "share", "completions without text"),
+    Metric(
+        "completions/rewarded_empty_ratio",
+        "share",
+        "completions without text among those with a reward above their group's mean",
+    ),
+    Metric(
+        "completions/repetition",
+        "share",
+        "sequences of four tokens that occurred earlier in the completion, mean over completions",
+    ),
     Metric("env/turns", "turns", "mean number of the model's turns in an episode; with an environment"),
     Metric("env/branches", "branches", "mean number of branches in an episode, with `envs.history: template`"),
     Metric("env/tokens", "tokens", "mean number of tokens of the environment in an episode"),
@@ -224,7 +240,7 @@ CLOCKS = tuple(row.name for row in TABLE if row.clock)
 
 _EXACT = {row.name: row for row in TABLE if "<" not in row.name}
 _PATTERNS = [
-    (re.compile(row.name.replace(FUNCTION, "[^/]+").replace(NUMBER, "[1-9][0-9]*").replace(NAME, OWN_NUMBER)), row)
+    (re.compile(row.name.replace(FUNCTION, "([^/]+)").replace(NUMBER, "[1-9][0-9]*").replace(NAME, OWN_NUMBER)), row)
     for row in TABLE
     if "<" in row.name
 ]

@@ -49,7 +49,17 @@ CHARTS = (
     Chart("Reward by function", "Reward", ("rewards/<function>/mean",)),
     Chart("Spread by function", "Reward", ("rewards/<function>/std",)),
     Chart("Spread within groups", "Reward", ("reward_std",)),
-    Chart("Groups without a signal", "Reward", ("frac_reward_zero_std",)),
+    Chart(
+        "Groups without a signal",
+        "Reward",
+        ("frac_reward_zero_std", "frac_reward_all_best", "frac_reward_all_worst"),
+    ),
+    Chart(
+        "Correlation of the reward",
+        "Reward",
+        ("reward_correlation/length", "reward_correlation/empty", "reward_correlation/repetition"),
+    ),
+    Chart("Correlation of reward functions", "Reward", ("rewards/<function>/correlation/<function>",)),
     Chart("Failed reward calls", "Reward", ("rewards/<function>/failed",)),
     Chart("Held-out pass@k", "Held-out prompts", ("eval/pass@<k>",)),
     Chart("Held-out pass@k, as counted", "Held-out prompts", ("eval/pass@<k>_any",)),
@@ -73,6 +83,8 @@ CHARTS = (
     Chart("Failed tool calls", "Completions", ("env/tool_failures",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
     Chart("Different completions in a group", "Completions", ("completions/distinct_ratio",)),
+    Chart("Empty completions", "Completions", ("completions/empty_ratio", "completions/rewarded_empty_ratio")),
+    Chart("Repetition", "Completions", ("completions/repetition",)),
     Chart(
         "Dynamic sampling",
         "Completions",
@@ -177,7 +189,7 @@ def _label(pattern: str, name: str) -> str:
     """
     match = _expression(pattern).fullmatch(name)
     if match and match.groups():
-        return f"k = {match[1]}" if "<k>" in pattern else match[1]
+        return f"k = {match[1]}" if "<k>" in pattern else " and ".join(match.groups())
     ends: Sequence[str] = name.rsplit("/", 1)
     return (
         "held-out"

@@ -33,6 +33,8 @@ class GroupTable:
         sampled: tokens of it that the model generated.
         cut: whether a limit ended it.
         mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
+        characters: characters of its text, without white space around it.
+        repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
         rewards: reward; NaN where no function scored the completion.
         by_function: the same of each reward function.
         keys: random key of the completion; 0 without one, because another engine drew it.
@@ -48,6 +50,8 @@ class GroupTable:
     sampled: Int[np.ndarray, "B"]
     cut: Bool[np.ndarray, "B"]
     mass: Float[np.ndarray, "B"]
+    characters: Int[np.ndarray, "B"]
+    repetition: Float[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B"]
     by_function: Mapping[str, Float[np.ndarray, "B"]]
     keys: UInt32[np.ndarray, "B 2"]
@@ -120,6 +124,8 @@ class GroupTable:
 NO_KEY = np.zeros(2, np.uint32)
 BY_GROUP = ("owner", "prompts", "sizes", "distinct")
 """Columns with one entry per group."""
+HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
+"""Factors by which a sequence of as many tokens becomes one number."""
 
 
 def table_of(groups: Sequence[Group]) -> GroupTable:
@@ -141,6 +147,8 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         sampled=column(int, (c.num_sampled for c in completions)),
         cut=column(bool, (c.finish.was_cut for c in completions)),
         mass=column(float, map(_kept_mass, completions)),
+        characters=column(int, (len(c.text.strip()) for c in completions)),
+        repetition=column(float, map(_repeated_fraction, completions)),
         rewards=_concatenated(rewards),
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
         keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
@@ -169,6 +177,14 @@ def gather_table(groups: Sequence[Group]) -> GroupTable:
 
 def _distinct_fraction(group: Group) -> float:
     return len({c.tokens.tobytes() for c in group.completions}) / len(group.completions)
+
+
+def _repeated_fraction(completion: Completion) -> float:
+    tokens = completion.tokens if completion.mask is None else completion.tokens[completion.mask]
+    if len(tokens) <= len(HASH):
+        return 0.0
+    hashes = np.sort(sum(tokens[i : len(tokens) - len(HASH) + 1 + i] * factor for i, factor in enumerate(HASH)))
+    return float((hashes[1:] == hashes[:-1]).mean(dtype=np.float64)) * (len(hashes) - 1) / len(hashes)
 
 
 def _kept_mass(completion: Completion) -> float:

@@ -4,13 +4,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance
 from covey.rl.group_table import GroupTable
 from covey.sampling.model_runner import SamplerStats
+
+ROUNDING = 1e-9
+"""Relative difference below which two values are equal."""
 
 
 @dataclass
@@ -52,12 +58,14 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
         "reward_error": float(_std(means) / np.sqrt(max(len(means), 1))),
-        "frac_reward_zero_std": float(np.mean([not has_reward_variance(row) for row in rewards])),
+        **_tied_fractions(rewards),
         "completions/mean_length": float(table.sampled.mean()),
         "completions/min_length": float(table.sampled.min()),
         "completions/max_length": float(table.sampled.max()),
         "completions/clipped_ratio": float(table.cut.mean()),
         "completions/distinct_ratio": float(np.mean(table.distinct)),
+        "completions/empty_ratio": float((table.characters == 0).mean()),
+        "completions/repetition": float(table.repetition.mean()),
     }
     for name, values in table.by_function.items():
         scored = values[~np.isnan(values)]
@@ -66,7 +74,57 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     drawn = ~np.isnan(table.mass)
     if drawn.any():
         metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
-    return metrics | episode_metrics(table)
+    return metrics | correlation_metrics(table) | episode_metrics(table)
+
+
+def correlation_metrics(table: GroupTable) -> dict[str, float]:
+    """Compute what the rewards of a step go with: their correlations with length in characters, emptiness and
+    repetition, those of each two reward functions, and the fraction of empty ones among the completions with a reward
+    above the mean of their group. One that is undefined is left out.
+    """
+    empty = (table.characters == 0).astype(float)
+    texts = {"length": table.characters, "empty": empty, "repetition": table.repetition}
+    pairs = {f"reward_correlation/{name}": (table.rewards, values) for name, values in texts.items()}
+    for (first, a), (second, b) in combinations(table.by_function.items(), 2):
+        pairs[f"rewards/{first}/correlation/{second}"] = a, b
+    correlations = {name: _correlation(table, *pair) for name, pair in pairs.items()}
+    rewarded = empty[_centred(table, table.rewards) > 0]
+    return {
+        **({"completions/rewarded_empty_ratio": float(rewarded.mean())} if rewarded.size else {}),
+        **{name: correlation for name, correlation in correlations.items() if correlation is not None},
+    }
+
+
+def _tied_fractions(rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
+    """Return the fraction of groups of equal rewards, and of those that all have the best and the worst reward of the
+    step. If a step has a single reward, it is the best one where it is above 0.
+    """
+    tied = np.array([not has_reward_variance(row) for row in rewards])
+    best, worst = np.nanmax(rewards, initial=-np.inf), np.nanmin(rewards, initial=np.inf)
+    near = partial(np.isclose, np.nanmax(rewards, axis=1, initial=-np.inf), rtol=ROUNDING, atol=0)
+    is_best = near(best) & (best > min(worst, 0))
+    fractions = {"zero_std": tied, "all_best": tied & is_best, "all_worst": tied & near(worst) & ~is_best}
+    return {f"frac_reward_{name}": float(of_groups.mean()) for name, of_groups in fractions.items()}
+
+
+def _correlation(table: GroupTable, first: np.ndarray, second: np.ndarray) -> float | None:
+    """Return the correlation within groups of two values of the completions that have both; None if one of them does
+    not vary there.
+    """
+    unknown = np.isnan(first) | np.isnan(second)
+    x, y = (_centred(table, np.where(unknown, np.nan, values)) for values in (first, second))
+    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1, 1)) if x.any() and y.any() else None
+
+
+def _centred(table: GroupTable, values: np.ndarray) -> Float[np.ndarray, "B"]:
+    """Return values of all completions less the mean of their group, or of the step where no group has two; 0 for NaN
+    and for differences that are rounding.
+    """
+    groups = np.repeat(np.arange(len(table)), table.sizes) * (table.sizes.max(initial=0) > 1)
+    known, values = ~np.isnan(values), np.nan_to_num(values)
+    means = np.bincount(groups, values, len(table)) / np.maximum(np.bincount(groups, known, len(table)), 1)
+    centred = np.where(known, values - means[groups], 0.0)
+    return np.where(np.abs(centred) > ROUNDING * np.abs(values).max(initial=0.0), centred, 0.0)
 
 
 def episode_metrics(table: GroupTable) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """A step's numbers under the names people look for, worked by hand."""
 
+from itertools import zip_longest
+
 import numpy as np
 import pytest
 from scipy.special import softmax  # comes with jax
@@ -15,11 +17,17 @@ from covey.types import Completion, FinishReason, Group
 NAN = float("nan")
 
 
-def group(rewards: list[float], lengths: list[int], cut: tuple[int, ...] = (), **by_function: list[float]) -> Group:
+def group(
+    rewards: list[float],
+    lengths: list[int],
+    cut: tuple[int, ...] = (),
+    texts: str = "",
+    **by_function: list[float],
+) -> Group:
     none = np.zeros(0, np.float32)
     completions = tuple(
-        Completion(np.zeros(n, np.int32), none, none, FinishReason.LENGTH if i in cut else FinishReason.STOP)
-        for i, n in enumerate(lengths)
+        Completion(np.zeros(n, np.int32), none, none, FinishReason.LENGTH if i in cut else FinishReason.STOP, text)
+        for i, (n, text) in enumerate(zip_longest(lengths, texts.split("|"), fillvalue=""))
     )
     table = {name: np.array(values) for name, values in by_function.items()}
     return Group("p", none, completions, rewards=np.array(rewards), rewards_by_function=table)
@@ -50,11 +58,17 @@ def test_every_name_and_value_by_hand() -> None:
         "reward_std": (np.sqrt(0.5) + 0.0) / 2,
         "reward_error": np.std([0.5, 3.0], ddof=1) / np.sqrt(2),
         "frac_reward_zero_std": 0.5,
+        "frac_reward_all_best": 0.5,
+        "frac_reward_all_worst": 0.0,
         "completions/mean_length": 5.0,
         "completions/min_length": 2.0,
         "completions/max_length": 8.0,
         "completions/clipped_ratio": 0.25,
         "completions/distinct_ratio": 1.0,
+        "completions/empty_ratio": 1.0,
+        "completions/rewarded_empty_ratio": 1.0,
+        "completions/repetition": (4 / 5 + 2 / 3) / 4,
+        "reward_correlation/repetition": -0.4 / np.sqrt(0.5 * (0.32 + 2 / 9)),
         "rewards/right/mean": 0.75,
         "rewards/right/std": 0.5,
         "rewards/tidy/mean": 4 / 3,
@@ -110,6 +124,28 @@ def test_groups_with_little_to_measure(case: str) -> None:
     groups, want = CASES[case]
     got = group_metrics(table_of(groups))
     assert {name: got[name] for name in want} == pytest.approx(want, nan_ok=True)
+
+
+def test_what_a_reward_goes_with() -> None:
+    """Within groups: the second group has longer completions and higher rewards, which says nothing. The third counts
+    for no pair with a function that scored one of its completions alone, and rewards that are equal to rounding differ
+    from nothing.
+    """
+    groups = [
+        group([1.0, 0.0, 0.0], [1] * 3, texts=" |ab|cd", a=[1, 0, 0], b=[0.0, 1, 1], c=[0.1] * 3),
+        group([5.0, 5.0, 8.0], [1] * 3, texts="abcdef|abcdef|\n", a=[0, 0, 1], b=[1.0, 1, 0], c=[0.1] * 3),
+        group([0.7] * 3, [1] * 3, texts="a|b|", a=[1, NAN, NAN], b=[0.0, 1, 2], c=[0.1] * 3),
+    ]
+    got = group_metrics(table_of(groups))
+    rewards, lengths = np.array([2, -1, -1, -3, -3, 6, 0, 0, 0]) / 3, np.array([-4, 2, 2, 6, 6, -12, 1, 1, -2]) / 3
+    wanted = rewards @ lengths / np.sqrt((rewards @ rewards) * (lengths @ lengths))
+    assert got["reward_correlation/length"] == pytest.approx(wanted)
+    assert got["rewards/a/correlation/b"] == pytest.approx(-1)
+    assert (got["completions/empty_ratio"], got["completions/rewarded_empty_ratio"]) == (1 / 3, 1)
+    assert not {"rewards/a/correlation/c", "reward_correlation/repetition"} & got.keys()
+    single = group_metrics(table_of([group([float(n)], [1], texts="x" * n) for n in range(4)]))
+    assert single["reward_correlation/length"] == pytest.approx(1)
+    assert (single["frac_reward_all_best"], single["frac_reward_all_worst"]) == (0.25, 0.25)
 
 
 def test_work_by_hand() -> None:
