@@ -3,7 +3,8 @@
 XLA's `cost_analysis` counts the body of a loop once and names no collective. Here a program is walked from its entry
 through loops, conditionals, calls and asynchronous wrappers, so that an instruction in a loop is known to be in it, and
 how often it runs. Instructions inside fusions are left out: they have no buffers of their own. Collectives are not: the
-compiler for TPUs puts one that runs beside other work into a chain of fusions, where it counts once.
+compiler for TPUs puts one that runs beside other work into a chain of fusions, where it counts once. It writes a
+reduce-scatter as a fusion of its own, of an all-reduce and a slice, for which the device waits.
 """
 
 import math
@@ -28,6 +29,9 @@ COLLECTIVES = (
 
 RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
 """Number of times that each collective sends its data around a ring; others send it once to one device."""
+
+SCATTER_FUSION = "all-reduce-scatter"
+"""Beginning of the name of the computation that is a reduce-scatter on TPUs."""
 
 
 Loops = tuple[int | None, ...]
@@ -116,10 +120,11 @@ class Program:
         for line in lines:
             if not line.opcode.endswith("-done"):
                 yield _instruction(line, types, loops)
+            scatters = any(name.startswith(SCATTER_FUSION) for name in _attributes(line, "calls"))
             for fused, inside in self._fused_collectives(line):
                 channel = re.search(r"channel_id=(\d+)", fused.rest)
                 if channel is None or channel[1] not in chains:
-                    yield replace(_instruction(fused, inside, loops), asynchronous=True)
+                    yield _fused(_instruction(fused, inside, loops), scatters)
                 chains |= {channel[1]} if channel else set()
             inner = (*loops, self._trip_count(line)) if line.opcode == "while" else loops
             for called in _called(line):
@@ -229,6 +234,11 @@ def _instruction(line: _Line, types: dict[str, str], loops: Loops) -> Instructio
         line.opcode.endswith("-start"),
         _group(line.rest) if opcode in COLLECTIVES else None,
     )
+
+
+def _fused(collective: Instruction, scatters: bool) -> Instruction:
+    """Return a collective that was found in a fusion as what it does; see `SCATTER_FUSION`."""
+    return replace(collective, opcode="reduce-scatter") if scatters else replace(collective, asynchronous=True)
 
 
 def _group(attributes: str) -> int | None:

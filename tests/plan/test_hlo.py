@@ -129,6 +129,24 @@ ENTRY %main (x: f32[8]) -> f32[32] {
     assert found == [("all-gather", 128, True), ("collective-permute", 32, True), ("all-reduce", 128, False)]
 
 
+def test_a_reduce_scatter_of_tpus_is_waited_for() -> None:
+    """It is a fusion of its own: a device sends half of what its all-reduce would."""
+    text = """\
+%all-reduce-scatter.4 (p: f32[32]) -> f32[8] {
+  %p = f32[32]{0} parameter(0)
+  %all-reduce.1 = f32[32]{0} all-reduce(%p), channel_id=7, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = f32[8]{0} dynamic-slice(%all-reduce.1, %first), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: f32[32]) -> f32[8] {
+  %x = f32[32]{0} parameter(0)
+  ROOT %y = f32[8]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.4
+}
+"""
+    found = [(x.opcode, x.sent, x.asynchronous) for x in Program(text).collectives()]
+    assert found == [("reduce-scatter", 96, False)]
+
+
 def test_estimates_and_kernels_are_found() -> None:
     text = """\
 ENTRY %main (x: f32[8]) -> f32[8] {
