@@ -78,6 +78,7 @@ def token_logps(
     entropy_gradient: bool = True,
     keys: UInt32[Array, "R M 2"] | None = None,
     sampling_params: SamplingParams | None = None,
+    every: int = 1,
 ) -> TokenLogps:
     """Compute log-probs and entropies of the scored tokens of `rows`, by the log-softmax of logits / temperature.
 
@@ -88,21 +89,23 @@ def token_logps(
         entropy_gradient: whether entropies are differentiable. Without adapters they always are, at no cost.
         keys: random key that drew each scored token; 0 where the model drew none. None to draw nothing again.
         sampling_params: settings of the distribution that they were drawn from.
+        every: of truncated draws only the tokens in each `every`-th column are drawn again.
     """
     model = nnx.merge(graph, params)
     hidden = gather_hidden(model, rows)
     head = HeadConfig.of(model, temperature, vocab_block_size(model.config.vocab_size))
     num_scored = rows.scored.sum(axis=1).max()
     logps_fn = partial(frozen_head_logps, head, entropy_gradient) if has_lora(model) else partial(chunked_logps, head)
-    tokens = model.head_weight, hidden, rows.target, num_scored
+    weight, tokens = model.head_weight, (hidden, rows.target, num_scored)
     in_one_pass = sampling_params is None or sampling_params.is_plain
-    logps, entropy, *agreed = logps_fn(*tokens, keys if in_one_pass else None)
+    logps, entropy, *agreed = logps_fn(weight, *tokens, keys if in_one_pass else None)
     mask = rows.scored
     scores = TokenLogps(jnp.where(mask, logps, 0.0), jnp.where(mask, entropy, 0.0))
     if keys is None:
         return scores
     if sampling_params is not None and not in_one_pass:
-        agreed = [redraw(head, sampling_params, *tokens, keys)]
+        columns = hidden[:, ::every], rows.target[:, ::every], -(-num_scored // every), keys[:, ::every]
+        agreed = [jnp.zeros(mask.shape).at[:, ::every].set(redraw(head, sampling_params, weight, *columns))]
     return scores._replace(agreed=jax.lax.stop_gradient(jnp.where(keys.any(-1), agreed[0], 0.0)))
 
 

@@ -1,5 +1,6 @@
 """Agreement of sampler and trainer: all tokens that the model drew, and fewer where the weights are others."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,14 @@ from flax import nnx
 from scipy import special
 
 from covey.config.schema import RolloutConfig
+from covey.losses.logprobs import token_logps
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
+from covey.packing.rows import pack, scatter_to_rows
 from covey.rl.agreement import token_agreement
+from covey.rl.experience import sampled_mask, token_keys_of
 from covey.sampling.engine import Engine, Request, generate
+from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import NewBranch, Response, Turn
 from covey.types import Group
 from tests.rl.test_learning import STOPS, Run, decoder
@@ -58,6 +63,22 @@ def test_the_model_that_sampled_would_draw_every_token(settings: dict[str, Any],
     agreement = token_agreement(decoder(0), groups, config)
     assert agreement == (num_drawn(groups),) * 2
     assert token_agreement(decoder(1), groups, config).share < 0.97
+
+
+@pytest.mark.slow
+def test_of_truncated_draws_some_columns_are_drawn_again() -> None:
+    """Those that a training step compares; each comes out as where all are drawn again."""
+    config = RolloutConfig(max_new_tokens=24, slots=8, top_k=50)
+    groups = sampled(config)
+    rows, completions = pack(groups, max_tokens=128), [c for group in groups for c in group.completions]
+    drawn = scatter_to_rows(rows, list(map(sampled_mask, completions)))
+    keys = token_keys_of(rows, np.stack([c.key for c in completions]), drawn)
+    graph, params = nnx.split(decoder(1))  # agrees with some tokens only
+    score = partial(token_logps, graph, temperature=1.0, sampling_params=SamplingParams.from_config(config), keys=keys)
+    some, all_of_them = (np.asarray(jax.jit(partial(score, every=n))(params, rows).agreed) for n in (5, 1))
+    assert 0 < some.sum() < np.count_nonzero(keys[:, ::5].any(-1))
+    assert np.array_equal(some[:, ::5], all_of_them[:, ::5])
+    assert some.sum() == some[:, ::5].sum()
 
 
 def changed(size: float) -> Decoder:
