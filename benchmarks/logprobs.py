@@ -19,7 +19,16 @@ from benchmarks.common import Result, Settings, interleaved, megabytes, relative
 from benchmarks.sizes import Size
 from covey.losses.logprobs import TokenLogps, token_logps
 from covey.models.lora import split_trainable
-from covey.packing.rows import Rows, pack, padding_fraction, rows_at_a_time, split_micro_batches, tree_attention, unpack
+from covey.packing.rows import (
+    Rows,
+    pack,
+    padding_fraction,
+    rows_at_a_time,
+    shape_of,
+    split_micro_batches,
+    tree_attention,
+    unpack,
+)
 from covey.plan import work
 from covey.plan.roofline import machine_peaks
 from covey.types import Group
@@ -44,7 +53,8 @@ def measure(settings: Settings) -> Result:
     seconds = interleaved({name: work.grads for name, work in works.items()}, settings.repeat)
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     facts = {name: work.facts for name, work in works.items()}
-    limit = work.training(settings.shape.model, groups, settings.lora) / machine_peaks(settings.dtype).matmul
+    flops = work.training(settings.shape.model, list(map(shape_of, groups)), settings.lora)
+    limit = flops / machine_peaks(settings.dtype).matmul
     return Result(seconds, tokens, facts, checks, dict.fromkeys(works, limit))
 
 

@@ -19,6 +19,7 @@ from covey.packing.rows import (
     padding_fraction,
     rows_at_a_time,
     scatter_to_rows,
+    shape_of,
     split_micro_batches,
 )
 from covey.plan import work
@@ -42,7 +43,8 @@ def measure(settings: Settings) -> Result:
     facts = {name: _facts(trainer, parts) for name, (trainer, parts) in pairs.items()}
     tokens = sum(len(c.tokens) for g in groups for c in g.completions)
     checks = {"grad_norm_difference": short((max(norms) - min(norms)) / min(norms))}
-    limit = work.training(settings.shape.model, groups, settings.lora) / machine_peaks(settings.dtype).matmul
+    flops = work.training(settings.shape.model, list(map(shape_of, groups)), settings.lora)
+    limit = flops / machine_peaks(settings.dtype).matmul
     return Result(interleaved(runs, settings.repeat), tokens, facts, checks, dict.fromkeys(runs, limit))
 
 

@@ -132,10 +132,7 @@ def _advice(
 ) -> Advice:
     """Return the plan of one mesh, unless its arrays alone do not fit, or the compiler refuses it."""
     mesh, machine = recipe.model.mesh, MACHINES[target.machine]
-    tokens = sum(
-        len(group.prompt_tokens) + sum(len(one.tokens) for one in group.completions)
-        for group in step_groups(recipe, lengths)
-    )
+    tokens = sum(group.prompt + sum(group.lengths) for group in step_groups(recipe, lengths))
     places = place_on(target, mesh)
     run = programs_of(recipe, places)
     floor = residents_of(run).floor

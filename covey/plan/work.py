@@ -23,12 +23,12 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
-from covey.packing.bins import Piece, choose_row_length, rows_per_micro_batch
+from covey.packing.bins import rows_per_micro_batch
+from covey.packing.rows import GroupShape, Layout, make_layout
 from covey.plan.lengths import Lengths
 from covey.plan.schedule import Timeline, timeline
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import Scheduler
-from covey.types import Completion, FinishReason, Group
 
 BLOCKS_VISITED = 2.0
 """Pairs in the blocks that attention kernels visit over pairs that see each other: 1.1 to 2.2 for blocks of 128."""
@@ -227,45 +227,35 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], schedule: Timeline, sizes
     return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
 
 
-def step_groups(recipe: Recipe | SFTRecipe, lengths: Lengths) -> list[Group]:
-    """Return the groups of a step, of completions without content that have the expected lengths."""
+def step_groups(recipe: Recipe | SFTRecipe, lengths: Lengths) -> list[GroupShape]:
+    """Return the groups of a step, whose completions have the expected lengths."""
     if isinstance(recipe, SFTRecipe):
         prompts, samples = recipe.training.batch_size, 1
     else:
         prompts, samples = recipe.training.prompts_per_step, recipe.grpo.num_generations
     completions = lengths.of(prompts * samples).reshape(prompts, samples).tolist()
-    prompt, tokens, none = np.zeros(lengths.prompt, np.int32), *np.zeros((2, max(lengths.completions)))
-    blank = {
-        n: Completion(tokens[:n].astype(np.int32), none[:n], none[:n], FinishReason.STOP)
-        for n in sorted({n for group in completions for n in group})
-    }
-    return [Group("", prompt, tuple(blank[n] for n in group)) for group in completions]
+    return [GroupShape(lengths.prompt, tuple(of_group), (None,) * samples) for of_group in completions]
 
 
 def num_rows(recipe: Recipe | SFTRecipe, lengths: Lengths) -> int:
     """Return the number of rows of a step on an accelerator."""
-    return len(_rows(step_groups(recipe, lengths), recipe, fixed_shapes=True)[1])
+    return len(_layout(step_groups(recipe, lengths), recipe, fixed_shapes=True).rows)
 
 
-def _rows(groups: list[Group], recipe: Recipe | SFTRecipe, fixed_shapes: bool) -> tuple[int, list[list[Piece]]]:
-    """Return the length of the rows, and the rows, packed as a run packs them."""
-    lengths = [tuple(len(c.tokens) for c in group.completions) for group in groups]
-    pieces = [
-        Piece(len(group.prompt_tokens), of_group, tuple(range(len(of_group))))
-        for group, of_group in zip(groups, lengths, strict=True)
-    ]
+def _layout(groups: list[GroupShape], recipe: Recipe | SFTRecipe, fixed_shapes: bool) -> Layout:
+    """Return the rows, packed as a run packs them."""
     row_length, max_tokens = recipe.training.row_length, recipe.training.max_tokens_per_micro_batch
-    return choose_row_length(pieces, row_length, max_tokens, math.inf if fixed_shapes else 0.0)
+    return make_layout(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if fixed_shapes else 0.0)
 
 
 def _micro_batches(
-    groups: list[Group], recipe: Recipe | SFTRecipe, shards: int, fixed_shapes: bool
+    groups: list[GroupShape], recipe: Recipe | SFTRecipe, shards: int, fixed_shapes: bool
 ) -> tuple[int, int, int]:
     """Return the number of micro-batches, that of each one's chunks in the head, where the devices that share a
     vocabulary compute each other's rows, and the positions of all rows.
     """
-    length, rows = _rows(groups, recipe, fixed_shapes)
-    max_tokens = recipe.training.max_tokens_per_micro_batch
+    layout = _layout(groups, recipe, fixed_shapes)
+    rows, length, max_tokens = layout.rows, layout.length, recipe.training.max_tokens_per_micro_batch
     at_once = rows_per_micro_batch(len(rows), length, max_tokens, shards, fixed_shapes)
     columns = chunk_columns(at_once // recipe.model.mesh.data, length)
     longest, batches = max(sum(piece.num_scored for piece in row) for row in rows), math.ceil(len(rows) / at_once)
@@ -285,20 +275,19 @@ class Flops(NamedTuple):
     head: float
 
 
-def spans(groups: Iterable[Group]) -> Iterator[Span]:
+def spans(groups: Iterable[GroupShape]) -> Iterator[Span]:
     """Return the tokens that must be fed to score all completions of `groups`: each prompt once, and each completion
     but its last token.
     """
     for group in groups:
-        prompt = len(group.prompt_tokens)
-        yield 0, prompt
-        yield from ((prompt, max(len(c.tokens) - 1, 0)) for c in group.completions)
+        yield 0, group.prompt
+        yield from ((group.prompt, max(length - 1, 0)) for length in group.lengths)
 
 
-def forward(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> Flops:
+def forward(c: ModelConfig, groups: Sequence[GroupShape], rank: int = 0) -> Flops:
     """Return the flops of the log-probs of every completion, with adapters of `rank` on all projections, if any."""
     tokens = sum(count for _, count in spans(groups))
-    scored = sum(len(completion.tokens) for group in groups for completion in group.completions)
+    scored = sum(sum(group.lengths) for group in groups)
     return _flops(c, list(spans(groups)), tokens, scored, rank)
 
 
@@ -307,7 +296,7 @@ def prefill(c: ModelConfig, prompts: Sequence[int], rank: int = 0) -> Flops:
     return _flops(c, [(0, length) for length in prompts], sum(prompts), len(prompts), rank)
 
 
-def training(c: ModelConfig, groups: Sequence[Group], rank: int = 0) -> float:
+def training(c: ModelConfig, groups: Sequence[GroupShape], rank: int = 0) -> float:
     """Return the flops of the forward and the backward pass.
 
     A product whose both operands want a gradient costs twice as much backward. The base under adapters wants none:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -13,8 +12,8 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
+from covey.packing.rows import GroupShape
 from covey.plan.work import decoding, forward, training
-from covey.types import Completion, FinishReason, Group
 
 MODEL = ModelConfig(
     vocab_size=2048, hidden_size=128, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=1, head_dim=16,
@@ -27,9 +26,7 @@ IN_KERNELS = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 12  # q, k and v, o, the MLP'
 
 
 def group_of(prompt, *lengths):
-    tokens = lambda n: np.zeros(n, np.int32)  # noqa: E731
-    blank = lambda n: Completion(tokens(n), np.zeros(n), np.zeros(n), FinishReason.STOP)  # noqa: E731
-    return Group("", tokens(prompt), tuple(map(blank, lengths)))
+    return GroupShape(prompt, lengths, (None,) * len(lengths))
 
 
 def test_flops_of_a_group_by_hand():
