@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.cli.checks import check_run, check_source, new_run_folder
 from covey.cli.parse import Line, missing_argument
@@ -116,6 +116,6 @@ def plan(line: Line) -> None:
     check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
     from covey.plan import command
 
-    switches = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
-    options = command.PlanOptions(prompt, completions, samples, as_json="--json" in line.options, **switches)
-    command.plan(line.arguments[0], line.settings, target, options)
+    options: dict[str, Any] = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
+    options |= {"prompt": prompt, "completions": completions, "samples": samples, "as_json": "--json" in line.options}
+    command.plan(line.arguments[0], line.settings, target, **options)

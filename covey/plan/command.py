@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,39 +32,33 @@ it reports that it could not find them; the type does not limit the topologies.
 """
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Options of `covey plan` beside the devices.
-
-    Attributes:
-        prompt: expected tokens of a prompt; None to take or assume them as `expected_lengths` does.
-        completions: expected tokens of a completion, or of several that are equally frequent; none likewise.
-        samples: run, or file of samples, whose lengths are expected.
-        as_json: print one line of JSON instead of tables.
-        here: also run two steps on this machine, and print measured beside predicted memory.
-        quick: print the outline, and compile nothing.
-        advise: print the meshes of these devices instead, the fastest first.
-    """
-
-    prompt: int | None = None
-    completions: tuple[int, ...] = ()
-    samples: Path | None = None
-    as_json: bool = False
-    here: bool = False
-    quick: bool = False
-    advise: bool = False
-
-
-def plan(source: str, settings: Sequence[str], target: Target, options: PlanOptions) -> None:
+def plan(
+    source: str,
+    settings: Sequence[str],
+    target: Target,
+    *,
+    prompt: int | None = None,
+    completions: Sequence[int] = (),
+    samples: Path | None = None,
+    as_json: bool = False,
+    here: bool = False,
+    quick: bool = False,
+    advise: bool = False,
+) -> None:
     """Print the plan of the recipe `source` for `target`.
 
     Args:
         settings: changes of the recipe, as on the command line.
+        prompt, completions, samples: expected lengths, as for `expected_lengths`.
+        as_json: print one line of JSON instead of tables.
+        here: also run two steps on this machine, and print measured beside predicted memory.
+        quick: print the outline, and compile nothing.
+        advise: print the meshes of these devices instead, the fastest first.
 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
     """
-    if options.here and target.platform != "cpu":
+    if here and target.platform != "cpu":
         raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
     prepare_environment(target)
 
@@ -78,30 +71,30 @@ def plan(source: str, settings: Sequence[str], target: Target, options: PlanOpti
         return recipe.load_any(source, [*settings, *more])
 
     ready = load(())
-    if options.quick:
+    if quick:
         first = outline_for(ready, target)
-        if options.as_json:
+        if as_json:
             print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(first)}))
         else:
             memory.show(first, make_console())
         return
-    expected = expected_lengths(ready, options.prompt, options.completions, options.samples)
+    expected = expected_lengths(ready, prompt, completions, samples)
     console = Console(stderr=True)
-    if options.advise:
-        _advise(load, target, console, expected, options.as_json)
+    if advise:
+        _advise(load, target, console, expected, as_json)
         return
     with console.status("") as status:
-        show_first = partial(_show_first, status) if not options.as_json else lambda first: None
+        show_first = partial(_show_first, status) if not as_json else lambda first: None
         needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
         figures = table.as_json(needs)
-        if options.here:
+        if here:
             _tell(console, status, "running two steps")
             figures["measured"] = measuring.measure(load(measuring.overrides(ready)))
-    if options.as_json:
+    if as_json:
         print(json.dumps(figures))
         return
     table.show(needs, make_console())
-    if options.here:
+    if here:
         measuring.show(figures, make_console())
 
 

@@ -134,8 +134,7 @@ def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> Non
 def test_a_quick_plan_compiles_nothing(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["training.checkpoint_every_n_steps=1", "training.max_to_keep=3", "training.keep_best=eval/accuracy"]
     words = [*SETTINGS, *kept, "training.eval_every_n_steps=1", "model.mesh.fsdp=2"]
-    options = command.PlanOptions(as_json=as_json, quick=True)
-    command.plan("quickstart", words, parse_target("cpu"), options)
+    command.plan("quickstart", words, parse_target("cpu"), as_json=as_json, quick=True)
     out = capsys.readouterr().out
     if as_json:
         found = json.loads(out)
