@@ -152,14 +152,15 @@ class ModelRunner:
     def _insert(
         self, entries: Entries, writes: PageWrites | None, sampling_params: SamplingParams | TracedSamplingParams
     ) -> Drawn:
+        drawn: Drawn
         programs, prefix = self.programs, self.prefix
         assert prefix is not None, "prompts are prefilled before they are inserted"
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
-            admitted: tuple[list[LayerCache], Slots, Drawn]
-            admitted = programs.admit(self.cache, self.slots, prefix, entries, sampling_params, writes)
-            self.cache, self.slots, drawn = admitted
+            self.cache, self.slots, drawn = programs.admit(
+                self.cache, self.slots, prefix, entries, sampling_params, writes
+            )
             return drawn
         if writes is None:
             place = entries.prompt, entries.inserted
@@ -167,9 +168,7 @@ class ModelRunner:
                 blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
         else:
             self.cache = programs.insert_pages(self.cache, prefix.cache, writes)
-        started: tuple[Slots, Drawn]
-        started = programs.draw_first(self.slots, prefix.logits, entries, sampling_params)
-        self.slots, drawn = started
+        self.slots, drawn = programs.draw_first(self.slots, prefix.logits, entries, sampling_params)
         return drawn
 
     def _page_writes(self, admitted: Collection[Admission]) -> PageWrites | None:
@@ -197,11 +196,10 @@ class ModelRunner:
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
         settings = {"sampling_params": self.programs.as_decoded(self._sampling_params(sequences)), "pause_id": pause_id}
-        decoded: tuple[list[LayerCache], Slots, Drawn]
-        decoded = self.programs.decode(
+        drawn: Drawn
+        self.cache, self.slots, drawn = self.programs.decode(
             self.params, self.cache, self.slots, self._current_pages(), steps=steps, **settings
         )
-        self.cache, self.slots, drawn = decoded
         self.stats.chunks += 1
         return drawn
 

@@ -366,15 +366,13 @@ class Scheduler:
         if self.table is None:
             return True
         length = self.waiting[request].prompt_length + self.config.decode_chunk
-        return not self._ready and self._spare_pages >= self.table.missing_for_prompt(request, length)
+        return not self._ready and self._spare_pages(self.table) >= self.table.missing_for_prompt(request, length)
 
-    @property
-    def _spare_pages(self) -> int:
-        """Number of free pages beside those that running samples take in the next chunks."""
-        assert self.table is not None
-        growth = -(-len(self.active) * SPARE_CHUNKS * self.config.decode_chunk // self.table.size)
-        most = sum(self.table.missing(slot, self.cache_length) for slot in self.running)
-        return self.table.num_free - min(growth, most)
+    def _spare_pages(self, table: PageTable) -> int:
+        """Return the number of free pages beside those that running samples take in the next chunks."""
+        growth = -(-len(self.active) * SPARE_CHUNKS * self.config.decode_chunk // table.size)
+        most = sum(table.missing(slot, self.cache_length) for slot in self.running)
+        return table.num_free - min(growth, most)
 
     def _begin_pages(self, slot: int, request: int) -> tuple[tuple[int, int], ...]:
         if self.table is None:
@@ -461,11 +459,10 @@ class Scheduler:
         """Whether nothing runs, and there are no pages for the parked sample that goes on next."""
         if self.table is None or not self._ready or self.active:
             return False
-        return self.table.num_free < self._pages_to_go_on(min(self._ready))
+        return self.table.num_free < self._pages_to_go_on(self.table, min(self._ready))
 
-    def _pages_to_go_on(self, sample: Sample) -> int:
-        assert self.table is not None
-        return self.table.sizes.num_pages(self.swapped[sample] + self.config.decode_chunk)
+    def _pages_to_go_on(self, table: PageTable, sample: Sample) -> int:
+        return table.sizes.num_pages(self.swapped[sample] + self.config.decode_chunk)
 
     def _park(self, slot: int) -> dict[int, Sample]:
         """Take the sample out of a slot."""
@@ -483,7 +480,7 @@ class Scheduler:
         returning: dict[int, Sample] = {}
         for slot, sample in zip(self.free, sorted(self._ready), strict=False):
             if self.table is not None:
-                if self._spare_pages < self._pages_to_go_on(sample):
+                if self._spare_pages(self.table) < self._pages_to_go_on(self.table, sample):
                     break
                 self.table.grow(slot, self.swapped[sample] + self.config.decode_chunk)
             self._ready.remove(sample)
@@ -495,16 +492,15 @@ class Scheduler:
         """Return whether `reserve` would park a sample."""
         if self.table is None:
             return False
-        needed = sum(self._missing(slot, sample, chunks) for slot, sample in self.active.items())
+        needed = sum(self._missing(self.table, slot, sample, chunks) for slot, sample in self.active.items())
         return self.table.num_free < needed
 
-    def _missing(self, slot: int, sample: Sample, chunks: int) -> int:
+    def _missing(self, table: PageTable, slot: int, sample: Sample, chunks: int) -> int:
         """Return the number of free pages that a sample in a slot needs for so many chunks: further ones, and those for
         copies of pages that it shares and is about to write.
         """
-        assert self.table is not None
-        missing = self.table.missing(slot, self._length_after(slot, chunks))
-        return missing + self.table.num_shared(slot, self._kept.get(sample))
+        missing = table.missing(slot, self._length_after(slot, chunks))
+        return missing + table.num_shared(slot, self._kept.get(sample))
 
     def _length_after(self, slot: int, chunks: int) -> int:
         return int(self.lengths[slot]) + chunks * self.config.decode_chunk
@@ -518,7 +514,7 @@ class Scheduler:
         if self.table is None:
             return parked, copies
         for slot, sample in sorted(self.active.items(), key=itemgetter(1)):
-            while slot not in parked and self.table.num_free < self._missing(slot, sample, chunks):
+            while slot not in parked and self.table.num_free < self._missing(self.table, slot, sample, chunks):
                 parked |= self._park(self._last_running)
             if slot in parked:  # and so are those behind it
                 break
