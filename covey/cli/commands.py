@@ -331,13 +331,16 @@ The settings are those of covey train and covey sft. Of the model only its confi
             "is there a learning signal? scores samples of the untouched model",
             """\
 Scores completions of the untouched model with the recipe's reward functions and says whether there is a learning
-signal: mean of each function, spread within groups, share of groups with different scores, failures, a few examples;
-and where there is none, the setting to change. Groups whose completions all score alike teach nothing.""",
+signal: mean of each function, spread within groups, share of groups with different scores, failures, a histogram, the
+best and the worst completion by each; correlations with each other, with the length and the emptiness of completions;
+and where there is no signal, the setting to change. Groups whose completions all score alike teach nothing. Of a recipe
+with an environment or tools it plays episodes. --completion scores one answer that you write, without a model.""",
             """\
 examples
   covey rewards quickstart
   covey rewards mine.yaml --prompts 32 --grpo.num-generations 16
   covey rewards quickstart --samples runs/quickstart-1/samples.jsonl --rewards first_letter
+  covey rewards arithmetic-smollm2 --completion "20" --row 3
 
 The settings are those of covey train. A reward model is not asked, and the penalty for long completions
 (grpo.overlong_buffer) is not added; the output says so for a recipe that has them.""",
@@ -349,6 +352,8 @@ The settings are those of covey train. A reward model is not asked, and the pena
                     "score recorded completions instead: JSON lines as in samples.jsonl. No model is loaded",
                 ),
                 Option("--prompts", "N", "number of prompts; 16 when not given, all of a file"),
+                Option("--completion", "TEXT", "score this completion alone. No model is loaded"),
+                Option("--row", "N", "the training row that it answers, as covey data numbers them; 1 when not given"),
                 JSON,
             ),
             settings_of=("train",),

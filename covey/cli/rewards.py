@@ -7,6 +7,7 @@ reward functions score them. Recorded completions need neither a model nor JAX.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
 from covey.config.base import MAX_INT
-from covey.display import echo
+from covey.display import echo, make_console
 from covey.errors import CoveyError, DataError
 from covey.files import number
-from covey.monitor.formats import excerpt
+from covey.monitor.formats import excerpt, sparkline
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
@@ -26,42 +27,61 @@ if TYPE_CHECKING:
 
 PROMPTS = 16
 """Number of prompts that are sampled when --prompts is not given."""
+EXAMPLES = 3
+"""Number of groups of which the best and the worst completion by the total are shown."""
+CORRELATION = "correlation with"
+"""Heading of the table of correlations."""
 WIDTH = 100
 """Largest number of characters of a prompt or completion that are shown."""
+NOT_INCLUDED = "not included: {}; a run adds to the reward what they give"
+"""Line about the parts of a run's reward that this command leaves out."""
 
 
 def show_signal(line: Line) -> None:
-    """Execute `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--json] [settings]`.
+    """Execute `covey rewards NAME_OR_YAML [--samples FILE] [--prompts N] [--completion TEXT] [--row N] [--json]`.
 
     Raises:
         CoveyError: the recipe names no reward function, or the file, the data or the model cannot be read.
     """
     loaded = recipe.load(line.arguments[0], line.settings)
-    samples, prompts = line.options.get("--samples"), line.whole_number("--prompts")
-    if loaded.envs.environment or loaded.envs.tools:
-        by = (
-            f"the environment {loaded.envs.environment}"
-            if loaded.envs.environment
-            else "what the model does with tools"
-        )
-        what = f"this recipe scores by {by}, in several turns"
-        raise CoveyError(what, want="reward functions alone", fix=f"covey rollout {line.arguments[0]} plays episodes")
-    if not loaded.rewards:
+    by_hand = _check_options(line, loaded)
+    if by_hand is not None:
+        groups = [_written(loaded, by_hand, line.whole_number("--row") or 1)]
+    elif samples := line.options.get("--samples"):
+        groups = read_groups(Path(samples), loaded, line.whole_number("--prompts"))
+    else:
+        groups = _sample(loaded, line.whole_number("--prompts") or PROMPTS)
+
+    from covey.rewards.signal import measure_signal  # late: it needs NumPy
+
+    scored, failed = _score(groups, loaded)
+    signal, examples = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic), _examples(scored)
+    if "--json" in line.options:
+        source = line.options.get("--samples") or loaded.model.source
+        result = {"recipe": loaded.name, "samples": source, **asdict(signal)}
+        echo(json.dumps(result | {"examples": examples, "not_included": not_included(loaded)}))
+    elif by_hand is not None:
+        _print_scores(examples[-1], failed, not_included(loaded))
+    else:
+        _print(signal, examples, not_included(loaded))
+
+
+def _check_options(line: Line, loaded: recipe.Recipe) -> str | None:
+    """Return the completion of --completion; refuse options that exclude each other, and what cannot be scored."""
+    by_hand = line.options.get("--completion")
+    others = [flag for flag in ("--samples", "--prompts") if flag in line.options]
+    if by_hand is not None and others:
+        raise CoveyError(f"--completion beside {others[0]}", want="one of them", fix="leave one of them out")
+    if by_hand is None and "--row" in line.options:
+        raise CoveyError("--row without --completion", fix='--completion "TEXT"')
+    if (loaded.envs.environment or loaded.envs.tools) and (by_hand is not None or "--samples" in line.options):
+        what = "this recipe scores episodes of several turns, and a text is not an episode"
+        raise CoveyError(what, want="episodes", fix=f"covey rewards {line.arguments[0]} plays new ones")
+    if not loaded.rewards and not loaded.envs.environment:
         also = ", and its reward model is not asked" if loaded.reward_model else ""
         what = f"this recipe names no reward function{also}"
         raise CoveyError(what, want="one or more in rewards", where="rewards")
-    groups = read_groups(Path(samples), loaded, prompts) if samples else _sample(loaded, prompts or PROMPTS)
-
-    from covey.rewards.signal import choose_examples, measure_signal  # late: it needs NumPy
-
-    scored, failed = _score(groups, loaded)
-    signal = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic)
-    examples = [_example(group, index) for group, index in choose_examples(scored)]
-    if "--json" in line.options:
-        result = {"recipe": loaded.name, "samples": samples or loaded.model.source, **asdict(signal)}
-        echo(json.dumps(result | {"examples": examples, "not_included": not_included(loaded)}))
-    else:
-        _print(signal, examples, not_included(loaded))
+    return by_hand
 
 
 def not_included(loaded: recipe.Recipe) -> list[str]:
@@ -81,13 +101,17 @@ def _sample(loaded: recipe.Recipe, prompts: int) -> list[Group]:
 
 def _score(groups: Sequence[Group], loaded: recipe.Recipe) -> tuple[list[Group], dict[str, int]]:
     """Score groups; failures of reward functions are counted instead of raised."""
-    from covey.rewards import RewardRunner, score
+    from covey.rewards import RewardFn, RewardRunner, score
 
+    functions: Sequence[RewardFn | str] = loaded.rewards
+    if loaded.envs.environment:
+        from covey.run.inference import scoring_functions
+
+        functions = scoring_functions(loaded)
     safety = replace(loaded.reward_safety, on_error="none", on_error_of={}, budget=MAX_INT)
     weights, failed = loaded.grpo.reward_weights, dict[str, int]()
-    of_functions = weights[: len(loaded.rewards)] if weights else None
     with RewardRunner(safety) as runner:
-        return score(groups, loaded.rewards, of_functions, runner, failed), failed
+        return score(groups, functions, weights and weights[: len(functions)], runner, failed), failed
 
 
 def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -> list[Group]:
@@ -101,14 +125,30 @@ def read_groups(file: Path, loaded: recipe.Recipe, prompts: int | None = None) -
     Raises:
         DataError: the file cannot be read, or a line has no prompt and text.
     """
-    for check in checks_of(loaded):
-        if check.subject in ("data", "rewards"):
-            check.run()
+    _check_data_and_rewards(loaded)
     grouped: dict[Any, list[Mapping[str, Any]]] = {}
     for line in _read_lines(file):
         grouped.setdefault((line.get("step"), line.get("group"), line["prompt"]), []).append(line)
     columns = _columns_by_prompt(loaded)
     return [_group(rows, columns.get(rows[0]["prompt"])) for rows in list(grouped.values())[:prompts]]
+
+
+def _check_data_and_rewards(loaded: recipe.Recipe) -> None:
+    for check in checks_of(loaded):
+        if check.subject in ("data", "rewards"):
+            check.run()
+
+
+def _written(loaded: recipe.Recipe, text: str, number: int) -> Group:
+    """Return a completion written by hand to the training row of this number, as `covey data` numbers them."""
+    from covey.data import readers, sources
+
+    _check_data_and_rewards(loaded)
+    row = next(islice(iter(sources.iter_rows(loaded.data)[0]), number - 1, None), None)
+    if row is None:
+        raise CoveyError(f"there is no training row {number}", fix=f"covey data {loaded.name} shows the first ones")
+    known = readers.required(row)
+    return _group([{"text": text}], (known["prompt"], {k: known[k] for k in known if k != "prompt"}))
 
 
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -146,38 +186,111 @@ RECORDED = (
 """Entries of a line of samples.jsonl, which are no columns of the data."""
 
 
+def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the best and the worst completion by each function, and those of `EXAMPLES` groups by the total."""
+    from covey.rewards.signal import TOTAL, choose_extremes, function_names
+
+    names = function_names(groups)
+    names = [TOTAL] if len(names) == 2 else names  # of one function, whose scores are the total
+    chosen = [one for name in names for one in choose_extremes(groups, name, EXAMPLES if name == TOTAL else 1)]
+    return [
+        {"by": one.function, "best": _example(one.group, one.best), "worst": _example(one.group, one.worst)}
+        for one in chosen
+    ]
+
+
 def _example(group: Group, index: int) -> dict[str, Any]:
-    from covey.monitor.writer import prompt_text
+    from covey.monitor.writer import completion_text, prompt_text
 
     by_function = {name: number(values[index]) for name, values in group.rewards_by_function.items()}
     return {
         "prompt": prompt_text(group.prompt),
-        "text": group.completions[index].text,
+        "text": completion_text(group.completions[index]),
         "reward": None if group.rewards is None else number(group.rewards[index]),
         "rewards": by_function,
     }
 
 
 def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> None:
-    echo(
-        f"{signal.completions} completions of {signal.groups} prompts, {signal.truncated:.0%} cut at the limit\n",
-        keep="\n",
-    )
+    shares = f"{signal.truncated:.0%} cut at the limit, {signal.empty:.0%} empty"
+    echo(f"{signal.completions} completions of {signal.groups} prompts, {shares}\n", keep="\n")
     width = max(len(function.name) for function in signal.functions)
-    echo(f"{'function':<{width}}  {'mean':>8}  {'spread':>8}  {'differ':>6}  {'scored':>6}  {'failed':>6}")
+    echo(f"{'function':<{width}}  {'mean':>8}  {'spread':>8}  {'differ':>6}  {'scored':>6}  {'failed':>6}  scores")
     for function in signal.functions:
         echo(f"{function.name:<{width}}  {_row(function)}")
     if missing:
-        echo(f"not included: {', '.join(missing)}; a run adds to the reward what they give")
-    echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores\n", keep="\n")
-    for example in examples:
-        reward = "none" if example["reward"] is None else f"{example['reward']:+.3g}"
-        echo(f"{reward:>7}  {excerpt(example['prompt'], WIDTH)}  →  {excerpt(example['text'], WIDTH)}")
+        echo(NOT_INCLUDED.format(", ".join(missing)))
+    echo("\nspread: mean standard deviation within a group; differ: share of groups with different scores;", keep="\n")
+    echo("scores: each score, or the beginning of a range, with the number of completions")
+    _print_correlations(signal, width)
+    _print_extremes(examples)
     echo(f"\n{signal.sentence}.", keep="\n")
+    for warning in signal.warnings:
+        echo(f"But {warning}.")
     if signal.setting:
         echo(f"try: {signal.setting}: {signal.advice}")
 
 
 def _row(function: "FunctionSignal") -> str:
     mean, spread = ("none" if value is None else f"{value:.3f}" for value in (function.mean, function.within_std))
-    return f"{mean:>8}  {spread:>8}  {function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
+    counts = f"{function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
+    bars = sparkline([*function.histogram.values()]) if len(function.histogram) > 1 else ""
+    scores = ", ".join(f"{score:.3g} × {count}" for score, count in function.histogram.items())
+    return f"{mean:>8}  {spread:>8}  {counts}  {bars} {scores}".rstrip()
+
+
+def _print_correlations(signal: "Signal", width: int) -> None:
+    """Print the correlations of the functions with each other, the length and the emptiness of a completion."""
+    from covey.rewards.signal import EMPTY, LENGTH
+
+    rows = signal.functions[: 1 if len(signal.functions) == 2 else None]  # the total of one function is its score
+    used = {name for row in rows for name in row.correlations}
+    names = [name for name in (*(row.name for row in signal.functions[:-1]), LENGTH, EMPTY) if name in used]
+    if not names:
+        return
+    width = max(width, len(CORRELATION))
+    echo(f"\n{CORRELATION:<{width}}  " + "  ".join(f"{name:>8}" for name in names), keep="\n")
+    for function in rows:
+        values = (function.correlations.get(name) for name in names)
+        cells = ("-" if value is None else f"{value:+.2f}" for value in values)
+        echo(
+            f"{function.name:<{width}}  "
+            + "  ".join(f"{c:>{max(8, len(n))}}" for c, n in zip(cells, names, strict=True))
+        )
+
+
+def _print_extremes(examples: Sequence[Mapping[str, Any]]) -> None:
+    """Print the best and the worst completions side by side."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("by", "prompt", "best", "worst"):
+        table.add_column(heading, overflow="fold", ratio=None if heading == "by" else 1)
+    for example in examples:
+        by, ends = example["by"], (example["best"], example["worst"])
+        shown = [f"{_score_of(end, by)}  {shown_text(end['text'])}" for end in ends]
+        table.add_row(*map(Text, (by, excerpt(example["best"]["prompt"], WIDTH), *shown)))
+    echo("")
+    make_console(highlight=False).print(table)
+
+
+def _score_of(example: Mapping[str, Any], by: str) -> str:
+    score = example["rewards"].get(by, example["reward"])
+    return "none" if score is None else f"{score:+.3g}"
+
+
+def shown_text(text: str) -> str:
+    """Return a completion in one line, with a mark where there is none."""
+    return excerpt(text, WIDTH) or ("(white space)" if text else "(empty)")
+
+
+def _print_scores(example: Mapping[str, Any], failed: Mapping[str, int], missing: Sequence[str]) -> None:
+    """Print the scores of one completion that was written by hand."""
+    completion = example["best"]
+    echo(f"prompt      {excerpt(completion['prompt'])}")
+    echo(f"completion  {shown_text(completion['text'])}")
+    for name, score in {**completion["rewards"], "reward": completion["reward"]}.items():
+        echo(f"{name:<24} {'failed' if failed.get(name) else 'none' if score is None else f'{score:+.4g}'}")
+    if missing:
+        echo(NOT_INCLUDED.format(", ".join(missing)))

@@ -1,11 +1,12 @@
-"""Measure whether scored groups give a learning signal, by reward function and in total.
+"""Measure whether scored groups give a learning signal, by reward function and in total, and what explains the scores.
 
 Advantages compare the completions of one prompt, so a group teaches only if its rewards differ. The groups may come
 from the untouched model, before a run. This module does not import JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,14 @@ MOST = 0.5
 """Share of the groups without differences that must show a cause before it is named."""
 TOTAL = "reward"
 """Name of the row of the weighted total."""
+LENGTH, EMPTY = "length", "empty"
+"""Names of what scores are correlated with beside each other: characters of a completion, and whether it has none."""
+EXPLAINED, SAME = 0.9, 0.99
+"""Correlations from which a reward is explained by the length, and from which two functions are called the same."""
+MIN_COMPLETIONS = 16
+"""Smallest number of completions whose correlations are judged."""
+MAX_BARS = 8
+"""Largest number of bars of a histogram: as many values, or as many ranges of equal width."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,9 @@ class FunctionSignal:
         informative: share of groups whose scores differ.
         scored: number of completions that it scored.
         failed: number of completions for which it failed.
+        histogram: number of scores for each value, or from each value up to the next.
+        correlations: with the other functions, the length and the emptiness of a completion, by name; those that are
+            not constant.
     """
 
     name: str
@@ -37,7 +49,9 @@ class FunctionSignal:
     within_std: float | None
     informative: float
     scored: int
-    failed: int = 0
+    failed: int
+    histogram: Mapping[float, int]
+    correlations: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,8 @@ class Signal:
         functions: one row for each reward function, and the total last.
         groups, completions: their numbers.
         truncated: share of completions that a limit cut.
+        empty: share of completions without text.
+        warnings: what explains the scores otherwise than the answers.
     """
 
     verdict: str
@@ -62,6 +78,17 @@ class Signal:
     groups: int
     completions: int
     truncated: float
+    empty: float
+    warnings: Sequence[str]
+
+
+class Extremes(NamedTuple):
+    """The best and the worst completion of a group by one function, or by the total."""
+
+    function: str
+    group: Group
+    best: int
+    worst: int
 
 
 def measure_signal(groups: Sequence[Group], failed: Mapping[str, int] | None = None, critic: bool = False) -> Signal:
@@ -72,34 +99,97 @@ def measure_signal(groups: Sequence[Group], failed: Mapping[str, int] | None = N
         critic: whether a critic estimates the advantages, so that all completions are compared with each other.
     """
     failed, compared = failed or {}, _as_one(groups) if critic else groups
-    names = dict.fromkeys(name for group in groups for name in group.rewards_by_function)
-    rows = [
-        _describe(name, [g.rewards_by_function[name] for g in compared], int(failed.get(name, 0))) for name in names
-    ]
-    total = _describe(TOTAL, [_rewards(group) for group in compared])
     completions = [completion for group in groups for completion in group.completions]
+    texts = [completion.text.strip() for completion in completions]
+    measured = {LENGTH: np.array([*map(len, texts)], float), EMPTY: np.array([not text for text in texts], float)}
+    names = function_names(groups)
+    scores = {name: np.concatenate([np.zeros(0), *(_scores(group, name) for group in groups)]) for name in names}
+    rows = [
+        _describe(name, [_scores(g, name) for g in compared], int(failed.get(name, 0)), scores | measured)
+        for name in names
+    ]
+    total = rows[-1]
+    warnings = [*_explain(scores[TOTAL], measured, rows)]
     truncated = sum(c.finish.was_cut for c in completions) / max(1, len(completions))
     verdict = "no" if not total.informative else "weak" if total.informative < WEAK else "yes"
     setting, advice = ("", "") if verdict == "yes" else _find_cause(compared)
+    if warnings:
+        setting, advice = "rewards", "score what an answer says, so that the worst one cannot get the best reward"
     sentence = _say(verdict, total, len(compared), critic)
-    return Signal(verdict, sentence, setting, advice, [*rows, total], len(groups), len(completions), truncated)
+    counts, empty = (len(groups), len(completions)), float(measured[EMPTY].mean()) if completions else 0.0
+    return Signal(verdict, sentence, setting, advice, rows, *counts, truncated, empty, warnings)
 
 
-def choose_examples(groups: Sequence[Group], count: int = 3) -> list[tuple[Group, int]]:
-    """Choose at most `count` pairs of completions to read, as (group, index of a completion): the best and the worst of
-    the groups with the largest differences, and where none differ the first of each group.
+def function_names(groups: Sequence[Group]) -> list[str]:
+    """Return the names of the reward functions of scored groups, and `TOTAL`."""
+    return [*dict.fromkeys(name for group in groups for name in group.rewards_by_function), TOTAL]
+
+
+def choose_extremes(groups: Sequence[Group], name: str, count: int = 1) -> list[Extremes]:
+    """Choose the best and the worst completion by a function, or by the total, of the `count` groups with the largest
+    differences.
     """
-    spread = sorted(groups, key=lambda group: -_spread(_rewards(group)))[:count]
-    examples = []
-    for group in spread:
-        rewards = np.nan_to_num(_rewards(group), nan=-np.inf)
-        ends = dict.fromkeys((int(rewards.argmax()), int(rewards.argmin())))
-        examples += [(group, index) for index in ends]
-    return examples
+    by_spread = sorted(groups, key=lambda group: -_spread(_scores(group, name)))[:count]
+    ends = [(group, _scores(group, name)) for group in by_spread]
+    return [
+        Extremes(name, group, int(np.nan_to_num(s, nan=-np.inf).argmax()), int(np.nan_to_num(s, nan=np.inf).argmin()))
+        for group, s in ends
+    ]
 
 
-def _describe(name: str, scores: Sequence[np.ndarray], failed: int = 0) -> FunctionSignal:
-    """Return the row of a function from its scores by group: float64 [G] each, NaN for None."""
+def _scores(group: Group, name: str) -> np.ndarray:
+    """Return the scores of a group by a function, or in total: float64 [G]."""
+    return _rewards(group) if name == TOTAL else group.rewards_by_function[name]
+
+
+def _explain(total: np.ndarray, measured: Mapping[str, np.ndarray], rows: Sequence[FunctionSignal]) -> Iterator[str]:
+    """Yield what explains the rewards otherwise than the answers: their length, their emptiness, another function."""
+    empty, known = measured[EMPTY] > 0, ~np.isnan(total)
+    if empty.size and empty.all():
+        yield "every completion is empty"
+    elif (empty & known).any() and np.ptp(total[known]) and total[empty & known].min() == total[known].max():
+        share = f"{empty.sum()} of {empty.size} are empty"
+        yield f"empty completions get the best reward, {total[known].max():.3g}: {share}"
+    if total.size < MIN_COMPLETIONS:
+        return
+    by_length = rows[-1].correlations.get(LENGTH, 0.0)
+    if abs(by_length) >= EXPLAINED:
+        yield f"the reward follows the length of a completion (correlation {by_length:.2f})"
+    for number, row in enumerate(rows[:-1]):
+        same = [name for name in (one.name for one in rows[:number]) if abs(row.correlations.get(name, 0.0)) >= SAME]
+        yield from (
+            f"{name} and {row.name} give the same scores (correlation {row.correlations[name]:.2f})" for name in same
+        )
+
+
+def _correlate(scores: np.ndarray, other: np.ndarray) -> float | None:
+    """Return Pearson's correlation of two arrays [N] where both are known; None if one is constant there."""
+    known = ~(np.isnan(scores) | np.isnan(other))
+    a, b = scores[known], other[known]
+    return round(float(np.corrcoef(a, b)[0, 1]), 4) if a.size > 1 and np.ptp(a) and np.ptp(b) else None
+
+
+def _histogram(scores: np.ndarray) -> dict[float, int]:
+    """Count scores by value, or by the lower end of a range where there are many values."""
+    values, counts = np.unique(scores, return_counts=True)
+    if len(values) > MAX_BARS:
+        counts, edges = np.histogram(scores, MAX_BARS)
+        values = edges[:-1]
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _describe(
+    name: str, scores: Sequence[np.ndarray], failed: int, columns: Mapping[str, np.ndarray]
+) -> FunctionSignal:
+    """Return the row of a function.
+
+    Args:
+        name: its name.
+        scores: its scores by group: float64 [G] each, NaN for None.
+        failed: number of failures.
+        columns: the scores of all functions, the length and the emptiness by name, float64 [N] each.
+    """
+    pairs = {other: _correlate(columns[name], values) for other, values in columns.items() if other != name}
     known = [values[~np.isnan(values)] for values in scores]
     everything = np.concatenate([np.zeros(0), *known])
     spreads = [float(values.std(ddof=1)) for values in known if values.size > 1]
@@ -110,6 +200,8 @@ def _describe(name: str, scores: Sequence[np.ndarray], failed: int = 0) -> Funct
         sum(_spread(values) > 0 for values in scores) / max(1, len(scores)),
         int(everything.size),
         failed,
+        _histogram(everything),
+        {other: value for other, value in pairs.items() if value is not None},
     )
 
 

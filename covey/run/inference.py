@@ -51,9 +51,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
         progress.phase("sampling answers")
         with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            functions: list[RewardFn | str] = [*recipe.rewards]
-            if recipe.envs.environment:
-                functions.insert(0, environment_reward(environment_name(recipe.envs.environment)))
+            functions = scoring_functions(recipe)
             weights = recipe.grpo.reward_weights  # the last may be that of a reward model, which is not loaded here
             evaluation = evaluate_model(
                 worker,
@@ -67,6 +65,12 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
             )
         progress.evaluation(source, evaluation.summary())
     return evaluation.summary()
+
+
+def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:
+    """Return the functions that score the completions of a run: the environment's reward, if any, and the others."""
+    name = recipe.envs.environment
+    return [*([environment_reward(environment_name(name))] if name else []), *recipe.rewards]
 
 
 def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
@@ -175,9 +179,10 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
         model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
         loader = PromptLoader(fit_to_recipe(rows, tokenizer, recipe).rows, count, seed=recipe.seed)
-        worker = RolloutWorker(model, tokenizer, recipe.rollout)
-        progress.phase("sampling")
-        return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
+        with open_environments(recipe.envs) as environments:
+            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
+            progress.phase("sampling")
+            return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
 
 
 def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:

@@ -64,7 +64,8 @@ def test_the_run_does_what_a_dry_run_and_the_rewards_have_shown(capsys: Any) -> 
     saved = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
     assert weights < saved < 1.5 * (weights + found["memory"]["bytes"]["optimizer"])
     known = {(sample["prompt"], sample["text"], sample["reward"]) for sample in samples}
-    assert {(example["prompt"], example["text"], example["reward"]) for example in signal["examples"]} <= known
+    shown = [example[end] for example in signal["examples"] for end in ("best", "worst")]
+    assert {(one["prompt"], one["text"], one["reward"]) for one in shown} <= known
     assert signal["functions"][-1]["mean"] == pytest.approx(sum(one["reward"] for one in samples) / len(samples))
 
 

@@ -40,7 +40,7 @@ def test_recorded_completions_are_scored_again_by_prompt(capsys: Any) -> None:
 def test_the_table_shows_no_control_characters(capsys: Any) -> None:
     assert cli.main(["rewards", "quickstart", "--samples", "samples.jsonl", "--prompts", "1"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("2 completions of 1 prompts, 0% cut at the limit\n")
+    assert shown.startswith("2 completions of 1 prompts, 0% cut at the limit, 0% empty\n")
     assert "\\x1b[2Jno" in shown
     assert "\x1b" not in shown
     assert "There is a signal: the rewards differ in 1 of 1 groups" in shown
@@ -78,7 +78,50 @@ def test_files_of_another_form_are_refused(text: str, told: str, capsys: Any) ->
     assert told in capsys.readouterr().err
 
 
-def test_what_is_scored_over_several_turns_is_refused(capsys: Any) -> None:
+def test_a_recorded_text_is_no_episode(capsys: Any) -> None:
     """docs/mistakes.md has an environment; this is the answer for tools."""
-    assert cli.main(["rewards", "tools-smollm2"]) == 2
-    assert "this recipe scores by what the model does with tools, in several turns" in capsys.readouterr().err
+    assert cli.main(["rewards", "tools-smollm2", "--completion", "4"]) == 2
+    assert "this recipe scores episodes of several turns, and a text is not an episode" in capsys.readouterr().err
+
+
+def test_one_answer_is_scored_by_hand(capsys: Any) -> None:
+    words = ["rewards", "arithmetic-smollm2", "--row", "2"]
+    row = sources.iter_rows(recipe.load("arithmetic-smollm2").data)[0]
+    second = [*row][1]
+    assert cli.main([*words, "--completion", second["answer"], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completions"], found["examples"][-1]["best"]["reward"]) == (1, 1.0)
+    assert cli.main([*words, "--completion", ""]) == 0
+    assert "completion  (empty)\n" in capsys.readouterr().out
+    assert cli.main(["rewards", "arithmetic-smollm2", "--row", "9999", "--completion", "4"]) == 2
+    assert "there is no training row 9999" in capsys.readouterr().err
+    assert cli.main([*words, "--completion", "4", "--prompts", "3"]) == cli.main(words) == 2
+
+
+def test_empty_completions_are_marked_and_named(capsys: Any) -> None:
+    rows = sources.load(recipe.load("quickstart").data).train[:4]
+    lines = [
+        {"group": n, "prompt": prompt_text(rows[n]["prompt"]), "text": text}
+        for n in range(4)
+        for text in ("", "a", "b b", "cc")
+    ]
+    Path("samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("covey_rewards_blank.py").write_text(
+        "def blank(completions, **c):\n    return [float(not t) for t in completions]\n"
+    )
+    words = ["rewards", "quickstart", "--samples", "samples.jsonl", "--rewards", "covey_rewards_blank:blank"]
+    assert cli.main([*words, "--evaluation.accuracy="]) == 0
+    shown = capsys.readouterr().out
+    assert "But empty completions get the best reward, 1: 4 of 16 are empty." in shown
+    assert "+1  (empty)" in shown
+    assert "0 × 12, 1 × 4" in shown
+
+
+@pytest.mark.slow
+def test_episodes_are_played_and_scored_by_the_environment(capsys: Any) -> None:
+    words = ["rewards", "guess-tiny", "--model.source", "scratch:guess-tiny", "--prompts", "1", "--rollout.slots", "2"]
+    assert cli.main([*words, "--num-generations", "2", "--envs.max-turns", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["functions"]] == ["guess", "reward"]
+    assert (found["completions"], found["functions"][0]["scored"]) == (2, 2)
+    assert found["examples"][0]["best"]["text"].startswith("assistant: ")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from covey.rewards.signal import choose_examples, measure_signal
+from covey.rewards.signal import choose_extremes, measure_signal
 from covey.types import Completion, FinishReason, Group
 
 NONE = float("nan")
@@ -59,7 +59,26 @@ def test_a_critic_compares_all_completions():
     assert measure_signal(groups, critic=True).verdict == "yes"
 
 
-def test_examples_are_of_the_groups_with_the_largest_differences():
-    tied, small, large = group([0, 0]), group([0, 1]), group([3, -2])
-    assert choose_examples([tied, small, large], 2) == [(large, 0), (large, 1), (small, 1), (small, 0)]
-    assert choose_examples([tied], 2) == [(tied, 0)]
+def test_extremes_are_of_the_groups_with_the_largest_differences():
+    tied, small, large = group([0, 0]), group([0, 1]), group([3, NONE, -2])
+    assert choose_extremes([tied, small, large], "f", 2) == [("f", large, 0, 2), ("f", small, 1, 0)]
+    assert choose_extremes([tied], "reward", 2) == [("reward", tied, 0, 0)]
+
+
+def test_scores_are_counted_by_value_or_by_range():
+    few, many = (measure_signal([group(scores)]).functions[0].histogram for scores in ([0, 1, 1, NONE], range(80)))
+    assert few == {0: 1, 1: 2}
+    assert [*many.values()] == [10] * 8
+
+
+def test_a_reward_for_empty_answers_or_for_length_is_named():
+    """Two broken rewards that a run maximises: neither the mean nor the spread tells."""
+    empty = measure_signal([group([1, 0, 0, 0.5], ["", "a", "bb", "c"])] * 4)
+    assert empty.warnings == ["empty completions get the best reward, 1: 4 of 16 are empty"]
+    assert (empty.verdict, empty.setting, empty.empty) == ("yes", "rewards", 0.25)
+    long = measure_signal([group([1, 2, 3, 4], ["x", "xx", "xxx", "xxxx"])] * 4)
+    assert long.warnings == ["the reward follows the length of a completion (correlation 1.00)"]
+    assert long.functions[0].correlations == {"reward": 1.0, "length": 1.0}
+    sound = measure_signal([group([1, 0, 1, 0], ["four", "five", "no", ""])] * 4)
+    assert (sound.warnings, sound.setting) == ([], "")
+    assert measure_signal([group([0, 0], ["", " "])]).warnings == ["every completion is empty"]
