@@ -188,7 +188,7 @@ def _forward(
 ) -> tuple[Arrays, Arrays]:
     layout, head = _layout(head, weight, hidden)
     num_scores = 3 + (keys is not None)
-    score = partial(_score_device, head, layout, partial(_chunk_logps, head, layout), num_scores, 0)
+    score = partial(_score_device, head, layout, partial(_score_chunk, head, 0, layout), num_scores, 0)
     (logps, entropy, logsumexp, *agreed), _ = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
     return (logps, entropy, *agreed), (weight, hidden, target, scored, logsumexp, entropy)
 
@@ -281,26 +281,6 @@ class _SoftmaxSums(NamedTuple):
         """Return log-probs of the tokens with the logits `target_logits`, entropies and logsumexps."""
         logsumexp = self.max_logit + jnp.log(self.sum_exp)
         return jnp.minimum(target_logits - logsumexp, 0.0), logsumexp - self.sum_exp_logit / self.sum_exp, logsumexp
-
-
-def _chunk_logps(
-    head: HeadConfig, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
-) -> tuple[Arrays, Arrays]:
-    """Compute log-probs, entropies and logsumexps of one chunk of tokens, and with keys which of them would have been
-    drawn, block by block over the vocabulary; no gradients.
-    """
-
-    def body(b: Array, carry: tuple[_SoftmaxSums, TargetRace | None]) -> tuple[_SoftmaxSums, TargetRace | None]:
-        sums, race = carry
-        (logits, _), (column, new_columns) = _block_logits_vjp(head, part, hidden, b)
-        sums, exp_logits, rescale = sums.add_block(logits, new_columns, True)
-        return sums, race and race.add(exp_logits, column[0], rescale, targets)
-
-    start = _SoftmaxSums.zeros(targets.token.shape), TargetRace.start(targets)
-    sums, race = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
-    sums, rescale = sums.combine(layout)
-    scores = sums.finalize(layout.sum(_target_logits(head, part, hidden, targets.token)))
-    return (*scores, *_agreed(race, layout, rescale, targets)), ()
 
 
 def _agreed(race: TargetRace | None, layout: VocabLayout, rescale: Array, targets: Targets) -> Arrays:
@@ -399,47 +379,52 @@ def _frozen_forward(
     keys: Array | None,
 ) -> tuple[Any, Any]:
     layout, head = _layout(head, weight, hidden)
-    score_chunk = partial(_chunk_logps_and_grads, head, entropy_gradient, layout)
-    score = partial(_score_device, head, layout, score_chunk, 2 + (keys is not None), 1 + entropy_gradient)
+    num_grads = 1 + entropy_gradient
+    score_chunk = partial(_score_chunk, head, num_grads, layout)
+    score = partial(_score_device, head, layout, score_chunk, 2 + (keys is not None), num_grads)
     scores, hidden_grads = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
     return scores, (hidden_grads, jnp.zeros((), hidden.dtype))
 
 
-def _chunk_logps_and_grads(
-    head: HeadConfig, entropy_gradient: bool, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
+def _score_chunk(
+    head: HeadConfig, num_grads: int, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
 ) -> tuple[Arrays, Arrays]:
-    """Compute log-probs and entropies of one chunk of tokens, the gradient of each in the hidden state, and with keys
-    which tokens would have been drawn.
+    """Compute log-probs and entropies of one chunk of tokens, block by block over the vocabulary, and with keys which
+    tokens would have been drawn; and the gradients of the first `num_grads` of the two in the hidden state, or with
+    none of them the logsumexps behind the entropies.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
     (L − H)·E[s·w] − E[z·s·w]: the two means are accumulated like the other sums. Without a soft-cap
     E[z] = h·E[s·w], which is used in float32, where the operands are not rounded. On a mesh the gradients are those of
     the device's part of the vocabulary, to be summed over all parts.
     """
-    with_entropy = head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
+    with_entropy = not num_grads or head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
     def body(b: Array, carry: tuple[_SoftmaxSums, Arrays, TargetRace | None]) -> Any:
         sums, means, race = carry
         (logits, _), (column, new_columns) = _block_logits_vjp(head, part, hidden, b)
         sums, exp_logits, rescale = sums.add_block(logits, new_columns, with_entropy)
-        factors = exp_logits * _logit_grad(head, logits)
-        block_weight = _slice_block(head, part, b)
-        products = [project(x, block_weight, head.dtype) for x in (factors, factors * logits)[: len(means)]]
-        means = tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
+        if means:
+            factors, block_weight = exp_logits * _logit_grad(head, logits), _slice_block(head, part, b)
+            products = [project(x, block_weight, head.dtype) for x in (factors, factors * logits)[: len(means)]]
+            means = tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
         return sums, means, race and race.add(exp_logits, column[0], rescale, targets)
 
-    zeros = (jnp.zeros(hidden.shape, jnp.float32),) * (1 + entropy_gradient)
+    zeros = (jnp.zeros(hidden.shape, jnp.float32),) * num_grads
     start = _SoftmaxSums.zeros(targets.token.shape), zeros, TargetRace.start(targets)
     sums, means, race = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
     if not with_entropy:
         sums = sums._replace(sum_exp_logit=(hidden.astype(jnp.float32) * means[0]).sum(-1))
-    target_logits = layout.sum(_target_logits(head, part, hidden, targets.token))
     sums, rescale = sums.combine(layout)
+    target_logits = layout.sum(_target_logits(head, part, hidden, targets.token))
     logps, entropy, logsumexp = sums.finalize(target_logits)
-    means = [m * rescale[..., None] / sums.sum_exp[..., None] for m in means]
+    agreed = _agreed(race, layout, rescale, targets)
+    if not means:
+        return (logps, entropy, logsumexp, *agreed), ()
+    of_h, *others = (m * rescale[..., None] / sums.sum_exp[..., None] for m in means)
     target_row = _logit_grad(head, target_logits)[..., None] * part.rows(targets.token).astype(jnp.float32)
-    hidden_grads = (target_row - means[0], *((logsumexp - entropy)[..., None] * means[0] - m for m in means[1:]))
-    return (logps, entropy, *_agreed(race, layout, rescale, targets)), hidden_grads
+    hidden_grads = (target_row - of_h, *((logsumexp - entropy)[..., None] * of_h - m for m in others))
+    return (logps, entropy, *agreed), hidden_grads
 
 
 def _target_logits(head: HeadConfig, part: VocabPart, hidden: Array, target: Array) -> Array:
