@@ -15,7 +15,7 @@ from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.page_table import Copy, PageTable
 from covey.sampling.paged_cache import PageWrites
-from covey.sampling.programs import Drawn, Entries, Programs, Slots, empty_slots
+from covey.sampling.programs import Drawn, Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
 from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
@@ -140,35 +140,39 @@ class ModelRunner:
 
     def insert(self, admitted: Collection[Admission], sequences: Mapping[int, Sequence]) -> Drawn:
         """Insert prefilled prompts and draw the first tokens of the sequences in these slots."""
-        size = len(self.slots.token)
-        inserted, (prompt, limit) = np.zeros(size, bool), np.zeros((2, size), np.int32)
-        keys = np.zeros((size, 2), np.uint32)
+        entering = empty_slots(len(self.slots.token))
+        inserted, prompt = np.zeros_like(entering.active), np.zeros_like(entering.length)
         for slot, row, *_ in admitted:
             one = sequences[slot]
-            inserted[slot], prompt[slot], keys[slot], limit[slot] = True, row, one.key, one.turn_end
-        entries = Entries(inserted, prompt, keys, self.prefix_lengths[prompt], limit)
-        return self._insert(entries, self._page_writes(admitted), self._sampling_params(sequences))
+            inserted[slot], prompt[slot], entering.key[slot], entering.limit[slot] = True, row, one.key, one.turn_end
+        entering.length[:] = self.prefix_lengths[prompt]
+        sampling_params, writes = self._sampling_params(sequences), self._page_writes(admitted)
+        return self._insert((inserted, prompt, entering), writes, sampling_params)
 
     def _insert(
-        self, entries: Entries, writes: PageWrites | None, sampling_params: SamplingParams | TracedSamplingParams
+        self,
+        samples: tuple[np.ndarray, np.ndarray, Slots],
+        writes: PageWrites | None,
+        sampling_params: SamplingParams | TracedSamplingParams,
     ) -> Drawn:
+        """Insert samples, which are `inserted`, `prompt` and `entering` of `programs.draw_first`."""
         drawn: Drawn
-        programs, prefix = self.programs, self.prefix
+        programs, prefix, (inserted, prompt, _) = self.programs, self.prefix, samples
         assert prefix is not None, "prompts are prefilled before they are inserted"
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
             self.cache, self.slots, drawn = programs.admit(
-                self.cache, self.slots, prefix, entries, sampling_params, writes
+                self.cache, self.slots, prefix, *samples, sampling_params, writes
             )
             return drawn
         if writes is None:
-            place = entries.prompt, entries.inserted
             for blocks, new in zip(self.cache, prefix.cache, strict=True):
-                blocks[: len(new)] = [programs.insert(*pair, *place) for pair in zip(blocks, new, strict=False)]
+                pairs = zip(blocks, new, strict=False)
+                blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in pairs]
         else:
             self.cache = programs.insert_pages(self.cache, prefix.cache, writes)
-        self.slots, drawn = programs.draw_first(self.slots, prefix.logits, entries, sampling_params)
+        self.slots, drawn = programs.draw_first(self.slots, prefix.logits, *samples, sampling_params)
         return drawn
 
     def _page_writes(self, admitted: Collection[Admission]) -> PageWrites | None:

@@ -64,24 +64,6 @@ class Slots(NamedTuple):
     limit: Int[Any, "S"]
 
 
-class Entries(NamedTuple):
-    """Samples that enter slots.
-
-    Attributes:
-        inserted: whether one enters the slot; the other numbers of other slots have no meaning.
-        prompt: row of its prompt among those prefilled.
-        key: random key of its completion.
-        length: number of tokens of its prompt.
-        limit: number of tokens of the completion at which the slot halts.
-    """
-
-    inserted: Bool[Any, "S"]
-    prompt: Int[Any, "S"]
-    key: UInt32[Any, "S 2"]
-    length: Int[Any, "S"]
-    limit: Int[Any, "S"]
-
-
 class Drawn(NamedTuple):
     """Tokens that the slots drew in a chunk of steps, or with their prompts.
 
@@ -181,9 +163,9 @@ class Programs:
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
-            entries = Entries(inserted, number, jax.ShapeDtypeStruct((slots, 2), jnp.uint32), number, number)
             numbers = TracedSamplingParams.of(self.compiled_sampling_params)
-            args = cache, _abstract_slots(params, slots), Prefix(prefix, logits), entries, numbers, writes
+            samples = inserted, number, abstract(empty_slots(slots)), numbers, writes
+            args = cache, _abstract_slots(params, slots), Prefix(prefix, logits), *samples
             return [Program("admit", self.admit, args)]
         if writes is not None:
             return [Program("insert", self.insert_pages, (cache, prefix, writes))]
@@ -286,17 +268,27 @@ def draw_first(
     stop_ids: tuple[int, ...],
     slots: Slots,
     logits: Float[Array, "P V"],
-    entries: Entries,
+    inserted: Bool[Array, "S"],
+    prompt: Int[Array, "S"],
+    entering: Slots,
     sampling_params: SamplingParams | TracedSamplingParams,
 ) -> tuple[Slots, Drawn]:
-    """Draw the first token of each sample that enters a slot, and begin the slot with it."""
-    keys = token_keys(entries.key, jnp.zeros_like(entries.length))
-    draws = draw_sharded(logits[entries.prompt], keys, sampling_params)
+    """Draw the first token of each sample that enters a slot, and begin the slot with it.
+
+    Args:
+        slots: state of all slots.
+        logits: those after each prompt.
+        inserted: whether a sample enters the slot; what the next two have of other slots has no meaning.
+        prompt: row of its prompt in `logits`.
+        entering: key of its completion, length of its prompt, and limit.
+        sampling_params: settings of the distribution.
+    """
+    keys = token_keys(entering.key, jnp.zeros_like(entering.length))
+    draws = draw_sharded(logits[prompt], keys, sampling_params)
     token, ones = draws[0], jnp.ones_like(draws[0])
-    active = ~_is_any(token, stop_ids) & (entries.limit > 1)
-    new = Slots(entries.key, entries.length, token, ones, active, entries.limit)
-    started = put_rows(slots, entries.inserted, new)
-    drawn = Drawn(tuple(x[None] for x in draws), entries.inserted.astype(jnp.int32), started.active, jnp.int32(0))
+    active = ~_is_any(token, stop_ids) & (entering.limit > 1)
+    started = put_rows(slots, inserted, entering._replace(token=token, num_tokens=ones, active=active))
+    drawn = Drawn(tuple(x[None] for x in draws), inserted.astype(jnp.int32), started.active, jnp.int32(0))
     return started, _replicated(drawn, slots.token)
 
 
@@ -305,18 +297,20 @@ def admit(
     cache: list[LayerCache],
     slots: Slots,
     prefix: Prefix,
-    entries: Entries,
+    inserted: Bool[Array, "S"],
+    prompt: Int[Array, "S"],
+    entering: Slots,
     sampling_params: TracedSamplingParams,
     writes: PageWrites | None = None,
 ) -> tuple[list[LayerCache], Slots, Drawn]:
-    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token. Of a paged cache,
-    fill the pages that `writes` names.
+    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token, see `draw_first`.
+    Of a paged cache, fill the pages that `writes` names.
     """
     if writes is None:
-        admitted = insert_prompts(cache, prefix.cache, entries.prompt, entries.inserted)
+        admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
     else:
         admitted = insert_pages(cache, prefix.cache, writes)
-    started, drawn = draw_first(stop_ids, slots, prefix.logits, entries, sampling_params)
+    started, drawn = draw_first(stop_ids, slots, prefix.logits, inserted, prompt, entering, sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), started, drawn
 
 
