@@ -112,7 +112,8 @@ def show(plan: Plan, console: Console) -> None:
     for table in _tables(as_json(plan)):
         if table.row_count:
             console.print(table)
-    _show_assumptions(plan, console)
+    for line in _assumptions(plan):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     _show_verdict(plan, console)
 
 
@@ -195,11 +196,6 @@ def _collectives(programs: list[dict[str, Any]]) -> Table:
         for one in program["collectives"]
     ]
     return make_table(["collectives of", "kind", "loops", "number", "MB sent a turn"], rows)
-
-
-def _show_assumptions(plan: Plan, console: Console) -> None:
-    for line in _assumptions(plan):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

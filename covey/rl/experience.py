@@ -166,13 +166,6 @@ class Experience:
         return self.old_logps or [c.logps for g in self.groups for c in g.completions]
 
     @property
-    def rewards(self) -> np.ndarray:
-        """Rewards of the groups of all processes, float64 [P, G]; NaN where no function scored the completion, and
-        behind smaller groups.
-        """
-        return self.table.reward_table
-
-    @property
     def completion_rewards(self) -> np.ndarray:
         """Reward of each completion, float64 [B]; NaN where no function scored it."""
         return np.concatenate([np.zeros(0), *(np.asarray(g.rewards) for g in self.groups)])

@@ -71,7 +71,7 @@ def group_advantages(
     compute = ADVANTAGES[algorithm.advantage] if advantage_fn is None else partial(_as_table, advantage_fn)
     if algorithm.credit == "turn":
         return turn_advantages(x, algorithm, compute, penalties)
-    rewards = x.rewards
+    rewards = x.table.reward_table
     if penalties is not None:
         sums = x.table.collect_numbers(np.array([p.sum() for p in penalties]), "KL of completions")
         rewards = rewards - reward_table(x.table.split(sums))
@@ -100,7 +100,7 @@ def turn_advantages(
     """
     weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
     subtracted = penalties or [np.zeros(n) for n in x.lengths]
-    tables, all_rewards, index = list[np.ndarray](), x.rewards, 0
+    tables, all_rewards, index = list[np.ndarray](), x.table.reward_table, 0
     for group, totals in zip(x.groups, all_rewards[x.table.own], strict=True):
         rewards = [
             turn_rewards(c, total, weight, penalty)
