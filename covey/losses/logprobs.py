@@ -410,7 +410,7 @@ def _score_chunk(
             means = tuple(m * rescale[..., None] + p for m, p in zip(means, products, strict=True))
         return sums, means, race and race.add(exp_logits, column[0], rescale, targets)
 
-    zeros = (jnp.zeros(hidden.shape, jnp.float32),) * num_grads
+    zeros = (jnp.zeros(hidden.shape, jnp.float32),) * num_grads if num_grads else ()
     start = _SoftmaxSums.zeros(targets.token.shape), zeros, TargetRace.start(targets)
     sums, means, race = jax.lax.fori_loop(0, _num_blocks(head, part), body, start)
     if not with_entropy:
