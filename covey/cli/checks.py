@@ -343,10 +343,9 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
             check_evaluation_columns(loaded.evaluation, data.test)
     columns = dict.fromkeys(name for row in data.train for name in row)
     shown = f"{loaded.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
-    from covey.data.duplicates import RowHashes, count_duplicates, describe_overlap, describe_repeated, trained_columns
+    from covey.data.duplicates import compare_rows, describe_overlap, describe_repeated
 
-    hashes = [RowHashes(trained_columns(loaded), rows).table() for rows in (data.train, data.test)]
-    duplicates = count_duplicates(*hashes)
+    duplicates = compare_rows(loaded, data.train, data.test)
     found = filter(None, (describe_repeated(duplicates), describe_overlap(duplicates, len(data.test))))
     return {"data": f"{shown}; columns {', '.join(columns)}", DUPLICATES: "; ".join(found)}
 

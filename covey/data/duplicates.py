@@ -79,6 +79,23 @@ def count_duplicates(train: "np.ndarray", held_out: "np.ndarray") -> list[Duplic
     return [_count(kind, train[:, i], held_out[:, i]) for i, kind in enumerate(KINDS)]
 
 
+def compare_rows(recipe: Recipe | SFTRecipe, train: Iterable[Row], held_out: Iterable[Row]) -> list[Duplicates]:
+    """Count the duplicates among the rows of a run of `recipe`."""
+    hashes = [RowHashes(trained_columns(recipe), rows).table() for rows in (train, held_out)]
+    return count_duplicates(*hashes)
+
+
+def data_counts(recipe: Recipe | SFTRecipe, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, int]:
+    """Return the numbers of rows and of different ones, but for case and white space, for the summary of a run."""
+    folded = compare_rows(recipe, train, held_out)[-1]
+    return {
+        "rows": len(train),
+        "distinct": folded.distinct,
+        "held_out": len(held_out),
+        "held_out_in_training": folded.held_out,
+    }
+
+
 def describe_repeated(duplicates: Sequence[Duplicates]) -> str:
     """Describe what is trained on more than once; "" if there is nothing."""
     _, exact, folded = duplicates

@@ -23,6 +23,7 @@ from covey.allocator import release_free_memory
 from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python, load_any
 from covey.data import Dataset
+from covey.data.duplicates import data_counts
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
@@ -106,7 +107,8 @@ class Run(ABC, Generic[RecipeT]):
         loader: batches of training data.
         held_out: rows of the evaluations before, during and after training.
         origin: origin of the initial weights.
-        counts: numbers of the training rows that are used and of those that are not, for the summary.
+        counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
+            of equal rows beside them.
         total: number of steps of the whole run.
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
     """
@@ -280,7 +282,7 @@ class Run(ABC, Generic[RecipeT]):
         """Evaluate, and return the summary of a run that has not trained yet."""
         return {
             "model": self.origin,
-            "data": dict(self.counts),
+            "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
             "before": self._evaluate_before(),

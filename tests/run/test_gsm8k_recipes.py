@@ -126,7 +126,7 @@ def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, che
     ready = recipe.load("gsm8k-gemma2", [*SMALL, *settings])
     out = tmp_path / "run"
     summary = run.train(ready, out)
-    assert summary["data"] == {"prompts": 11, "dropped": 1, "truncated": 0}
+    assert {"prompts": 11, "dropped": 1, "truncated": 0}.items() <= summary["data"].items()
     figures = {"accuracy", "partial_accuracy", "format_accuracy"}
     for name in ("before", "after"):
         wanted = figures | {f"{preset}/{what}" for preset in ("standard", "liberal") for what in figures}
