@@ -89,12 +89,18 @@ class RunResidents(NamedTuple):
 
 
 def run_residents(
-    weights: Any, programs: Sequence[Program], reference: bool, rollout: Any = None, synced: Any = None, lent: int = 0
+    weights: Any,
+    optimizer: Any,
+    programs: Sequence[Program],
+    reference: bool,
+    rollout: Any = None,
+    synced: Any = None,
+    lent: int = 0,
 ) -> RunResidents:
     """Return the arrays of the devices of a run.
 
     Args:
-        weights: shapes of the state of the model that is trained, on its devices.
+        weights, optimizer: shapes of the state of the model that is trained and of its optimizer's, on their devices.
         programs: those of the run.
         reference: whether a frozen copy of the weights is held beside them.
         rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
@@ -102,7 +108,7 @@ def run_residents(
         lent: bytes of the weights of a device that are taken apart while it samples.
     """
     by_name = {program.name: program for program in programs}
-    always, training = _training(weights, by_name, reference)
+    always, training = _training(weights, optimizer, by_name, reference)
     sampling = _sampling(by_name, weights if rollout is None else rollout, lent)
     if rollout is None:
         return RunResidents(Residents(always, training | sampling))
@@ -116,10 +122,12 @@ def _devices(state: Any) -> set[jax.Device]:
     return set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(state)))
 
 
-def _training(weights: Any, by_name: Mapping[str, Program], reference: bool) -> tuple[Parts, dict[str, Parts]]:
+def _training(
+    weights: Any, optimizer: Any, by_name: Mapping[str, Program], reference: bool
+) -> tuple[Parts, dict[str, Parts]]:
     """Return the bytes of what is held always and of what is held while the programs of training run."""
     _, frozen, sums, batch, _ = by_name["gradients"].args
-    always = {"weights": nbytes(weights), "optimizer": nbytes(by_name["apply"].args[1])}
+    always = {"weights": nbytes(weights), "optimizer": nbytes(optimizer)}
     if reference:
         always["reference"] = nbytes(weights)
     during = {
@@ -199,8 +207,7 @@ class Outline:
 
 def make_outline(
     recipe: Recipe | SFTRecipe,
-    trainable: Any,
-    programs: Sequence[Program],
+    trained: Any,
     residents: RunResidents,
     not_counted: Sequence[str],
 ) -> Outline:
@@ -208,16 +215,14 @@ def make_outline(
 
     Args:
         recipe: the settings.
-        trainable: shapes of the weights that are trained.
-        programs: programs of the run.
+        trained: shapes of the weights that are trained and of the optimizer's state.
         residents: arrays on its devices.
         not_counted: parts of the run that are not counted.
     """
-    optimizer = next(program.args[1] for program in programs if program.name == "apply")
     return Outline(
         {role: held.most() for role, held in residents._asdict().items() if held},
         _step(recipe),
-        _total_bytes(trainable) + _total_bytes(optimizer),
+        _total_bytes(trained),
         _checkpoints(recipe),
         not_counted,
     )

@@ -201,7 +201,8 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
 
 def outline_of(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
     """Return the outline of a run with these programs."""
-    return make_outline(recipe, run.trainer.trainable, run.called(), residents_of(run), _not_counted(recipe, ()))
+    trained = run.trainer.trainable, run.trainer.opt_state
+    return make_outline(recipe, trained, residents_of(run), _not_counted(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
@@ -257,7 +258,8 @@ def residents_of(run: RunPrograms) -> RunResidents:
         lent = nbytes(run.cluster.rollout.lendable()) if run.cluster.lends_stacks else 0
         if not run.config.shares_weights:
             rollout, synced = run.cluster.rollout.params, split_trainable(run.cluster.rollout.model)[1]
-    return run_residents(run.trainer.params, run.called(), reference, rollout, synced, lent)
+    trainer = run.trainer
+    return run_residents(trainer.params, trainer.opt_state, run.called(), reference, rollout, synced, lent)
 
 
 def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> int:

@@ -160,11 +160,11 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
     made = plan.programs_of(load([], ["model.mesh.fsdp=2", "model.mesh.tp=2"]), Places(make_mesh((2, 2))))
     assert isinstance(made, RLPrograms)
     assert made.config.shares_weights
-    weights, programs = made.trainer.params, made.largest()
-    assert "weights of the rollout" not in run_residents(weights, programs, False).actor.always
+    weights, optimizer, programs = made.trainer.params, made.trainer.opt_state, made.largest()
+    assert "weights of the rollout" not in run_residents(weights, optimizer, programs, False).actor.always
     own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
     copy = abstract(made.cluster.rollout.params, own)
-    held = run_residents(weights, programs, False, copy, copy)
+    held = run_residents(weights, optimizer, programs, False, copy, copy)
     assert held.rollout is None
     assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]
     assert held.peaks([])["sync"] == sum(held.actor.always.values()) + nbytes(copy)
