@@ -6,12 +6,13 @@ devices of that part: these add their sums once a step (`GradientLayout.reduce`)
 weights do not, because the sums of a whole model in each part would need too much memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -44,14 +45,23 @@ class GradientLayout:
 
     Attributes:
         parts: number of parts of the rows with sums of their own; 1 where there are no such sums.
+        layers: dotted path of a weight → its path within the layer, for the weights of each layer in a loop.
+        outside: dotted paths of the weights outside of the loops.
+        places: number of a trainable array → number of its array among the leaves of the sums, and in those of a loop
+            the place of its layer, else None.
     """
 
     def __init__(self, model: nnx.Module, trainable: Any):
         paths, self._structure = jax.tree_util.tree_flatten_with_path(trainable)
         numbers = {dotted_path(path): number for number, (path, _) in enumerate(paths)}
-        self._loops = _find_loops(model, numbers)
-        in_loops = {number for loop in self._loops for number in loop}
-        self._others = [number for number in range(len(paths)) if number not in in_loops]
+        runs = _find_loops(model, numbers)
+        self.layers = [layer for run in runs for layer in run]
+        self.outside = [name for name in numbers if not any(name in layer for layer in self.layers)]
+        self._loops = [[numbers[name] for name in names] for run in runs for names in zip(*run, strict=True)]
+        self._others = [numbers[name] for name in self.outside]
+        self.places: dict[int, tuple[int, int | None]] = {
+            number: (at, place) for at, loop in enumerate(self._loops) for place, number in enumerate(loop)
+        } | {number: (at, None) for at, number in enumerate(self._others, start=len(self._loops))}
         adapters = {number for name, number in numbers.items() if name.endswith((".lora.a", ".lora.b"))}
         mesh = mesh_of(trainable) if adapters else None
         self.parts = mesh.shape.get("data", 1) if mesh else 1
@@ -98,6 +108,15 @@ class GradientLayout:
         """Return the sums, of all parts, as a tree like the trainable arrays."""
         return self._merge([list(total) for total in sums.loops], sums.others)
 
+    def norm(self, sums: GradientSums, scale: float) -> Float[Array, ""]:
+        """Return the norm of `sums` · `scale`: the root of the squares of the trainable arrays, added in their order.
+        The layers of a loop share kernels.
+        """
+        square = partial(optax.tree.norm, squared=True)
+        loops = [list(jax.vmap(square)(total * scale)) for total in sums.loops]
+        squares = self._merge(loops, [square(x * scale) for x in sums.others])
+        return jnp.sqrt(jnp.asarray(sum(jax.tree.leaves(squares))))
+
     def _divide(self, trainable: Any) -> list[Array]:
         """Return the trainable arrays, adapters with a copy for each part of the rows, on its devices."""
         leaves: list[Array] = jax.tree.leaves(trainable)
@@ -115,16 +134,19 @@ class GradientLayout:
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
 
-def _find_loops(model: nnx.Module, numbers: dict[str, int]) -> list[list[int]]:
-    """Return the numbers of the trainable arrays of each weight in a loop over layers; none on accelerators, whose
-    loops return the gradients of all layers.
+def _find_loops(model: nnx.Module, trained: Iterable[str]) -> list[list[dict[str, str]]]:
+    """Return for each loop the `GradientLayout.layers` in it; none on accelerators, whose loops return the gradients of
+    all layers.
+
+    Args:
+        trained: dotted paths of the trainable arrays.
     """
     loops = []
     for path, node in nnx.iter_graph(model):
         for layers in node.layer_runs() if isinstance(node, Decoder) and node.platform == "cpu" else []:
             prefixes = [".".join(map(str, (*path, "layers", number, ""))) for number in layers]
-            names = [name.removeprefix(prefixes[0]) for name in numbers if name.startswith(prefixes[0])]
-            loops += [[numbers[prefix + name] for prefix in prefixes] for name in names]
+            names = [name.removeprefix(prefixes[0]) for name in trained if name.startswith(prefixes[0])]
+            loops += [[{prefix + name: name for name in names} for prefix in prefixes]] if names else []
     return loops
 
 

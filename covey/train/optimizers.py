@@ -53,21 +53,31 @@ def make_optimizer(
     """
     if isinstance(config, optax.GradientTransformation):
         return config
-    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     descent = _in_float32(_times_learning_rates(optax.chain(clip, _descent(config))))
     optimizer = ScheduledOptimizer(descent.init, descent.update)
     optimizer.learning_rates = _learning_rates(config, total_steps)
+    optimizer.clips = config.max_grad_norm > 0
+    optimizer.transformation = param_group if _separates_groups(config) else _only_one
     return optimizer
 
 
 class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
     """Optimizer whose `update` takes `learning_rates`: as arguments, they are no constants of a compiled program.
 
+    The update of a parameter follows from the end of its path, its own gradient and state, and the global norm of the
+    gradients. An `update` of some parameters of a model takes that norm as `norm`.
+
     Attributes:
         learning_rates: function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
+        clips: whether `update` uses the global norm.
+        transformation: function from a parameter's key path and array to the name of the transformation that updates it
+            together with all others of that name.
     """
 
     learning_rates: "Callable[[int], LearningRates]"
+    clips: bool
+    transformation: "Callable[[tuple[Any, ...], jax.Array], str]"
 
 
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], LearningRates]":
@@ -89,22 +99,44 @@ def _times_learning_rates(inner: optax.GradientTransformation) -> optax.Gradient
     """Multiply the updates of `inner` by the learning rate of the group of each parameter."""
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, *, learning_rates: LearningRates
+        grads: PyTree, state: PyTree, params: PyTree = None, *, learning_rates: LearningRates, norm: Any = None
     ) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(grads, state, params)
+        updates, state = inner.update(grads, state, params, norm=norm)
         scaled = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[param_group(path, u)], updates)
         return scaled, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scale gradients down to the global norm `max_norm`, as `optax.clip_by_global_norm` does, whose state it has."""
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree = None, *, norm: Any = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        norm = optax.tree.norm(grads) if norm is None else norm
+        clipped = jax.tree.map(lambda g: jax.lax.select(norm < max_norm, g, (g / norm) * max_norm), grads)
+        return clipped, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
 def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
     """Build one AdamW for all parameters, or one transformation for each group of parameters; learning rates are 1."""
     adamw = _adamw(config)
-    if config.kind == "adamw" and not any(getattr(config, name) is not None for name in PARAM_GROUPS.values() if name):
+    if not _separates_groups(config):
         return adamw
     each = dict.fromkeys(PARAM_GROUPS, adamw) | {MATRIX: OPTIMIZERS[config.kind](config)}
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(param_group, params))
+
+
+def _separates_groups(config: OptimizerConfig) -> bool:
+    """Return whether each group of parameters has a transformation of its own."""
+    return config.kind != "adamw" or any(getattr(config, name) is not None for name in PARAM_GROUPS.values() if name)
+
+
+def _only_one(path: tuple[Any, ...], leaf: jax.Array) -> str:
+    return "all"
 
 
 def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:

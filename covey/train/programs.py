@@ -16,6 +16,7 @@ from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program, abstract, takes_shapes
 from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
+from covey.train.layer_updates import LayerUpdates
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums
 
@@ -46,8 +47,9 @@ class UpdatePrograms:
         zeros: trainable → sums of no gradients; shapes → shapes.
         accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
         reduce: sums → sums over all parts of the rows, where each has its own (see `gradient_sums`); else the same.
-        norm: sums → their norm.
+        norm: sums, scale → the norm of sums · scale.
         apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
+            It is a program; or calls of some, where layers are a list and the optimizer is a recipe's: `layer_updates`.
     """
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
@@ -58,10 +60,9 @@ class UpdatePrograms:
         # Without out_shardings the moments of sharded weights would all be placed on one device, and replicated
         # gradients and weights would come back with another sharding: every function of them would be compiled again.
         state_shardings = optimizer_shardings(optimizer, trainable)
-        shardings = jax.tree.map(lambda x: x.sharding, trainable)
+        state = jax.tree.map(abstract, jax.eval_shape(optimizer.init, trainable), state_shardings)
         self.layout = GradientLayout(model, trainable)
         sum_shardings, reduced_shardings = self.layout.shardings(), self.layout.shardings(reduced=True)
-        self.init = takes_shapes(jax.jit(optimizer.init, out_shardings=state_shardings), state_shardings)
         self.zeros = takes_shapes(jax.jit(self.layout.zeros, out_shardings=sum_shardings), sum_shardings)
         accumulate = jax.jit(
             partial(accumulate_grads, self.graph, loss_fn, self.layout, self.layout.parts == 1 and _with_norm(model)),
@@ -73,13 +74,13 @@ class UpdatePrograms:
         reduce = jax.jit(self.layout.reduce, out_shardings=reduced_shardings)
         self._reduce = check_launch_order("reduce", reduce)
         self.reduce = takes_shapes(self._reduce, reduced_shardings) if self.layout.parts > 1 else _unchanged
-        self.norm = check_launch_order("norm", jax.jit(lambda sums: optax.tree.norm(self.layout.as_trainable(sums))))
-        apply = jax.jit(
-            partial(apply_sums, optimizer, self.layout),
-            donate_argnums=(0, 1),
-            out_shardings=(shardings, state_shardings),
-        )
-        self.apply = check_launch_order("apply", apply)
+        self.norm = check_launch_order("norm", jax.jit(self.layout.norm))
+        self._update: LayerUpdates | WholeUpdate
+        if isinstance(optimizer, ScheduledOptimizer) and len(self.layout.layers) > 1:
+            self._update = LayerUpdates(optimizer, self.layout, self.norm, self.trainable, state)
+        else:
+            self._update = WholeUpdate(optimizer, self.layout, self.trainable, state)
+        self.init, self.apply = takes_shapes(self._update.init, state_shardings), self._update.apply
         self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
 
     def learning_rates(self, step: int) -> LearningRates:
@@ -100,10 +101,30 @@ class UpdatePrograms:
         return [Program("reduce", self._reduce, (sums,))] if self.layout.parts > 1 else []
 
     def apply_program(self) -> Program:
-        """Return the program of the update."""
-        state, sums = self.init(self.trainable), self.reduce(self.zeros(self.trainable))
+        """Return the program of the update; layer by layer, that of the largest part."""
         rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
-        return Program("apply", self.apply, (self.trainable, state, sums, 1.0, rates))
+        return self._update.largest_program(self.reduce(self.zeros(self.trainable)), rates)
+
+
+class WholeUpdate:
+    """The update of all weights by one program; see `LayerUpdates`.
+
+    Args:
+        optimizer: any optax transformation.
+        layout: layout of the sums of gradients.
+        trainable, state: shapes of the weights and of the optimizer's state, on their devices.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, layout: GradientLayout, trainable: Any, state: Any):
+        self._trainable, self._state = trainable, state
+        shardings = jax.tree.map(lambda x: x.sharding, (trainable, state))
+        self.init = jax.jit(optimizer.init, out_shardings=shardings[1])
+        apply = jax.jit(partial(apply_sums, optimizer, layout), donate_argnums=(0, 1), out_shardings=shardings)
+        self.apply: Any = check_launch_order("apply", apply)
+
+    def largest_program(self, sums: GradientSums, learning_rates: LearningRates) -> Program:
+        """Return the program for sums of these shapes."""
+        return Program("apply", self.apply, (self._trainable, self._state, sums, 1.0, learning_rates))
 
 
 def accumulate_grads(

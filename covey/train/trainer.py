@@ -104,7 +104,7 @@ class Trainer:
         norms = [metric_sums.pop(NORM) for metric_sums in all_sums if NORM in metric_sums]
         totals = _combine(jax.device_get(all_sums))
         scale = 1 / max(denominator, 1e-9)
-        norm = float(norms[-1] if norms else programs.norm(grads))  # type: ignore[arg-type]
+        norm = float(norms[-1] if norms else programs.norm(grads, 1.0))  # type: ignore[arg-type]
         metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
         self._check_finite(metrics)
         return Gradients(grads, scale, metrics)

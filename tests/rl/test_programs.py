@@ -108,7 +108,7 @@ def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
         "score": (cluster.scorer, "_score"),
         "gradients": (update, "accumulate"),
         **{name: (sampler, name) for name in ("prefill", "insert", "decode")},
-        "apply": (update, "apply"),
+        "apply": (update._update.parts[0].program, "apply"),  # all layers share it
     }
     recorders = {name: Recorder(getattr(*place)) for name, place in places.items()}
     for name, (owner, attribute) in places.items():

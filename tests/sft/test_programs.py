@@ -35,7 +35,7 @@ def test_a_learner_calls_what_was_built_from_shapes(mesh: tuple[int, ...] | None
     called = [
         learner.held_out._sum.lower(trainer.params, batch),
         update.accumulate.lower(trainer.trainable, trainer.frozen, grads, batch, trainer.step),
-        update.apply.lower(trainer.trainable, trainer.opt_state, grads, 0.25, update.learning_rates(0)),
+        update.apply_program().lower(),
     ]
     shapes = place_model(abstract_decoder(SHAPE), place or jax.devices()[0])
     planned = SFTPrograms(SFTLearner(model=shapes, tokenizer=TOKENIZER, config=CONFIG, mesh=place), total_steps=2)
