@@ -178,7 +178,7 @@ class VocabLayout:
         axes = self._gathered_axes()
         if not axes:
             return x
-        size = x.shape[0] // self.num_gathered
+        size = x.shape[0] // math.prod(self.mesh.shape[axis] for axis in axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size)
 
     def sum_rows(self, x: Array) -> Array:
@@ -207,11 +207,6 @@ class VocabLayout:
         padded = jnp.full((count, self.vocabulary + size), lowest)
         whole: Array = self.max(jax.lax.dynamic_update_slice_in_dim(padded, own, part.first, axis=1))
         return whole[:, : self.vocabulary]
-
-    @property
-    def num_gathered(self) -> int:
-        """Number of devices whose rows `gather_rows` brings together."""
-        return math.prod(self.mesh.shape[axis] for axis in self._gathered_axes())
 
     def _gathered_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.row_axes if axis in self.vocab_axes)

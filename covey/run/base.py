@@ -201,7 +201,7 @@ class Run(ABC, Generic[RecipeT]):
         """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
         check_same_recipe(recipe, "the same command for all")
         mesh = mesh_from_config(recipe.model.mesh)
-        show = echo if distributed.is_first() else _show_nothing
+        show = echo if distributed.is_first() else lambda text: None
         with show_log(info=show, warning=show):
             return cls.load_data(recipe), mesh
 
@@ -361,10 +361,6 @@ class Run(ABC, Generic[RecipeT]):
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, those before a resume included."""
         return time.monotonic() - self.started
-
-
-def _show_nothing(text: str) -> None:
-    """Discard a message, which the first process shows."""
 
 
 def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:

@@ -104,16 +104,12 @@ class PageTable:
         filled = range(len(shared or ()), self.sizes.num_pages(prompt_length))
         return [(int(self.rows[slot, number]), number) for number in filled]
 
-    def num_shared(self, slot: int, start: int | None) -> int:
-        """Return the number of pages from position `start` on that a slot shares; None for no position."""
-        return len(self._shared(slot, start))
-
     def own(self, slot: int, start: int | None) -> list[Copy]:
         """Give a slot that is about to write from position `start` on free pages of its own there; return the copies to
         make of those that it shared.
         """
         copies = []
-        for number in self._shared(slot, start):
+        for number in self.shared(slot, start):
             page, target = int(self.rows[slot, number]), heapq.heappop(self._free)
             self.rows[slot, number] = target
             self._holders[page] -= 1
@@ -124,7 +120,8 @@ class PageTable:
                 self._forget_prompt(page)
         return copies
 
-    def _shared(self, slot: int, start: int | None) -> list[int]:
+    def shared(self, slot: int, start: int | None) -> list[int]:
+        """Return the numbers of the pages from position `start` on that a slot shares; none without a position."""
         if start is None:
             return []
         held = range(start // self.size, self._count[slot])

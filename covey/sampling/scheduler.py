@@ -500,7 +500,7 @@ class Scheduler:
         copies of pages that it shares and is about to write.
         """
         missing = table.missing(slot, self._length_after(slot, chunks))
-        return missing + table.num_shared(slot, self._kept.get(sample))
+        return missing + len(table.shared(slot, self._kept.get(sample)))
 
     def _length_after(self, slot: int, chunks: int) -> int:
         return int(self.lengths[slot]) + chunks * self.config.decode_chunk
