@@ -32,7 +32,6 @@ from covey.parallel.reshard import reshard
 from covey.rl.inference import (
     InferenceWorker,
     RowScorer,
-    TokenValueScorer,
     copy_donated_arrays,
     make_reference,
     polyak_update,
@@ -116,7 +115,8 @@ class RLCluster(Keywords):
         )
         self.inference = InferenceWorker(placed, temperature)
         graph = nnx.split(self._actor)[0]
-        self.scorer, self.token_scorer = RowScorer(graph, temperature), TokenValueScorer(graph, temperature)
+        self.scorer = RowScorer.of_logps(graph, temperature)
+        self.token_scorer = RowScorer.of_token_values(graph, temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
         self.compile_cost = 0.0

@@ -6,7 +6,7 @@ actor.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,24 +34,36 @@ RoleName = TypeVar("RoleName", bound=str)
 
 
 class RowScorer:
-    """Compute log-probs of rows, slice by slice.
+    """Compute numbers of the scored tokens of rows, slice by slice.
 
     Args:
-        graph: the decoder's graph; weights are passed to each call.
-        temperature: temperature of the log-softmax.
+        graph: the model's graph; weights are passed to each call.
+        name: name of the program.
+        compute: function (weights, rows) → arrays [R, M].
     """
 
-    name = "score"
+    def __init__(self, graph: Any, name: str, compute: Callable[[Any, Rows], Any]):
+        self.graph, self._name, self._score = graph, name, check_launch_order(name, jax.jit(compute))
 
-    def __init__(self, graph: Any, temperature: float):
-        self.graph = graph
-        score = jax.jit(lambda params, rows: token_logps(graph, params, rows, temperature).logps)
-        self._score = check_launch_order("log-probs", score)
+    @classmethod
+    def of_logps(cls, graph: Any, temperature: float) -> "RowScorer":
+        """Return the scorer of a decoder's log-probs, by the log-softmax of logits / temperature."""
+        return cls(graph, "score", lambda params, rows: token_logps(graph, params, rows, temperature).logps)
+
+    @classmethod
+    def of_token_values(cls, graph: Any, temperature: float) -> "RowScorer":
+        """Return the scorer of a decoder's log-probs and entropies."""
+        return cls(graph, "token values", lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
+
+    @classmethod
+    def of_values(cls, graph: Any) -> "RowScorer":
+        """Return the scorer of the values of a value model."""
+        return cls(graph, "values", partial(row_values, graph))
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
         rows = abstract_rows(count, length, rows_placement(params))
-        return Program(self.name, self._score, (self._rounded(abstract(params)), rows))
+        return Program(self._name, self._score, (self._rounded(abstract(params)), rows))
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
         """Return for each result of the program one float32 array per completion, `lengths[i]` long; on a mesh over
@@ -73,28 +85,6 @@ class RowScorer:
 
     def _rounded(self, params: Any) -> Any:
         return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
-
-
-class TokenValueScorer(RowScorer):
-    """Compute log-probs and entropies of rows, slice by slice. Arguments as for `RowScorer`."""
-
-    name = "token values"
-
-    def __init__(self, graph: Any, temperature: float):
-        self.graph = graph
-        self._score = jax.jit(lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
-
-
-class ValueScorer(RowScorer):
-    """Compute values of rows, slice by slice.
-
-    Args:
-        graph: the value model's graph.
-    """
-
-    def __init__(self, graph: Any):
-        self.graph = graph
-        self._score = check_launch_order("values", jax.jit(partial(row_values, graph)))
 
 
 class InferenceWorker:
@@ -127,7 +117,7 @@ class InferenceWorker:
         _check_kind(role, model)
         graph, self.params[role] = nnx.split(model)
         value = isinstance(model, ValueModel)
-        self._scorers[role] = ValueScorer(graph) if value else RowScorer(graph, self._temperature)
+        self._scorers[role] = RowScorer.of_values(graph) if value else RowScorer.of_logps(graph, self._temperature)
 
     def release(self, role: str) -> None:
         """Let go of the model in `role`, if there is one."""

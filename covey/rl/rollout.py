@@ -102,7 +102,7 @@ class RolloutWorker:
         self.weights = SamplingWeights(with_rounded_head(model))
         self.loan: StackLoan | None = None
         self.engine = Engine(self.weights.model, tokenizer.stop_ids, config, fixed_shapes)
-        self._scorer = RowScorer(self._graph, config.temperature)
+        self._scorer = RowScorer.of_logps(self._graph, config.temperature)
         self._positions = model.config.max_positions
         self.tool = self._prepare(config)
 

@@ -142,7 +142,7 @@ def test_log_probs_are_taken_at_the_rollouts_temperature(decoder: Callable, rows
     model = decoder(remat=False)
     graph, params = nnx.split(model)
     got = InferenceWorker({"reference": model}, 0.5).ref_logps(rows, LENGTHS, 2)
-    wanted, cold = (RowScorer(graph, t)(params, rows, LENGTHS, 2)[0] for t in (0.5, 1.0))
+    wanted, cold = (RowScorer.of_logps(graph, t)(params, rows, LENGTHS, 2)[0] for t in (0.5, 1.0))
     assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert not np.allclose(got[0], cold[0], atol=1e-2)
 
