@@ -52,11 +52,11 @@ class SamplingWeights:
     def split_lendable(self, params: State) -> tuple[State, State]:
         """Return the stacks in `params` whose layers are sampled with as they are, and all else."""
         flat = nnx.to_flat_state(self.stacks.split(params)[0])
-        rounded = dict(nnx.to_flat_state(round_for_sampling(abstract(_from_flat(dict(flat))), self._dtype)))
+        rounded = dict(nnx.to_flat_state(round_for_sampling(abstract(nnx.from_flat_state(dict(flat))), self._dtype)))
         lendable = {path for path, leaf in flat if leaf.dtype == rounded[path].dtype}
         parts = nnx.to_flat_state(params)
         kept = {path: leaf for path, leaf in parts if path not in lendable}
-        return _from_flat({path: leaf for path, leaf in parts if path in lendable}), _from_flat(kept)
+        return nnx.from_flat_state({path: leaf for path, leaf in parts if path in lendable}), nnx.from_flat_state(kept)
 
     def _listed(self, layers: State) -> State:
         """Return the layers of these stacks, by one program."""
@@ -90,14 +90,14 @@ class StackLoan:
         """
         for path in paths:
             leaf = dict(nnx.to_flat_state(getattr(owner, name)))[path]
-            stack = _from_flat({path: leaf})
+            stack = nnx.from_flat_state({path: leaf})
             del leaf
             # Without a pause the next stack would be taken apart before this one is free.
             layers = jax.block_until_ready(self._stacks.unstack(stack))
             shape = abstract(stack)
             self._replace(stack, shape)
             self._lent.append((shape, layers))
-        return _from_flat({path: x for _, layers in self._lent for path, x in nnx.to_flat_state(layers)})
+        return nnx.from_flat_state({path: x for _, layers in self._lent for path, x in nnx.to_flat_state(layers)})
 
     def give_back(self) -> None:
         """Make the stacks again, of layers that nothing else refers to any more."""
@@ -111,7 +111,3 @@ class StackLoan:
         for owner, name in self._holders:
             held = jax.tree.map(lambda x: after if buffers(x) == key else x, getattr(owner, name))
             setattr(owner, name, held)
-
-
-def _from_flat(flat: dict[Path, Any]) -> State:
-    return nnx.from_flat_state(flat)
