@@ -1,7 +1,6 @@
 """One compiled program of a plan: its memory and collectives, and the compiler's estimate of its time."""
 
 import math
-import os
 import re
 import resource
 import sys
@@ -176,8 +175,4 @@ def peak_memory() -> int:
 def reset_peak_memory() -> None:
     """Reset the peak of `peak_memory` to the current memory."""
     with suppress(OSError):
-        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
-        try:
-            os.write(descriptor, b"5")
-        finally:
-            os.close(descriptor)
+        Path("/proc/self/clear_refs").write_text("5")

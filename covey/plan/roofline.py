@@ -4,7 +4,7 @@ Peak rates of this machine are measured once per process, through JAX with the p
 what JAX reaches here, not what a data sheet says. The best of some calls counts: other work can only take away.
 """
 
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -169,9 +169,4 @@ product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, prefe
 def best_seconds(call: Callable[..., Any], *operands: Any) -> float:
     """Return the seconds of the fastest call, without the first, which compiles."""
     jax.block_until_ready(call(*operands))
-    seconds = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*operands))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(lambda: jax.block_until_ready(call(*operands)), number=1, repeat=CALLS))
