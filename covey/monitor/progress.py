@@ -61,7 +61,7 @@ class Progress:
         self._started = self._since = self._stepped = time.monotonic()
         self._rows: list[Mapping[str, Any]] = []
         self._values: list[float] = []
-        self._phase, self._count, self._compiling, self._updates = "", (0, 0), 0, 1
+        self._phase, self._count, self._compiling, self._program, self._updates = "", (0, 0), 0, "", 1
         view = StatusView(self.status, headline, self._values)
         drawn = self.console.is_terminal or self.console.is_jupyter
         self.display = (LiveDisplay if drawn else LogDisplay)(self.console, view, headline, show)
@@ -88,9 +88,9 @@ class Progress:
         self._count = (done, total)
         self.display.changed()
 
-    def compiling(self, number: int) -> None:
-        """Show that program `number` of the phase is being compiled; 0 ends it."""
-        self._compiling = number
+    def compiling(self, number: int, program: str = "") -> None:
+        """Show that program `number` of the phase, which has this name, is being compiled; 0 ends it."""
+        self._compiling, self._program = number, program
         self.display.changed()
 
     def step(self, row: Mapping[str, float], samples: Sequence[SampleLine] = ()) -> None:
@@ -127,6 +127,7 @@ class Progress:
             done=done,
             parts=parts,
             compiling=self._compiling,
+            program=self._program if self._compiling else "",
             seconds=self.seconds_before + now - self._started,
             left=max(expected - passed, 0.0),
             tokens_per_second=row.get("tokens_per_second", 0.0),

@@ -36,6 +36,7 @@ class Status:
         done: number of parts of the phase that are finished, of `parts`; both are 0 if the phase does not count any.
         parts: number of parts of the phase.
         compiling: number of the program of this phase that is being compiled; 0 if none is.
+        program: its name; empty if that is not known.
         seconds: seconds of the run, those before a resume included.
         left: expected seconds until training ends, without compilation; 0 while that is not known.
         tokens_per_second: speed of the last step; 0 before the first.
@@ -49,6 +50,7 @@ class Status:
     done: int = 0
     parts: int = 0
     compiling: int = 0
+    program: str = ""
     seconds: float = 0.0
     left: float = 0.0
     tokens_per_second: float = 0.0
@@ -58,7 +60,8 @@ class Status:
     def activity(self) -> str:
         """Phase with the count of its finished parts and the program that is being compiled."""
         count = f" {self.done}/{self.parts}" if self.parts else ""
-        return f"{self.phase}{count}" + (f": compiling program {self.compiling}" if self.compiling else "")
+        program = f"program {self.compiling}" + (f", {self.program}" if self.program else "")
+        return f"{self.phase}{count}" + (f": compiling {program}" if self.compiling else "")
 
 
 @dataclass(frozen=True)

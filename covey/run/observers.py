@@ -49,14 +49,14 @@ class CompileCounter:
     compilation does not stop. A program from the cache on disk counts too: it takes up memory although not compiled.
 
     Args:
-        on_compile: called when the compilation of a program begins, with its number in the step and phase, and with 0
-            when it ends.
+        on_compile: called when the compilation of a program begins, with its number in the step and phase and the name
+            of its function, and with 0 and no name when it ends.
 
     Attributes:
         counts: number of programs by phase.
     """
 
-    def __init__(self, on_compile: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, on_compile: Callable[[int, str], None] = lambda number, name: None) -> None:
         self._on_compile = on_compile
         self.counts: Counter[str] = Counter()
         self._steps, self._warned = 0, False
@@ -93,14 +93,15 @@ class CompileCounter:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
         phase = getattr(self._thread, "phase", OUTSIDE_STEPS)
         if event in (TRACED_EVENT, LOWERED_EVENT, COMPILED_EVENT):
             self._seconds += self._own_seconds(duration_secs) * (phase in STEP_PHASES)
         if event == LOWERED_EVENT:
-            self._on_compile(self._new[phase] + 1)
+            name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").strip("_")
+            self._on_compile(self._new[phase] + 1, name)
         elif event == COMPILED_EVENT:
-            self._on_compile(0)
+            self._on_compile(0, "")
             self.counts[phase] += 1
             self._new[phase] += 1
             if duration_secs > LONG:

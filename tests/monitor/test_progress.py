@@ -156,14 +156,14 @@ def test_a_program_that_takes_long_to_compile_is_told_in_a_log_and_seen_on_a_ter
         with Progress(3, console) as progress:
             progress.phase("update")
             for number in (1, 2, 3):
-                progress.compiling(number)
+                progress.compiling(number, "decode")
                 time.sleep(0.3 * (number == 2))
                 progress.compiling(0)
             progress.phase("sync")
             time.sleep(0.1)
     lines = [line.split("] ")[1] for line in consoles[0].file.getvalue().splitlines()]
-    assert lines == ["update", "update: compiling program 2", "sync"]
-    assert "update: compiling program 3" in consoles[1].file.getvalue()
+    assert lines == ["update", "update: compiling program 2, decode", "sync"]
+    assert "update: compiling program 3, decode" in consoles[1].file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,16 @@ def test_a_thread_has_a_phase_of_its_own(heard: list[str]) -> None:
     assert set(programs.counts) == {"update"}
 
 
-def test_the_programs_of_a_step_are_numbered_as_they_begin() -> None:
+def test_the_programs_of_a_step_are_named_and_numbered_as_they_begin() -> None:
     began: list[int] = []
+    names: set[str] = set()
+
+    def listen(number: int, name: str) -> None:
+        began.append(number)
+        names.add(name)
+
     compiled_anew(7)  # the zeros too, the first time
-    with CompileCounter(began.append) as programs:
+    with CompileCounter(listen) as programs:
         for phase in ("rollout", "update", "rollout"):
             programs.phase(phase)
             compiled_anew(8 + len(began))
@@ -104,6 +110,7 @@ def test_the_programs_of_a_step_are_numbered_as_they_begin() -> None:
         programs.step(1)
         compiled_anew(20)
     assert began[6:] == [1, 0]
+    assert names == {"", "<lambda>"}
 
 
 def test_the_same_shape_again_compiles_nothing() -> None:
