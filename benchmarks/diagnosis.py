@@ -150,7 +150,7 @@ def make(case: Case, folder: Path) -> None:
     text = text.replace("TRAIN", str(folder / "train.jsonl")).replace("TEST", str(folder / "test.jsonl"))
     settings = [setting.replace("FOLDER", str(folder)) for setting in case.settings]
     if case.method == "sft":
-        run.train_sft(recipe.parse(text, settings, case.name, recipe.SFTRecipe), out)
+        run.train(recipe.parse(text, settings, case.name, recipe.SFTRecipe), out)
     else:
         run.train(recipe.parse(text, settings, case.name), out)
 

@@ -124,16 +124,16 @@ def work(folder: Path, layout: str, cases: Sequence[Case]) -> None:
     with distributed.start():
         connect(cases)
         for case in cases:
-            is_sft, place = case.algorithm == "SFT", folder / case.name
-            if is_sft:
-                run.train_sft(recipe.load("sft-tiny", case.settings(), recipe.SFTRecipe), place / layout)
+            place = folder / case.name
+            if case.algorithm == "SFT":
+                run.train(recipe.load("sft-tiny", case.settings(), recipe.SFTRecipe), place / layout)
             else:
                 run.train(recipe.load("arithmetic-tiny", case.settings()), place / layout)
             (place / f"{layout}.ended").touch()
             for one in (one for one, other in resumes(case) if other == layout):
                 out = place / f"{one}-to-{layout}"
                 copy_for_resuming(place, one, out)
-                (run.resume_sft if is_sft else run.resume)(out)
+                run.resume(out)
 
 
 def connect(cases: Sequence[Case]) -> None:

@@ -35,21 +35,15 @@ def evaluate(source: str, recipe: Recipe | SFTRecipe) -> dict[str, Any]:
     return sft.evaluate(source, recipe) if isinstance(recipe, SFTRecipe) else inference.evaluate(source, recipe)
 
 
-train_sft, resume_sft, evaluate_sft = train, resume, evaluate
-"""Names of the same functions for supervised training."""
-
 __all__ = [
     "RUNS",
     "chat",
     "evaluate",
-    "evaluate_sft",
     "export",
     "generate",
     "open_model",
     "play",
     "resume",
-    "resume_sft",
     "train",
-    "train_sft",
     "use_compilation_cache",
 ]

@@ -476,7 +476,7 @@ def test_supervised_training_keeps_the_batch_too(tmp_path: Path) -> None:
     out = tmp_path / "run"
     wild = ("training.optimizer.learning_rate=1e30", "training.optimizer.max_grad_norm=0")
     with pytest.raises(NumbersError, match="not finite"):
-        run.train_sft(recipe.load("sft-smollm2", [*SFT_SETTINGS, *wild], SFTRecipe), out)
+        run.train(recipe.load("sft-smollm2", [*SFT_SETTINGS, *wild], SFTRecipe), out)
     bad = out / "bad" / f"{len(metrics(out)) + 1:08d}.jsonl"
     assert bad.read_text().count("\n") == 4
 

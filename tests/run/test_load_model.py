@@ -171,7 +171,7 @@ def adapted_run(source: Path, out: Path) -> Path:
     data.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "yes"}) + "\n" for n in range(20)))
     settings = ["model.lora.rank=2", "training.max_steps=1", "training.batch_size=2", "training.row_length=64"]
     settings += ["evaluation.answers=0", "training.max_tokens_per_micro_batch=64", f"data.path={data}"]
-    run.train_sft(recipe.load("sft-smollm2", [f"model.source={source}", *settings], SFTRecipe), out)
+    run.train(recipe.load("sft-smollm2", [f"model.source={source}", *settings], SFTRecipe), out)
     edit(out / "recipe.yaml", "max_steps: 1", "max_steps: 2")
     return out
 
@@ -227,9 +227,9 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
     moved = shutil.copytree(source, tmp_path / "moved")
     add_a_half(source)
     with pytest.raises(ResumeError, match="this run began with the weights"):
-        run.resume_sft(out)
+        run.resume(out)
     edit(out / "recipe.yaml", f"source: {source}", f"source: {moved}")
-    assert run.resume_sft(out)["steps"] == 2
+    assert run.resume(out)["steps"] == 2
 
 
 @pytest.mark.slow

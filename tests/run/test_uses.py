@@ -120,8 +120,8 @@ USES: dict[str, Callable[..., Any]] = {
     "eval": lambda out, *more: run.evaluate(TINY, rl_recipe(*more)),
     "rollout": lambda out, *more: run.play(rl_recipe(*more), 1),
     "rewards": lambda out: inference.sample_training_prompts(rl_recipe(), 1),
-    "sft": lambda out: run.train_sft(sft_recipe(), out / "run"),
-    "sft eval": lambda out: run.evaluate_sft(TINY, sft_recipe()),
+    "sft": lambda out: run.train(sft_recipe(), out / "run"),
+    "sft eval": lambda out: run.evaluate(TINY, sft_recipe()),
 }
 """Uses of a recipe that ask or train the model."""
 
