@@ -17,9 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from covey.parallel.wire import BEAT, LEAVES, Message
+
+if TYPE_CHECKING:
+    from covey.parallel.channel import Channel  # to which connections hand over what arrives
 
 Place = tuple[str, int, str]
 """Host and port of a process, and the token that begins a connection to it."""
@@ -27,19 +30,6 @@ HEAD = struct.Struct("<QQ")
 CONNECT_SECONDS = 60.0
 """Seconds that the processes have to connect, once all have joined JAX's coordination service."""
 BEAT_SECONDS = 1.0
-
-
-class Receiver(Protocol):
-    """Interface of the channel for its connections."""
-
-    beat_seconds: float
-    doing: str
-
-    def receive(self, peer: "Peer", message: Message) -> None:
-        """Take a message."""
-
-    def lose(self, peer: "Peer", what: str) -> None:
-        """Take note that the connection is lost."""
 
 
 class Peer:
@@ -61,7 +51,7 @@ class Peer:
         self.connection, self._outgoing = connection, SimpleQueue[Message]()
         self._threads: Sequence[threading.Thread] = ()
 
-    def start(self, channel: Receiver, token: bytes = b"") -> None:
+    def start(self, channel: "Channel", token: bytes = b"") -> None:
         """Start to hand over to `channel` what arrives behind `token`. A stranger, who has not sent the token, is sent
         nothing, and has its thread and its connection no longer than a process has to connect.
         """
@@ -108,7 +98,7 @@ class Peer:
             self.silent, rest = 0.0, rest[received:]
         return bytes(data)
 
-    def _receive_all(self, channel: Receiver, token: bytes) -> None:
+    def _receive_all(self, channel: "Channel", token: bytes) -> None:
         try:
             if not hmac.compare_digest(self.read_bytes(len(token)), token):
                 raise EOFError
@@ -119,7 +109,7 @@ class Peer:
         except (OSError, EOFError):
             channel.lose(self, "is gone")
 
-    def _send_all(self, channel: Receiver) -> None:
+    def _send_all(self, channel: "Channel") -> None:
         message = Message(BEAT)
         with suppress(OSError):  # the thread that receives tells it
             while message.kind != LEAVES:
