@@ -5,7 +5,6 @@ million rows two different ones are taken for equal with a probability of 3e-8.
 """
 
 import json
-import re
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +20,6 @@ PROMPT, EXAMPLE = ("prompt",), ("prompt", "completion")
 """Columns that a model is trained on: by reinforcement learning, and by supervised training."""
 KINDS = ("every column", "what is trained on", "the same, but for case and space")
 """What is equal in rows that are called duplicates, from all of the row to the least."""
-SPACE = re.compile(r"(?:\s|\\[nrt])+")
-"""Pattern of white space in JSON text."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=stable_text)
 
 
@@ -64,8 +61,7 @@ class RowHashes:
         """Add a row."""
         whole = ENCODER.encode(row)
         used = whole if self._columns is None else ENCODER.encode([row.get(name) for name in self._columns])
-        folded = SPACE.sub(" ", used.casefold()).replace('" ', '"').replace(' "', '"')
-        self._hashes.extend((hash(whole), hash(used), hash(folded)))
+        self._hashes.extend((hash(whole), hash(used), hash(_fold(used))))
 
     def table(self) -> "np.ndarray":
         """Return the hashes, int64 [rows, 3], in the order of `KINDS`."""
@@ -116,6 +112,15 @@ def trained_columns(recipe: Recipe | SFTRecipe) -> Sequence[str] | None:
     if isinstance(recipe, SFTRecipe):
         return EXAMPLE
     return None if recipe.envs.environment else PROMPT
+
+
+def _fold(text: str) -> str:
+    """Fold case and white space in JSON text: a run of it, also of escapes, is one space, and none begins or ends a
+    string.
+    """
+    for escape in ("\\n", "\\r", "\\t"):
+        text = text.replace(escape, " ")
+    return " ".join(text.casefold().split()).replace('" ', '"').replace(' "', '"')
 
 
 def _count(kind: str, train: "np.ndarray", held_out: "np.ndarray") -> Duplicates:

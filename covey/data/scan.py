@@ -34,13 +34,13 @@ class Malformed(NamedTuple):
 
     Attributes:
         what: the mistake of the first of them.
-        want: what would be right.
+        fix: how to fix it, or what would be right.
         rows: number of these rows.
         places: places of the first of them.
     """
 
     what: str
-    want: str
+    fix: str
     rows: int
     places: list[str]
 
@@ -82,8 +82,9 @@ class RowScan:
                 self._add(number, row)
             except DataError as error:  # the row's own, or that of its tokens
                 mistake = VALUES.sub("", error.what)
-                what, want, count, places = self.malformed.get(mistake, (error.what, error.want, 0, []))
-                self.malformed[mistake] = Malformed(what, want, count + 1, [*places, error.where][:MAX_PLACES])
+                fix = error.fix or (f"wanted: {error.want}" if error.want else "")
+                what, fix, count, places = self.malformed.get(mistake, (error.what, fix, 0, []))
+                self.malformed[mistake] = Malformed(what, fix, count + 1, [*places, error.where][:MAX_PLACES])
         return self
 
     def number(self, index: int) -> int:

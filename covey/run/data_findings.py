@@ -23,11 +23,15 @@ def find_problems(summary: "DataSummary") -> list[Finding]:
 def _malformed(summary: "DataSummary") -> Iterator[Finding]:
     if count := sum(rows.rows for rows in summary.malformed):
         seen = f"a run refuses the data; {summary.train + summary.held_out:,} others are right"
-        lines = (f"{rows.rows:,} as in {', '.join(rows.places)}: {rows.what}" for rows in summary.malformed)
+        lines = (
+            f"{rows.rows:,} as in {', '.join(rows.places)}: {rows.what}{f' ({rows.fix})' if rows.fix else ''}"
+            for rows in summary.malformed
+        )
         title = "1 row is malformed" if count == 1 else f"{count:,} rows are malformed"
         yield _finding(title, seen, "mend them or leave them out", tuple(lines))
-    if not summary.train:
-        yield _finding("there is no training row", "", "other data")
+    for name, count in {"training": summary.train, "held-out": summary.held_out}.items():
+        if not count:
+            yield _finding(f"there is no {name} row", "", "more rows")
 
 
 def _missing(summary: "DataSummary") -> Iterator[Finding]:
@@ -62,9 +66,8 @@ def _duplicates(summary: "DataSummary") -> Iterator[Finding]:
     if repeated := describe_repeated(summary.duplicates):
         most = summary.duplicates[-1]
         often = f"the most frequent one is there {most.most:,} times"
-        yield _finding(
-            repeated, often, "leave the repeated rows out", level="problem" if most.distinct == 1 else "note"
-        )
+        change = "leave the repeated rows out" if most.repeated > MANY * summary.train else ""
+        yield _finding(repeated, often, change, level="problem" if most.distinct == 1 else "note")
 
 
 def _empty(summary: "DataSummary") -> Iterator[Finding]:

@@ -104,7 +104,8 @@ class DataSummary:
     def refused(self) -> bool:
         """Whether a run refuses the data."""
         over = self.held_out_over + (self.lengths.over if self.lengths else 0)
-        return bool(self.malformed or self.missing or not self.train or (over and self.limit.policy == "error"))
+        too_few = not self.train or not self.held_out
+        return bool(self.malformed or self.missing or too_few or (over and self.limit.policy == "error"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON-serialisable values."""
@@ -191,11 +192,11 @@ def _columns(
     judges = recipe.evaluation.judges.values() if isinstance(recipe, Recipe) or recipe.evaluation.answers else ()
     whole = [f"environment {recipe.envs.environment}"] if isinstance(recipe, Recipe) and recipe.envs.environment else []
     readers, missing = {name: dict.fromkeys(whole) for name in train.present}, dict[str, RewardError]()
-    for function, scan in (*((name, train) for name in trains), *((name, held_out) for name in (*trains, *judges))):
+    calls = [*((name, train) for name in trains), *((name, held_out) for name in (*trains, *judges))]
+    for function, scan in calls if train.present else ():
+        names = [name for name in scan.present if name != "prompt"]
         try:
-            for name in argument_names(
-                function, resolve(function), [name for name in scan.present if name != "prompt"]
-            ):
+            for name in argument_names(function, resolve(function), names):
                 readers.get(name, {})[function] = None
         except RewardError as error:
             missing[function] = error
@@ -217,7 +218,7 @@ def _choose(
     """
     exact = duplicates[1]
     yield from ((f"training row {train.number(i)}", row) for i, row in enumerate(train.first))
-    if train.longest is not None and train.first:
+    if train.longest is not None and train.longest[1] not in train.first:
         yield "the longest row" if train.every == 1 else "the longest row that was measured", train.longest[1]
     if exact.most > 1:
         number = train.number(exact.place)

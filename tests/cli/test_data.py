@@ -65,7 +65,7 @@ def test_one_prompt_many_times_is_told_and_shown(capsys: Any) -> None:
         "the column 'answer' is None in 1 of 200 rows",
     ]
     assert code == 0
-    assert [row["title"] for row in found["shown"][2:]] == [
+    assert [row["title"] for row in found["shown"][1:]] == [
         "the most frequent training row, row 1: 180 times",
         "a held-out row that is a training row, row 181",
     ]
@@ -91,3 +91,11 @@ def test_the_page_replaces_no_other_file(capsys: Any) -> None:
     Path("page.html").write_text("mine")
     assert cli.main(words) == 2
     assert "no report of Covey" in capsys.readouterr().err
+
+
+def test_a_file_without_a_row_that_can_be_trained_on_is_refused(capsys: Any) -> None:
+    code, found = summary(capsys, "arithmetic-smollm2", *write('{"prompt":'))
+    assert (code, found["train"], found["lengths"], found["shown"]) == (2, 0, None, [])
+    assert [one["title"] for one in found["findings"]][1:] == ["there is no training row", "there is no held-out row"]
+    code, found = summary(capsys, "arithmetic-smollm2", *write({"prompt": "2+2?", "answer": "4"}))
+    assert (code, [one["title"] for one in found["findings"]]) == (2, ["there is no held-out row"])
