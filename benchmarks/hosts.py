@@ -145,6 +145,7 @@ def _table(number: int, count: int) -> GroupTable:
         sampled=lengths,
         cut=per_completion(False),
         mass=lengths.astype(float),
+        empty=per_completion(False),
         characters=5 * lengths,
         repetition=per_completion(0.0),
         rewards=per_completion(0.0),

@@ -33,7 +33,8 @@ class GroupTable:
         sampled: tokens of it that the model generated.
         cut: whether a limit ended it.
         mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
-        characters: characters of its text, without white space around it.
+        empty: whether its text is empty or white space.
+        characters: characters of its text.
         repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
         rewards: reward; NaN where no function scored the completion.
         by_function: the same of each reward function.
@@ -50,6 +51,7 @@ class GroupTable:
     sampled: Int[np.ndarray, "B"]
     cut: Bool[np.ndarray, "B"]
     mass: Float[np.ndarray, "B"]
+    empty: Bool[np.ndarray, "B"]
     characters: Int[np.ndarray, "B"]
     repetition: Float[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B"]
@@ -147,7 +149,8 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         sampled=column(int, (c.num_sampled for c in completions)),
         cut=column(bool, (c.finish.was_cut for c in completions)),
         mass=column(float, map(_kept_mass, completions)),
-        characters=column(int, (len(c.text.strip()) for c in completions)),
+        empty=column(bool, (not c.text.strip() for c in completions)),
+        characters=column(int, (len(c.text) for c in completions)),
         repetition=column(float, map(_repeated_fraction, completions)),
         rewards=_concatenated(rewards),
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},

@@ -64,7 +64,7 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
         "completions/max_length": float(table.sampled.max()),
         "completions/clipped_ratio": float(table.cut.mean()),
         "completions/distinct_ratio": float(np.mean(table.distinct)),
-        "completions/empty_ratio": float((table.characters == 0).mean()),
+        "completions/empty_ratio": float(table.empty.mean()),
         "completions/repetition": float(table.repetition.mean()),
     }
     for name, values in table.by_function.items():
@@ -82,7 +82,7 @@ def correlation_metrics(table: GroupTable) -> dict[str, float]:
     repetition, those of each two reward functions, and the fraction of empty ones among the completions with a reward
     above the mean of their group. One that is undefined is left out.
     """
-    empty = (table.characters == 0).astype(float)
+    empty = table.empty.astype(float)
     texts = {"length": table.characters, "empty": empty, "repetition": table.repetition}
     pairs = {f"reward_correlation/{name}": (table.rewards, values) for name, values in texts.items()}
     for (first, a), (second, b) in combinations(table.by_function.items(), 2):

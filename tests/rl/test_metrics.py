@@ -137,7 +137,7 @@ def test_what_a_reward_goes_with() -> None:
         group([0.7] * 3, [1] * 3, texts="a|b|", a=[1, NAN, NAN], b=[0.0, 1, 2], c=[0.1] * 3),
     ]
     got = group_metrics(table_of(groups))
-    rewards, lengths = np.array([2, -1, -1, -3, -3, 6, 0, 0, 0]) / 3, np.array([-4, 2, 2, 6, 6, -12, 1, 1, -2]) / 3
+    rewards, lengths = np.array([2, -1, -1, -3, -3, 6, 0, 0, 0]) / 3, np.array([-2, 1, 1, 5, 5, -10, 1, 1, -2]) / 3
     wanted = rewards @ lengths / np.sqrt((rewards @ rewards) * (lengths @ lengths))
     assert got["reward_correlation/length"] == pytest.approx(wanted)
     assert got["rewards/a/correlation/b"] == pytest.approx(-1)
