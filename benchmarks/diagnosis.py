@@ -321,8 +321,10 @@ def _packed(steps: Sequence[int], series: Any) -> Any:
 
 READ = re.compile(
     "reward|reward_error|reward_std|frac_reward_zero_std|rewards/.*|entropy|kl|grad_norm|learning_rate|skipped|loss"
-    "|completions/(mean_length|max_length|clipped_ratio|distinct_ratio)|sampling/(logp_difference/mean|mass_kept)"
-    "|clip_ratio/region_mean|critic/explained_variance|eval/(accuracy|error|reward|loss)"
+    "|reward_correlation/.*|frac_reward_all_(best|worst)"
+    "|completions/(mean_length|max_length|clipped_ratio|distinct_ratio|empty_ratio|rewarded_empty_ratio)"
+    "|sampling/(logp_difference/mean|mass_kept)"
+    "|clip_ratio/region_mean|critic/explained_variance|eval/(accuracy|error|format_accuracy|samples|reward|loss)"
 )
 """Pattern of the metrics that rules read."""
 READ_SETTINGS = (

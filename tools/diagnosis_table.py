@@ -9,26 +9,26 @@ import sys
 from pathlib import Path
 
 from covey.report.diagnosis import NOTE, RULES, Rule
+from covey.report.diagnosis.rule import FIELD
 
 FILE = Path(__file__).parents[1] / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- written by make schema -->", "<!-- end -->"
 
 
 def row(rule: Rule) -> str:
-    """Return one line of the table."""
+    """Return one line of the table; the value to try, or its factor, stands behind a setting."""
     method = {("rl",): "", ("sft",): " (supervised)"}.get(rule.methods, "")
     note = " (note)" if rule.level == NOTE else ""
-    names = sorted({part for name in rule.settings for part in (name, name.rsplit(".", 1)[-1])}, key=len, reverse=True)
-    words = [re.escape(name) for name in names if "_" in name or "." in name]
-    threshold, fix = (
-        re.sub(rf"(?<![\w.])({'|'.join(words) or '(?!)'})(?!\w)", r"`\1`", text) for text in (rule.threshold, rule.fix)
-    )
-    return f"| {rule.title}{method}{note} | {threshold} | {fix} |"
+    advice = FIELD.sub(lambda match: f"`{match[1]}`" + (f" ({match[2]})" if match[2] else ""), rule.advice)
+    refutations = "; ".join(condition.words for condition in rule.refuted_by)
+    threshold = re.sub(r"(?<![\w`])((?:grpo|rollout)\.[a-z_]+)", r"`\1`", rule.threshold)
+    return f"| {rule.title}{method}{note} | {threshold} | {refutations} | {advice} |"
 
 
 def table() -> str:
     """Return the whole table."""
-    return "\n".join(["| what is found | when | what to change |", "|---|---|---|", *map(row, RULES)])
+    head = ["| what is found | when | refuted by | what to change (value or factor to try) |", "|---|---|---|---|"]
+    return "\n".join([*head, *map(row, RULES)])
 
 
 def text() -> str:

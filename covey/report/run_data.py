@@ -85,9 +85,7 @@ class RunData:
 
     def evaluation(self, name: str) -> Mapping[str, float]:
         """Return the figures of the evaluation `name`, before or after training; none if there are none."""
-        figures = self.summary.get(name)
-        entries = figures.items() if isinstance(figures, dict) else ()
-        return {name: value for name, raw in entries if (value := number(raw)) is not None}
+        return numbers(self.summary.get(name))
 
     @property
     def state(self) -> str:
@@ -130,6 +128,12 @@ def read_lines(file: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any
                 yield row
             elif line.endswith(b"\n"):
                 unreadable[file.name] = unreadable.get(file.name, 0) + 1
+
+
+def numbers(figures: Any) -> Mapping[str, float]:
+    """Return the finite numbers of a part of `summary.json` by name; none if it is no object."""
+    entries = figures.items() if isinstance(figures, Mapping) else ()
+    return {name: value for name, raw in entries if (value := number(raw)) is not None}
 
 
 def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:

@@ -257,7 +257,7 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.update_recipe(self.recipe)
         summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
-        self.findings = FindingsLog(self.recipe, self.folder, summary.get("before"))
+        self.findings = FindingsLog(self.recipe, self.folder, summary)
         self._train_and_save()
         if (best := self.folder.saves.best()) is not None:
             summary["best"] = best

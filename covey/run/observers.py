@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -13,11 +13,10 @@ import psutil
 
 from covey.allocator import release_free_memory
 from covey.config.recipe import Recipe, SFTRecipe, flatten
-from covey.files import number
 from covey.monitor.run_files import METRICS
 from covey.report import REPORT, write_report
-from covey.report.diagnosis import PROBLEM, Finding, LiveDiagnosis, RunHistory, diagnose
-from covey.report.run_data import read_lines, read_run
+from covey.report.diagnosis import NOTE, Finding, LiveDiagnosis, RunHistory, diagnose
+from covey.report.run_data import numbers, read_lines, read_run
 from covey.run.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -175,36 +174,41 @@ def memory_in_use() -> int:
 
 
 class FindingsLog:
-    """Log the findings of the diagnosis: a problem once it is certain while the run trains, and all at its end.
+    """Log the findings of the diagnosis: a problem once it is certain while the run trains, its withdrawal if it is
+    refuted, and all findings at the end.
 
     The first process logs, from the rows that it writes. A diagnosis that fails is logged and never ends the run.
 
     Args:
         recipe: recipe of the run.
         folder: its open folder; if it is resumed, its rows so far are read.
-        before: figures of the evaluation before training.
+        summary: content of `summary.json` before training.
     """
 
-    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, before: Mapping[str, Any] | None):
+    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, summary: Mapping[str, Any]):
         self._folder, self._failed = folder, False
-        figures = {name: value for name, raw in (before or {}).items() if (value := number(raw)) is not None}
+        before, data = (numbers(summary.get(name)) for name in ("before", "data"))
         rows = list(read_lines(folder.path / METRICS, {})) if folder.resuming and folder.writes else []
-        self._live = LiveDiagnosis(recipe.method, flatten(asdict(recipe)), figures, rows)
+        self._live = LiveDiagnosis(recipe.method, flatten(asdict(recipe)), before, rows, data)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Judge the run with the metrics of a new step, and log what became certain."""
+        """Judge the run with the metrics of a new step, and log what became certain and what is withdrawn."""
         for finding in self._safely(lambda: self._live.step(metrics)):
             log.warning(f"step {metrics['step']}: {describe(finding)}")
 
     def end(self) -> None:
         """Log the findings on the finished run, as its report has them."""
-        for finding in self._safely(lambda: diagnose(RunHistory.of(read_run(self._folder.path)))):
-            level = logging.WARNING if finding.level == PROBLEM else logging.INFO
+        for finding in self._safely(self._last_findings):
+            level = logging.INFO if finding.level == NOTE else logging.WARNING
             log.log(level, f"diagnosis: {describe(finding)}")
             for line in finding.samples:
                 log.info(f"  {line}")
 
-    def _safely(self, judge: Callable[[], list[Finding]]) -> list[Finding]:
+    def _last_findings(self) -> list[Finding]:
+        history = RunHistory.of(read_run(self._folder.path))
+        return [*self._live.end(history), *diagnose(history)]
+
+    def _safely(self, judge: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
         if not self._folder.writes or self._failed:
             return []
         try:

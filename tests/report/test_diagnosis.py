@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,10 @@ from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.metrics import metric
 from covey.config.schema import PPOConfig
-from covey.report.diagnosis import NOTE, PROBLEM, RULES, Finding, LiveDiagnosis, RunHistory, diagnose
+from covey.report.diagnosis import NOTE, PROBLEM, RULES, WITHDRAWN, Finding, LiveDiagnosis, Rule, RunHistory, diagnose
 from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.report.diagnosis.features import JUMPS
-from covey.report.diagnosis.rule import Case
+from covey.report.diagnosis.rule import FIELD
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ SETTINGS = {
     "grpo.algorithm": "grpo", "grpo.num_generations": 8, "training.prompts_per_step": 8, "rollout.temperature": 1.0,
 }  # fmt: skip
 NAN = float("nan")
+RATE = "training.actor_optimizer.learning_rate"
 Values = float | Sequence[float]
 
 
@@ -75,6 +77,10 @@ FLAT: dict[str, Values] = {"reward": 0.5 + wobble(0.02)}
 """A reward that neither rises nor falls."""
 
 
+def settings_of(rule: Rule) -> list[str]:
+    return [match[1] for match in FIELD.finditer(rule.advice)]
+
+
 def names(found: RunHistory) -> list[str]:
     return [one.rule for one in diagnose(found) if one.level == PROBLEM]
 
@@ -84,6 +90,11 @@ def notes(found: RunHistory) -> list[str]:
 
 
 # --- every rule, just above its threshold and just below
+
+
+def data(held_out_in_training: int, distinct: int = 500, method: str = "rl") -> RunHistory:
+    rows = {"rows": 600, "distinct": distinct, "held_out": 100, "held_out_in_training": held_out_in_training}
+    return replace(history(N, method), data=rows)
 
 
 def edge(
@@ -102,6 +113,9 @@ HELD_OUT = np.arange(N) % 10 == 9
 EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
     "updates not finite": edge("skipped", step(0, 1, N - 1), 0.0),
     "sampler and trainer disagree": edge("sampling__logp_difference__mean", 0.051, 0.049),
+    "one training row": (data(0, 1), data(0, 2)),
+    "held-out rows trained on": (data(6), data(5)),
+    "empty completions": edge("completions__empty_ratio", step(0.0, 0.96), step(0.0, 0.94)),
     "no completion scored": edge("reward", NAN, step(NAN, 0.5, 1), reward_error=NAN, reward_std=NAN),
     "constant reward": edge("reward_std", 0.0, step(0.0, 0.1, N - 1), reward=0.3, reward_error=0.0),
     "temperature too high": edge("reward", 0.19, 0.26, {"rollout.temperature": 1.5}, before=BEFORE),
@@ -135,6 +149,8 @@ SUPERVISED: dict[str, tuple[RunHistory, RunHistory]] = {
         "eval__loss", np.where(HELD_OUT, step(1.0, 1.06), NAN), np.where(HELD_OUT, step(1.0, 1.04), NAN), {}, "sft"
     ),
     "updates not finite": edge("skipped", step(0, 1, 5), 0.0, {}, "sft"),
+    "one training row": (data(0, 1, "sft"), data(0, 2, "sft")),
+    "held-out rows trained on": (data(6, method="sft"), data(5, method="sft")),
 }
 NOTED: dict[str, tuple[RunHistory, RunHistory]] = {
     "critic predicts nothing": edge("critic__explained_variance", -0.01, 0.01, {"grpo.algorithm": "ppo"}, **FLAT),
@@ -286,7 +302,7 @@ def test_a_run_of_few_steps_is_judged_by_rules_without_a_trend_alone(n: int) -> 
     falling = diagnose(history(n, reward=step(0.9, 0.1, 2, n)))[0]
     assert falling.title == "The run is too short to judge"
     assert falling.evidence.startswith(f"{n} step")
-    assert (constant.rule == "constant reward") is (n >= 5)
+    assert (constant.rule == "constant reward") is (n >= 2)  # 64 completions a step
 
 
 def test_a_reward_that_stays_flat_for_no_known_reason_is_not_called_sound() -> None:
@@ -330,7 +346,7 @@ def test_no_history_raises(seed: int, n: int, method: str) -> None:
     draw = np.random.default_rng(seed)
     values = lambda: draw.choice([-1e300, -1.0, 0.0, 1e-300, 0.3, 1.0, 50.0, 1e300, NAN], n)  # noqa: E731
     picked = draw.choice(COLUMNS, draw.integers(0, 9), replace=False)
-    chosen = {name: STRANGE[draw.integers(len(STRANGE))] for rule in RULES for name in rule.settings}
+    chosen = {name: STRANGE[draw.integers(len(STRANGE))] for rule in RULES for name in settings_of(rule)}
     figures = dict(zip(("reward", "samples", "accuracy", "error", "loss"), draw.normal(size=5) * 1e200, strict=True))
     usual = history(n, method, chosen)
     found = diagnose(replace(usual, columns=usual.columns | {str(name): values() for name in picked}, before=figures))
@@ -364,8 +380,9 @@ def told(found: RunHistory, live: LiveDiagnosis | None = None) -> list[tuple[int
 
 
 def test_a_problem_is_told_once_when_it_is_certain() -> None:
-    ((step, finding),) = told(EDGES["constant reward"][0])
-    assert (step, finding.rule) == (FIRST_STEPS + CERTAIN, "constant reward")
+    ((step, finding),) = told(EDGES["KL runaway"][0])
+    assert finding.rule == "KL runaway"
+    assert step >= FIRST_STEPS + CERTAIN
 
 
 def test_a_reward_that_falls_is_told_soon_after_with_its_cause_alone() -> None:
@@ -385,7 +402,7 @@ def test_a_resumed_run_continues_its_history() -> None:
     found = EDGES["constant reward"][0]
     live = LiveDiagnosis(found.method, found.settings, rows=rows_of(found)[:20])
     ((number, _),) = told(replace(found, steps=np.arange(21, 21 + N)), live)
-    assert number == 20 + CERTAIN
+    assert number == 21
 
 
 def test_judging_a_long_run_takes_a_time_proportional_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +414,123 @@ def test_judging_a_long_run_takes_a_time_proportional_to_its_length(monkeypatch:
     assert len(judged) < 50 + math.log(600 / 50) / math.log(1.02) + 1
 
 
+# --- runs that were judged wrong
+
+
+def rate_too_high(n: int = 24) -> RunHistory:
+    """LoRA of rank 1 at a learning rate of 1e-2: a trough, and held-out results that are lower than before."""
+    reward = np.concatenate([np.full(5, 0.48), np.full(7, 0.17), np.linspace(0.25, 0.48, 12)])[:n] + wobble(0.01, n)
+    held_out = np.where(np.arange(n) == 11, 0.39, np.where(np.arange(n) == 23, 0.53, NAN))
+    columns = {
+        "reward": reward,
+        "eval__accuracy": held_out,
+        "eval__error": 0.019,
+        "entropy": 0.6,
+        "learning_rate": 0.01,
+    }
+    found = history(n, "rl", {RATE: 0.01}, reward_error=0.02, **columns)
+    return replace(found, before={"accuracy": 0.67, "error": 0.018})
+
+
+def pays_for_empty(n: int = 20) -> RunHistory:
+    """Few completions are empty at first, and soon all; `evaluation.accuracy` is the same function."""
+    empty = np.minimum(1.0, 0.01 * 3.0 ** np.arange(n))
+    rewarded = np.where(empty < 1, 1.0, NAN)
+    columns = {"completions__empty_ratio": empty, "completions__rewarded_empty_ratio": rewarded, "reward": empty}
+    return history(n, "rl", {"training.prompts_per_step": 64}, reward_std=empty * (1 - empty), **columns)
+
+
+def reward_for(name: str, n: int = 20, correlation: Values = 1.0) -> RunHistory:
+    """The completions grow until nearly all are cut off, and then all have the reward of the longest."""
+    cut, tied = ramp(0.1, 1.0, n, 0), ramp(0.0, 1.0, n, 0)
+    columns = {"completions__clipped_ratio": cut, "frac_reward_zero_std": tied, "frac_reward_all_best": tied}
+    columns |= {
+        "frac_reward_all_worst": 0.0,
+        "completions__mean_length": ramp(2.0, 3.0, n),
+        "reward": ramp(1.0, 3.0, n),
+    }
+    return history(n, **columns | {f"reward_correlation__{name}": correlation})
+
+
+def test_a_trough_and_a_held_out_fall_refute_a_rate_that_is_too_low() -> None:
+    found = rate_too_high()
+    (finding,) = diagnose(found)
+    assert finding.rule == "learning rate too high"
+    assert "the mean reward fell 0.48" in finding.evidence
+    assert f"lower {RATE} (0.01 today; try 0.002)" in finding.setting
+    first, *_ = told(found)
+    assert (first[0], first[1].rule) == (12, "learning rate too high")
+    held_out = replace(found, columns=found.columns | {"reward": 0.48 + wobble(0.01, 24)})
+    assert names(held_out) == ["learning rate too high"]
+    (low,) = (rule for rule in RULES if rule.name == "learning rate too low" and "rl" in rule.methods)
+    for one, words in ((found, "the reward fell by 3"), (held_out, "the held-out accuracy fell by 3")):
+        match = low.match(one)
+        assert match
+        assert match.refutation.startswith(words)
+
+
+def test_a_reward_for_empty_completions_is_told_from_the_first_step_with_some() -> None:
+    found = pays_for_empty()
+    assert names(found) == ["possible reward hacking"]
+    ((step_told, finding),) = told(found)
+    assert step_told == 1
+    assert finding.title.startswith("All rewarded completions are empty")
+    assert names(replace(found, columns=found.columns | {"completions/rewarded_empty_ratio": np.zeros(20)})) == [
+        "empty completions"
+    ]
+
+
+@pytest.mark.parametrize("name", ["length", "repetition"])
+def test_a_reward_that_length_explains_refutes_that_answers_are_cut_off(name: str) -> None:
+    found = reward_for(name)
+    (finding,) = diagnose(found)
+    assert finding.title.startswith(f"The reward is explained by the {name}")
+    assert "max_new_tokens" not in finding.setting
+    assert [(at, one.title) for at, one in told(found)] == [(2, finding.title)]
+    other = reward_for(name, correlation=0.6)
+    assert "possible reward hacking" not in names(other)
+
+
+def test_shorter_is_better_only_where_none_is_cut_off() -> None:
+    columns: dict[str, Values] = {"reward_correlation__length": -0.99}
+    assert names(history(**columns, completions__clipped_ratio=0.01)) == ["possible reward hacking"]
+    assert names(history(**columns)) == []
+
+
+def test_a_format_that_falls_while_the_reward_rises_is_hacking() -> None:
+    for last, wanted in ((0.3, ["possible reward hacking"]), (0.55, [])):
+        columns: dict[str, Values] = {"eval__samples": 100, "eval__reward": ramp(0, 1)}
+        assert names(history(**columns | {"eval__format_accuracy": step(0.7, last)})) == wanted
+
+
+def test_one_row_that_is_also_held_out_is_told_at_the_first_step() -> None:
+    live = LiveDiagnosis("rl", SETTINGS, data=data(100, 1).data)
+    one, held_out = live.step({"step": 1, "reward": 0.5})
+    assert (one.evidence, held_out.evidence) == (
+        "600 training rows, 1 distinct",
+        "100 of 100 held-out rows are training rows",
+    )
+
+
+def test_a_problem_that_is_refuted_is_withdrawn_aloud() -> None:
+    """No reward in the first steps is said at once, and taken back when there is one."""
+    found = history(reward=step(0.0, 0.5, 6), reward_std=step(0.0, 0.4, 6), reward_error=step(0.0, 0.05, 6))
+    (first, withdrawn) = told(found)
+    assert (first[0], first[1].rule, first[1].level) == (2, "reward never reached", PROBLEM)
+    assert (withdrawn[0], withdrawn[1].level) == (6 + CERTAIN, WITHDRAWN)
+    assert withdrawn[1].title == "Withdrawn: The reward was never reached"
+    live = LiveDiagnosis(found.method, found.settings)
+    told(history(7, reward=0.0, reward_std=0.0, reward_error=0.0), live)
+    assert [one.title for one in live.end(found)] == ["Withdrawn: The reward was never reached"]
+
+
+def test_ties_at_the_best_and_at_the_worst_are_two_findings() -> None:
+    ties: dict[str, Values] = {"frac_reward_zero_std": 0.9, **FLAT}
+    for best, worst, wanted in ((0.8, 0.1, ["prompts too easy"]), (0.1, 0.8, ["groups too small"])):
+        found = diagnose(history(frac_reward_all_best=best, frac_reward_all_worst=worst, **ties))
+        assert [one.rule for one in found if one.rule] == wanted
+
+
 # --- the table
 
 
@@ -406,18 +540,20 @@ def test_the_settings_to_change_exist_and_are_named() -> None:
         "sft": leaves(recipe.SFTRecipe).keys() | {name for name in leaves(recipe.Recipe) if ".actor_optimizer" in name},
     }
     for rule in RULES:
-        assert all(set(rule.settings) <= known[method] for method in rule.methods), rule.name
-        assert all(name.rsplit(".", 1)[-1] in rule.fix or name == "data.path" for name in rule.settings), rule.name
+        assert all(set(settings_of(rule)) <= known[method] for method in rule.methods), rule.name
+        assert rule.advice_for({}) == re.sub(FIELD, r"\1", rule.advice)
 
 
 def test_features_of_the_rules_exist() -> None:
     """Each is known in one of the histories above: a name that is no feature would never be."""
     histories = [above for above, _ in (*EDGES.values(), *SUPERVISED.values(), *NOTED.values())]
-    histories.append(history(eval__reward=step(0.3, 0.9)))
-    cases = list(JUMPS)
-    for rule in RULES:
-        cases += [rule.cases] if isinstance(rule.cases, Case) else rule.cases
-    paths = {path for case in cases for one in (*case.when, *case.unless) for path in (one.feature, one.unit) if path}
+    histories.append(history(eval__reward=step(0.3, 0.9), eval__format_accuracy=step(1.0, 0.5)))
+    histories += [reward_for("length"), reward_for("repetition"), pays_for_empty()]
+    cases = [*JUMPS, *(case for rule in RULES for case in rule.cases)]
+    refutations = [condition for rule in RULES for condition in rule.refuted_by]
+    assert all(condition.words for condition in refutations)
+    conditions = [*refutations, *(condition for case in cases for condition in case.when)]
+    paths = {path for condition in conditions for path in (condition.feature, condition.unit) if path}
     paths |= {name for case in cases for _, name, _, _ in Formatter().parse(case.words) if name}
     assert {path for path in paths if all(one.feature(path) is None for one in histories)} == set()
 
@@ -443,7 +579,7 @@ def test_a_folder_gives_the_history_of_its_rows(tmp_path: Path) -> None:
     for name, values in wanted.columns.items():
         np.testing.assert_array_equal(found.column(name), values)
     assert [(level.first, level.mean) for level in found.evaluations("accuracy")] == [(0, 0.5), (N, 0.6)]
-    assert (found.group_size, found.groups_per_step) == (8, None)
+    assert (found.feature("group_size"), found.num_samples()) == (8, None)
 
 
 def test_the_table_of_the_page_is_up_to_date() -> None:

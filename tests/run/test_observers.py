@@ -16,7 +16,6 @@ import pytest
 
 from covey.config import recipe
 from covey.display import show_log
-from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
 from covey.run import observers
 from covey.run.folder import describe_environment
 from covey.run.observers import (
@@ -33,7 +32,7 @@ from covey.run.observers import (
     ReportWriter,
 )
 
-STEPS = FIRST_STEPS + CERTAIN + 2
+STEPS = 12
 RECIPE = recipe.load("quickstart")
 
 
@@ -241,7 +240,7 @@ def said(folder: Any, steps: list[dict[str, Any]]) -> tuple[list[str], list[str]
     messages: list[str] = []
     warnings: list[str] = []
     with show_log(messages.append, warnings.append):
-        log = FindingsLog(RECIPE, folder, {"accuracy": 0.1, "pass@k": None})
+        log = FindingsLog(RECIPE, folder, {"before": {"accuracy": 0.1, "pass@k": None}})
         with (folder.path / "metrics.jsonl").open("a") as file:
             for row in steps:
                 file.write(json.dumps(row) + "\n")
@@ -252,9 +251,9 @@ def said(folder: Any, steps: list[dict[str, Any]]) -> tuple[list[str], list[str]
 
 def test_a_problem_is_said_once_and_again_at_the_end(folder: Any) -> None:
     messages, (during, at_the_end) = said(folder, rows())
-    assert during.startswith(f"step {FIRST_STEPS + CERTAIN}: The reward is the same for every completion")
-    assert f"every completion of {FIRST_STEPS + CERTAIN} steps scored 0.3 (640 completions)" in during
-    assert "Change: rewards: see in samples.jsonl" in during
+    assert during.startswith("step 2: The reward is the same for every completion")
+    assert "every completion of 2 steps scored 0.3 (128 completions)" in during
+    assert "Change: see in samples.jsonl" in during
     assert at_the_end.startswith("diagnosis: The reward is the same for every completion")
     assert f"every completion of {STEPS} steps" in at_the_end
     assert messages == []
@@ -271,8 +270,15 @@ def test_a_resumed_run_knows_its_steps_before(folder: Any) -> None:
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
     folder.resuming = True
     _, (during, _) = said(folder, rows(40)[20:])
-    assert during.startswith(f"step {20 + CERTAIN}: ")
-    assert f"every completion of {20 + CERTAIN} steps" in during
+    assert during.startswith("step 21: ")
+    assert "every completion of 21 steps" in during
+
+
+def test_a_problem_that_is_not_met_any_more_is_withdrawn_aloud(folder: Any) -> None:
+    rewarded = [row | {"reward": 0.1 * row["step"], "reward_std": 0.3} for row in rows()]
+    _, (told, withdrawn, *_) = said(folder, rows(4) + rewarded[4:])
+    assert told.startswith("step 2: The reward is the same")
+    assert withdrawn.startswith("step 9: Withdrawn: The reward is the same for every completion")
 
 
 def test_only_the_process_that_writes_says_it(folder: Any) -> None:

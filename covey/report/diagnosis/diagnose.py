@@ -4,9 +4,8 @@ The first finding is the first cause: the rules are ordered by it, and a finding
 line of its evidence. Where no problem is found, one note says how the run went, or that it is too short to judge.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,76 +15,61 @@ from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group, rewards_of
 from covey.report.diagnosis.features import OpposedParts, RunHistory
-from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Condition, Finding, Rule, below
-from covey.report.diagnosis.rules import LONG_ROWS, MIN_ROWS, ROSE, RULES, TREND_ROWS
+from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match
+from covey.report.diagnosis.rules import OUTCOMES, RULES
 from covey.report.run_data import Row
 
-Match = tuple[Rule, str]
-"""A rule that is met, and its evidence."""
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""
-CERTAIN = 5
-"""Number of judgements in a row at which a rule must be met."""
-FIRST_STEPS = 5
-"""Number of first steps in which nothing is judged."""
+CERTAIN, FIRST_STEPS = 5, 5
+"""Number of judgements in a row at which a rule must be met, and number of first steps that do not count among them."""
 GROWTH = 0.02
 """Share by which the history has grown between two judgements."""
-REWARD_ROSE, LOSS_FELL = ("reward", ROSE), ("loss", below("loss.change.difference", 0))
-"""Metrics by which a run is judged, with the condition of one that learns."""
 LIVE = {rule.name for rule in RULES if rule.live}
 
 
 def diagnose(history: RunHistory) -> list[Finding]:
     """Return the findings on a run, the first cause first; one note if there is no problem."""
-    with np.errstate(all="ignore"):  # numbers of any size
-        rules = [rule for rule in RULES if history.method in rule.methods]
-        matches = [(rule, evidence) for rule in rules if (evidence := rule.evidence(history))]
-        findings = [_finding(rule, evidence, matches) for rule, evidence in _causes(matches)]
-        if findings and findings[0].rule == "possible reward hacking":
-            findings[0] = replace(findings[0], samples=tuple(samples_to_read(history)))
-        if any(finding.level == PROBLEM for finding in findings):
-            return findings
-        metric, improved = LOSS_FELL if history.method == "sft" else REWARD_ROSE
-        outcomes = _outcomes(metric, improved, len(rules))
-        return [next(_finding(rule, text, []) for rule in outcomes if (text := rule.evidence(history))), *findings]
+    return _findings(history, _matches(history))
+
+
+@np.errstate(all="ignore")  # numbers of any size
+def _matches(history: RunHistory) -> list[Match]:
+    """Return the rules that a run meets, those that are refuted among them."""
+    matches = (rule.match(history) for rule in RULES if history.method in rule.methods)
+    return [match for match in matches if match]
+
+
+@np.errstate(all="ignore")
+def _findings(history: RunHistory, matches: Sequence[Match]) -> list[Finding]:
+    """Return the findings of the rules that are met and not refuted."""
+    held = [match for match in matches if not match.refutation]
+    findings = [_finding(history, match, held) for match in _causes(held)]
+    if findings and findings[0].rule == "possible reward hacking":
+        findings[0] = replace(findings[0], samples=tuple(samples_to_read(history)))
+    if any(finding.level == PROBLEM for finding in findings):
+        return findings
+    outcomes = (rule.match(history) for rule in OUTCOMES.get(history.method, OUTCOMES["rl"]))
+    return [next(_finding(history, match, []) for match in outcomes if match), *findings]
 
 
 def _causes(matches: Sequence[Match]) -> list[Match]:
     """Return the rules that no earlier one explains, each once, problems first."""
-    explained = {name for rule, _ in matches for name in rule.explains}
+    explained = {name for match in matches for name in match.rule.explains}
     causes: dict[str, Match] = {}
-    for rule, evidence in matches:
-        if rule.name not in explained:
-            causes.setdefault(rule.name, (rule, evidence))
-    return sorted(causes.values(), key=lambda cause: cause[0].level != PROBLEM)
+    for match in matches:
+        if match.rule.name not in explained:
+            causes.setdefault(match.rule.name, match)
+    return sorted(causes.values(), key=lambda match: match.rule.level != PROBLEM)
 
 
-def _finding(rule: Rule, evidence: str, matches: Sequence[Match]) -> Finding:
+def _finding(history: RunHistory, match: Match, matches: Sequence[Match]) -> Finding:
     """Return the finding of a rule; its consequences among `matches` are part of the evidence."""
-    consequences = [f"{other.title} ({seen})" for other, seen in matches if other.name in rule.explains]
+    rule, evidence = match.rule, match.evidence
+    consequences = [f"{other.rule.title} ({other.evidence})" for other in matches if other.rule.name in rule.explains]
     evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
-    return Finding(rule.title, rule.threshold, evidence, rule.fix, rule.name, rule.level)
-
-
-def _outcomes(metric: str, improved: Condition, num_rules: int) -> list[Rule]:
-    """Return the notes on a run in which none of `num_rules` rules found a problem; the first that is met is told."""
-    words = f"the mean {metric} went {{{metric}.change}}", f"{metric} was not measured"
-    sound = improved, below("run.steps.size", LONG_ROWS)
-    too_short = [
-        Case(f"{{num_steps}}; no rule is judged before step {MIN_ROWS}", [below("run.steps.size", MIN_ROWS)]),
-        Case(
-            f"{{num_steps}}; rules about changes are not judged before step {TREND_ROWS}",
-            [below("run.steps.size", TREND_ROWS)],
-        ),
-    ]
-    threshold = f"none of the {num_rules} rules for this method of training is met"
-    advice = "train longer, or compare runs with another learning rate"
-    note = partial(Rule, "", settings=(), level=NOTE)
-    return [
-        note("The run is too short to judge", "", 0, too_short, ""),
-        note("Nothing wrong was found", threshold, 0, [Case(text, [one]) for text in words for one in sound], ""),
-        note(f"The {metric} did not improve, and no rule says why", "", 0, [Case(text) for text in words], advice),
-    ]
+    advice, refutations = rule.advice_for(history.settings), "; ".join(condition.words for condition in rule.refuted_by)
+    return Finding(rule.title, rule.threshold, evidence, advice, rule.name, rule.level, refuted_by=refutations)
 
 
 def samples_to_read(history: RunHistory) -> list[str]:
@@ -128,17 +112,19 @@ def _line(row: Row) -> str:
 
 
 class LiveDiagnosis:
-    """Judge a run while it trains, and tell each problem once, when it is certain.
+    """Judge a run while it trains; tell each problem once, when it is certain, and withdraw it when it is refuted.
 
-    A problem is certain if its rule was met at `CERTAIN` judgements in a row, none of them in the first steps. There is
-    a judgement after each step, and in a long run whenever its length has grown by 2 %, so that all judgements together
-    take a time that is proportional to the length of the run.
+    A problem is certain at once if what one step shows is enough for its rule; and otherwise if its rule was met at
+    `CERTAIN` judgements in a row, none of them in the first steps. One that was not met at as many judgements in a row
+    is withdrawn, and so is one that is refuted. There is a judgement after each step, and in a long run whenever its
+    length has grown by 2 %, so that all judgements together take a time that is proportional to the length of the run.
 
     Args:
         method: "rl" or "sft".
         settings: resolved recipe, by dotted name.
         before: figures of the evaluation before training.
         rows: rows of the steps before a resume.
+        data: numbers of rows by what they are.
     """
 
     def __init__(
@@ -147,23 +133,48 @@ class LiveDiagnosis:
         settings: Mapping[str, Any],
         before: Mapping[str, float] | None = None,
         rows: Sequence[Mapping[str, Any]] = (),
+        data: Mapping[str, float] | None = None,
     ):
-        self.method, self.settings, self.before = method, settings, before or {}
+        self.method, self.settings, self.before, self.data = method, settings, before or {}, data or {}
         self._rows: list[Mapping[str, Any]] = list(rows)
         self._next_length = 0.0
         self._streaks: dict[str, int] = {}
-        self._announced: set[str] = set()
+        self._told: dict[str, Finding] = {}
 
-    def step(self, row: Mapping[str, Any]) -> list[Finding]:
-        """Add the row of a step; return the problems that became certain with it."""
+    def step(self, row: Mapping[str, Any]) -> Sequence[Finding]:
+        """Add the row of a step; return the problems that became certain with it, and those that it withdraws."""
         self._rows.append(row)
         n = len(self._rows)
-        if n <= FIRST_STEPS or n < self._next_length:
+        if n < self._next_length:
             return []
         self._next_length = n * (1 + GROWTH)
-        history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before)
-        problems = [finding for finding in diagnose(history) if finding.level == PROBLEM and finding.rule in LIVE]
-        self._streaks = {finding.rule: self._streaks.get(finding.rule, 0) + 1 for finding in problems}
-        certain = [rule for rule, count in self._streaks.items() if count >= CERTAIN and rule not in self._announced]
-        self._announced.update(certain)
-        return [finding for finding in problems if finding.rule in certain]
+        history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before, self.data)
+        matches = _matches(history)
+        problems = [finding for finding in _findings(history, matches) if finding.level == PROBLEM]
+        self._count({finding.rule for finding in problems}, n)
+        certain = {match.rule.name for match in matches if match.certain and not match.refutation}
+        certain |= {name for name, streak in self._streaks.items() if streak >= CERTAIN}
+        told = [one for one in problems if one.rule in certain & LIVE and one.rule not in self._told]
+        self._told |= {finding.rule: finding for finding in told}
+        return [*told, *self._withdrawn(matches)]
+
+    def _count(self, names: Set[str], steps: int) -> None:
+        """Count at how many judgements in a row each rule was met, or as a negative number not met."""
+        for name in LIVE:
+            streak = self._streaks.get(name, 0)
+            self._streaks[name] = (max(streak, 0) + 1) * (steps > FIRST_STEPS) if name in names else min(streak, 0) - 1
+
+    def end(self, history: RunHistory) -> Sequence[Finding]:
+        """Return the withdrawals of problems that were told and that the finished run does not have."""
+        self._streaks = dict.fromkeys(LIVE, -CERTAIN)
+        return list(self._withdrawn(_matches(history)))
+
+    def _withdrawn(self, matches: Sequence[Match]) -> Iterator[Finding]:
+        """Yield the withdrawals of problems that are refuted, or that were not met at `CERTAIN` judgements in a row."""
+        held = {match.rule.name for match in matches if not match.refutation}
+        refutations = {match.rule.name: match.refutation for match in matches if match.refutation}
+        for name in [name for name in self._told if name not in held]:
+            if name in refutations or self._streaks[name] <= -CERTAIN:
+                told = self._told.pop(name)
+                reason = refutations.get(name, "the rule is no longer met")
+                yield replace(told, title=f"Withdrawn: {told.title}", evidence=reason, setting="", level=WITHDRAWN)

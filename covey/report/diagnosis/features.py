@@ -11,9 +11,10 @@ of 8 completions per step and for one of 800.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from covey.files import number
-from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, below, percent
+from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, percent
 from covey.report.run_data import RunData, Series, read_curves
 
-MIN_WINDOW, MAX_WINDOW = 3, 50
-"""Smallest and largest number of steps that are averaged."""
-WINDOWS = 4
-"""Number of windows in a run of usual length."""
+MIN_WINDOW, MAX_WINDOW, WINDOWS = 3, 50, 4
+"""Smallest and largest number of steps that are averaged, and number of windows in a run of usual length."""
 LARGEST_COUNT = 10**9
 """Largest number of prompts and of completions that is read from a recipe."""
 GAIN_ERRORS, FALL_ERRORS = 3.0, 4.0
@@ -37,13 +36,16 @@ measured from is chosen among many.
 """
 MIN_GAIN, MIN_FALL = 0.05, 0.3
 """Smallest rise and fall of the reward that count, in units of the spread of single completions."""
-DISAGREEMENT = 0.05
-"""Mean distance of log-probs in nats from which sampler and trainer disagree."""
-ROUNDED, EXACT = 0.95, 0.999
-"""Share of the drawn tokens that the trainer draws too below which they disagree, for products in bfloat16 and for
-those in float32. Rounding explains about 1.6 % of other tokens in bfloat16, 3.7 % with weights of 8 bits, and 3 of a
-million in float32; weights of one update before explain 0.4 %.
+DISAGREEMENT, ROUNDED, EXACT = 0.05, 0.95, 0.999
+"""Mean distance of log-probs in nats from which sampler and trainer disagree; and share of the drawn tokens that the
+trainer draws too below which they do, for products in bfloat16 and for those in float32. Rounding explains
+about 1.6 % of other tokens in bfloat16, 3.7 % with weights of 8 bits, and 3 of a million in float32; weights of one
+update before explain 0.4 %.
 """
+GROUPS, GROUP_SIZE = "training.prompts_per_step", "grpo.num_generations"
+"""Settings with the number of prompts of a step, and of completions of a prompt."""
+EASY_RATIO = 2.0
+"""Mean reward in units of its spread from which most groups of equal rewards have the best one."""
 MOST_LEVELS = 200
 """Number of earlier levels among which the best is chosen in a long run."""
 
@@ -68,6 +70,7 @@ class RunHistory:
         columns: values of each metric by row; NaN where it was not measured.
         before, after: figures of the evaluations before and after training; empty when there are none.
         samples: file of the completions; None when it cannot be read.
+        data: numbers of rows by what they are, as in `summary.json`.
     """
 
     method: str
@@ -77,13 +80,15 @@ class RunHistory:
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
     samples: Path | None = None
+    data: Mapping[str, float] = field(default_factory=dict)
     _metrics: dict[str, "MetricHistory"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, run: RunData) -> "RunHistory":
         """Return the history of a run that was read from its folder."""
-        steps, before, after = np.array(run.steps, np.int64), run.evaluation("before"), run.evaluation("after")
-        return cls(run.method, run.settings, steps, _columns(steps, run.series), before, after, run.samples)
+        steps, (before, after, data) = np.array(run.steps, np.int64), map(run.evaluation, ("before", "after", "data"))
+        columns = _columns(steps, run.series)
+        return cls(run.method, run.settings, steps, columns, before, after, run.samples, data)
 
     @classmethod
     def from_rows(
@@ -92,11 +97,12 @@ class RunHistory:
         method: str = "rl",
         settings: Mapping[str, Any] | None = None,
         before: Mapping[str, float] | None = None,
+        data: Mapping[str, float] | None = None,
     ) -> "RunHistory":
         """Return the history of rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
         curves = read_curves(rows)
         steps = np.array(curves.steps, np.int64)
-        return cls(method, settings or {}, steps, _columns(steps, curves.series), before or {})
+        return cls(method, settings or {}, steps, _columns(steps, curves.series), before or {}, data=data or {})
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -132,36 +138,18 @@ class RunHistory:
         value = number(self.settings.get(name))
         return default if value is None else value
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether weights and products are float32: then sampler and trainer differ in little more than the order of
-        sums.
-        """
-        return all(self.settings.get(f"model.{name}") == "float32" for name in ("dtype", "compute_dtype"))
-
-    @property
-    def group_size(self) -> int | None:
-        """Number of completions per prompt; None if unknown."""
-        return self._count("grpo.num_generations")
-
-    @property
-    def groups_per_step(self) -> int | None:
-        """Number of prompts in a step; None if unknown."""
-        return self._count("training.prompts_per_step")
-
-    @property
-    def samples_per_step(self) -> int | None:
-        """Number of completions that a row stands for, at least; None if unknown."""
-        return (self.groups_per_step or 0) * (self.group_size or 0) or None
-
-    def _count(self, name: str) -> int | None:
+    def count(self, name: str) -> int | None:
+        """Return the setting `name` as a positive number of prompts or completions; None if it is none."""
         return int(min(max(self.numeric_setting(name, 0), 0), LARGEST_COUNT)) or None
+
+    def num_samples(self, rows: int = 1) -> int | None:
+        """Return the number of completions of `rows` steps, at least; None if unknown."""
+        return rows * (self.count(GROUPS) or 0) * (self.count(GROUP_SIZE) or 0) or None
 
     @cached_property
     def only_reward(self) -> float | None:
         """Reward that every completion of the run had; None if they differ."""
-        rewards = self.column("reward")
-        known = rewards[np.isfinite(rewards)]
+        known = self.metric("reward").values[self.metric("reward").known]
         if not known.size or np.ptp(known) > ROUNDING * np.abs(known).max():
             return None
         tiny = ROUNDING * np.abs(known).max()
@@ -178,31 +166,25 @@ class RunHistory:
     def unrewarding_functions(self) -> list[str] | None:
         """Names of the reward functions that gave 0 to every completion; None if there are none."""
         metrics = {name: [self.metric(f"rewards/{name}/{part}") for part in ("mean", "std")] for name in self.functions}
-        return [name for name, (mean, std) in metrics.items() if mean.count and mean.is_zero and std.is_zero] or None
+        return [
+            name
+            for name, (mean, std) in metrics.items()
+            if mean.count and not (mean.nonzero_count or std.nonzero_count)
+        ] or None
 
     @cached_property
     def opposed_parts(self) -> OpposedParts | None:
         """Reward functions of which one rose while the other fell and the reward did not; the pair that moved most."""
         if self.metric("reward").fall is not None:
             return None
-        rises, falls = {}, {}
-        for name in self.functions:
-            metric = self.metric(f"rewards/{name}/mean")
-            rise, fall, scale = metric.change, metric.fall, metric.spread
-            if rise and scale and rise.errors >= GAIN_ERRORS and rise.difference >= MIN_FALL * scale:
-                rises[name] = rise, rise.difference / scale
-            if fall and scale:
-                falls[name] = fall, -fall.difference / scale
-        pairs = [(up, down) for up in rises for down in falls if up != down]
-        if not pairs:
-            return None
-        up, down = max(pairs, key=lambda pair: rises[pair[0]][1] + falls[pair[1]][1])
-        return OpposedParts(up, down, rises[up][0], falls[down][0])
-
-    @cached_property
-    def jumps(self) -> list[str] | None:
-        """Jumps between the first step, which no update has touched, and the last window; None without one."""
-        return [text for case in JUMPS if (text := case.evidence(self))] or None
+        metrics = {name: self.metric(f"rewards/{name}/mean") for name in self.functions}
+        spreads = {name: spread for name, metric in metrics.items() if (spread := metric.spread)}
+        rises = {name: rise for name in spreads if (rise := metrics[name].change) and rise.errors >= GAIN_ERRORS}
+        rises = {name: rise for name, rise in rises.items() if rise.difference >= MIN_FALL * spreads[name]}
+        falls = {name: fall for name in spreads if (fall := metrics[name].fall)}
+        size = lambda pair: rises[pair[0]].size / spreads[pair[0]] + falls[pair[1]].size / spreads[pair[1]]  # noqa: E731
+        up, down = max(((up, down) for up in rises for down in falls if up != down), key=size, default=("", ""))
+        return OpposedParts(up, down, rises[up], falls[down]) if up else None
 
     @property
     def reward_since_evaluation(self) -> Change | None:
@@ -215,7 +197,11 @@ class RunHistory:
 
     def evaluations(self, name: str) -> list[Level]:
         """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
-        values, errors = self._evaluated(name), self._evaluated("error")
+        values, errors, samples = (self._evaluated(figure) for figure in (name, "error", "samples"))
+        if name != "accuracy":  # a share of completions, whose spread over prompts is not known
+            errors = {
+                at: math.sqrt(max(x * (1 - x), 0.0) / n) for at, x in values.items() if (n := samples.get(at, 0)) > 0
+            }
         return [Level(value, errors.get(step, math.nan), step, step) for step, value in sorted(values.items())]
 
     def _evaluated(self, name: str) -> dict[int, float]:
@@ -227,10 +213,8 @@ class RunHistory:
     @property
     def loss_since_best(self) -> Change | None:
         """Change of the training loss since the lowest held-out loss, to the last window; None if one is unknown."""
-        if not (levels := self.evaluations("loss")):
-            return None
-        best, loss = min(levels, key=lambda level: level.mean), self.metric("loss")
-        at = int((self.steps <= best.last).sum())
+        best, loss = min(self.evaluations("loss"), key=lambda level: level.mean, default=None), self.metric("loss")
+        at = int((self.steps <= best.last).sum()) if best else 0
         return loss.since(loss.level(max(0, at - self.window), at))
 
 
@@ -251,21 +235,16 @@ class MetricHistory:
             return None
         error = max(noise(values), self.noise) / math.sqrt(values.size)
         if self.name == "reward":
-            error = max(error, self._sampling_error(start, stop))
+            error = max(error, float(np.linalg.norm(self._reward_errors[start:stop][known])) / values.size)
         mean = float(values.sum()) / values.size  # the method `mean` takes three times as long
         return Level(self.scale * mean, self.scale * float(error), int(steps[0]), int(steps[-1]))
 
-    def _sampling_error(self, start: int, stop: int) -> float:
-        """Return the standard error of the mean reward of some rows, from the spread of their completions. It is at
-        least that of all completions as one group: two groups may have equal means by chance.
-        """
-        each = self._reward_errors[start:stop][self.known[start:stop]]
-        return float(np.linalg.norm(each) / max(each.size, 1))
-
     @cached_property
     def _reward_errors(self) -> Float[np.ndarray, "n"]:
-        """Standard errors of the mean reward by row."""
-        within = np.nan_to_num(self.run.column("reward_std")) / math.sqrt(self.run.samples_per_step or 1)
+        """Standard errors of the mean reward by row, from the spread of the completions. They are at least those of all
+        completions as one group: two groups may have equal means by chance.
+        """
+        within = np.nan_to_num(self.run.column("reward_std")) / math.sqrt(self.run.num_samples() or 1)
         errors = np.nan_to_num(self.run.column("reward_error"))
         return np.asarray(np.maximum(errors, within))
 
@@ -315,6 +294,15 @@ class MetricHistory:
         """Change from the lowest of the earlier levels to the last window."""
         return self.since(min(self._earlier_levels(), key=lambda level: level.mean, default=None))
 
+    @cached_property
+    def trough(self) -> Change | None:
+        """Clearest fall between two levels of half a window, whether or not it was made up for since."""
+        rows = max(MIN_WINDOW, self.run.window // 2)
+        stops = (stop for stop in _stops(len(self.run)) if stop >= rows)
+        levels = [level for stop in stops if (level := self.level(stop - rows, stop))]
+        peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
+        return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
+
     def since(self, early: Level | None) -> Change | None:
         """Return the change from `early` to the last window."""
         return Change(early, self.last) if early and self.last else None
@@ -352,7 +340,7 @@ class MetricHistory:
         This is the unit in which rises and falls are measured, so that no rule depends on the scale of a reward.
         """
         if self.name == "reward":
-            between = np.nan_to_num(self.run.column("reward_error")) ** 2 * (self.run.groups_per_step or 1)
+            between = np.nan_to_num(self.run.column("reward_error")) ** 2 * (self.run.count(GROUPS) or 1)
             each = np.sqrt(np.nan_to_num(self.run.column("reward_std")) ** 2 + between)
         else:
             each = np.nan_to_num(self.run.column(self.name.removesuffix("/mean") + "/std"))
@@ -374,24 +362,14 @@ class MetricHistory:
         return int(self.known.sum())
 
     @property
-    def positive_count(self) -> int:
-        """Number of rows in which it is above 0."""
-        return int((self.values > 0).sum())
+    def nonzero_count(self) -> int:
+        """Number of rows in which it was measured and is not 0."""
+        return int((np.nan_to_num(self.values) != 0).sum())
 
     @property
-    def first_positive(self) -> int | None:
-        """First step at which it is above 0; None if it never is."""
-        return int(self.run.steps[(self.values > 0).argmax()]) if self.positive_count else None
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether all values are 0 or not measured."""
-        return not self.values[self.known].any()
-
-    @property
-    def nonzero_mean(self) -> float | None:
-        """Mean of the whole run; None if it is 0."""
-        return self.whole.mean or None if self.whole else None
+    def first_nonzero(self) -> int | None:
+        """First step of these; None if there is none."""
+        return int(self.run.steps[(np.nan_to_num(self.values) != 0).argmax()]) if self.nonzero_count else None
 
 
 FEATURES: dict[str, Callable[[RunHistory], Any]] = {
@@ -408,23 +386,43 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         str(run.settings.get("grpo.algorithm")).startswith("gspo")
         or run.settings.get("grpo.ratio") in ("sequence", "sequence_token")
     ),
-    "samples": lambda run: _samples(run, len(run)),
-    "scored_samples": lambda run: _samples(run, run.metric("reward").count),
+    "samples": lambda run: run.num_samples(len(run)),
+    "rows": lambda run: run.data.get("rows"),
+    "distinct_rows": lambda run: run.data.get("distinct"),
+    "held_out_rows": lambda run: run.data.get("held_out"),
+    "held_out_in_training": lambda run: run.data.get("held_out_in_training"),
+    "empty_completions": lambda run: (
+        (run.feature("completions/empty_ratio.whole.mean") or 0) * (run.num_samples(len(run)) or 0)
+    ),
+    "tied_without_critic": lambda run: (
+        None if run.feature("has_critic") else run.feature("frac_reward_zero_std.whole.mean")
+    ),
+    # in a run of an older version, which lacks these metrics, by the reward: of rewards 0 and 1, 80 % are 1
+    "tied_at_best": lambda run: (
+        best > run.feature("frac_reward_all_worst.last.mean")
+        if (best := run.feature("frac_reward_all_best.last.mean")) is not None
+        else (run.feature("reward.last.mean") or 0) >= EASY_RATIO * run.metric("reward").spread
+    ),
+    "scored_samples": lambda run: run.num_samples(run.metric("reward").count),
     # the upper end of the 95 % confidence interval of a rate of which no success was seen
-    "success_bound": lambda run: 3 / n if (n := _samples(run, len(run))) else None,
-    "none_of_all": lambda run: f"none of {n} completions" if (n := _samples(run, len(run))) else "no completion",
+    "success_bound": lambda run: 3 / n if (n := run.num_samples(len(run))) else None,
+    "none_of_all": lambda run: f"none of {n} completions" if (n := run.num_samples(len(run))) else "no completion",
     "finished_without_reward": lambda run: (
         None
         if run.only_reward != 0
-        else (1 - (run.metric("completions/clipped_ratio").nonzero_mean or 0)) * (_samples(run, len(run)) or 0)
+        else (1 - (cut.mean if (cut := run.metric("completions/clipped_ratio").whole) else 0))
+        * (run.num_samples(len(run)) or 0)
     ),
     "longest": lambda run: (
         f"{peak.mean:.0f} token{'s' if peak.mean != 1 else ''}"
         if (peak := run.metric("completions/max_length").peak)
         else None
     ),
-    "agreement": lambda run: run.metric("sampling/token_agreement"),
-    "least_agreement": lambda run: EXACT if run.is_exact else ROUNDED,
+    # weights and products are float32: sampler and trainer differ in little more than the order of sums
+    "least_agreement": lambda run: (
+        EXACT if all(run.settings.get(f"model.{name}") == "float32" for name in ("dtype", "compute_dtype")) else ROUNDED
+    ),
+    "group_size": lambda run: run.count(GROUP_SIZE),
     "drawn_otherwise": lambda run: (
         percent(1 - last.mean) if (last := run.metric("sampling/token_agreement").last) else None
     ),
@@ -433,11 +431,13 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "unrewarding": lambda run: run.unrewarding_functions,
     "all_unrewarding": lambda run: 0 < len(run.functions) == len(run.unrewarding_functions or ()),
     "opposed": lambda run: run.opposed_parts,
-    "jumps": lambda run: run.jumps,
-    "jump_count": lambda run: len(run.jumps or ()),
+    # between the first step, which no update has touched, and the last window
+    "jumps": lambda run: [text for case in JUMPS if (text := case.evidence(run))] or None,
+    "jump_count": lambda run: len(run.feature("jumps") or ()),
     "since_evaluation": lambda run: run.reward_since_evaluation,
     # from its best to the last evaluation
     "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
+    "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),
     "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
     # from the lowest evaluation to the last, to the lower one of the last two, and to the first
     "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
@@ -448,42 +448,24 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
 """Features of a run that are none of a single metric."""
 
 DERIVED: dict[str, tuple[str, Callable[[RunHistory], float]]] = {
-    "group_spread": ("reward_error", lambda run: math.sqrt(run.groups_per_step or 1)),
-    "distinct_texts": ("completions/distinct_ratio", lambda run: run.group_size or 0),
+    "group_spread": ("reward_error", lambda run: math.sqrt(run.count(GROUPS) or 1)),
+    "distinct_texts": ("completions/distinct_ratio", lambda run: run.count(GROUP_SIZE) or 0),
 }
 """Metrics that are multiples of others: the standard deviation of the mean reward between groups, and the number of
 different completions in a group."""
 
-DISAGREES_WHEN = (
-    f"their log-probs differ by at least {DISAGREEMENT} nats per token on average; or with the same noise the trainer "
-    f"would have drawn more than {percent(1 - ROUNDED)} of the tokens otherwise, or {percent(1 - EXACT)} where "
-    "weights and products are float32"
-)
-DISAGREES = (
-    Case(
-        "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average in "
-        "{sampling/logp_difference/mean.last.span}",
-        [at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT) for when in ("first", "last")],
-    ),
-    Case(
-        "with the same noise the trainer would have drawn {drawn_otherwise} of the tokens otherwise in "
-        "{agreement.last.span}",
-        [below(f"agreement.{when}.mean", 1, "least_agreement") for when in ("first", "last")],
-    ),
-)
-"""Sampler and trainer disagree about the probability of tokens."""
-JUMP = 0.3
-"""Rise of the share of completions cut off that counts as a jump."""
+JUMP, KL_HIGH = 0.3, 1.0
+"""Rise of the share of completions cut off that counts as a jump, and KL in nats per token that is high."""
 LENGTH_JUMP, ENTROPY_LOW, ENTROPY_HIGH, SPIKE = 1.5, 0.3, 2.0, 10.0
 """Factors that count as a jump: of the mean length, of the entropy downwards and upwards, of the gradient norm."""
-KL_HIGH = 1.0
-"""KL in nats per token that is high."""
-ENTROPY_FELL = at_most("entropy.since_start.factor", ENTROPY_LOW)
-ENTROPY_SOARED = at_least("entropy.since_start.factor", ENTROPY_HIGH)
+ENTROPY_FELL, ENTROPY_SOARED = (
+    at_most("entropy.since_start.ratio", ENTROPY_LOW),
+    at_least("entropy.since_start.ratio", ENTROPY_HIGH),
+)
 
-JUMPS = (
+JUMPS: tuple[Case, ...] = (
     Case(
-        "completions cut off {completions/clipped_ratio.since_start.shares}",
+        "completions cut off {completions/clipped_ratio.since_start:share}",
         [at_least("completions/clipped_ratio.since_start.difference", JUMP)],
     ),
     Case(
@@ -510,11 +492,6 @@ JUMPS = (
     ),
 )
 """What jumps when updates spoil a model."""
-
-
-def _samples(run: RunHistory, rows: int) -> int | None:
-    """Return the number of completions of `rows` steps; None if unknown."""
-    return rows * (run.samples_per_step or 0) or None
 
 
 def _change(

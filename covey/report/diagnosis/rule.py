@@ -4,15 +4,22 @@ Many features are levels: means of a metric over a few rows with their standard 
 """
 
 import math
-import string
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import eq, ge, gt, le, lt
-from typing import Any, NamedTuple, Protocol
+from operator import eq, ge, gt, le, lt, ne
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-PROBLEM, NOTE = "problem", "note"
-"""Levels of a finding: a problem has a cause that can be changed, a note informs."""
+from covey.display import printable
+from covey.files import is_count, number
+
+if TYPE_CHECKING:
+    from covey.report.diagnosis.features import RunHistory
+
+PROBLEM, NOTE, WITHDRAWN = "problem", "note", "withdrawn"
+"""Levels of a finding: a problem has a cause that can be changed, a note informs, and a problem that was told while the
+run trained may be withdrawn."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,9 @@ class Finding:
         evidence: steps and figures that show it.
         setting: setting to change, and how; empty where there is none.
         rule: name of the rule in the table of rules; empty for a note on the run as a whole.
-        level: "problem" or "note".
+        level: "problem", "note", or "withdrawn" for a problem that was told and holds no longer.
         samples: completions to read, one line each.
+        refuted_by: what would refute it, in words; empty where nothing would.
     """
 
     title: str
@@ -36,13 +44,7 @@ class Finding:
     rule: str = ""
     level: str = PROBLEM
     samples: tuple[str, ...] = ()
-
-
-class Features(Protocol):
-    """A run of some steps. Its features have paths, such as `kl.last.mean`; None stands for one that is unknown."""
-
-    def __len__(self) -> int: ...
-    def feature(self, path: str) -> Any: ...
+    refuted_by: str = ""
 
 
 class Condition(NamedTuple):
@@ -53,20 +55,22 @@ class Condition(NamedTuple):
         feature: path of the feature.
         threshold: number that it is compared with.
         unit: path of the feature that the threshold is a multiple of; empty if it is the number itself.
+        words: what holds then, as a clause, where the condition refutes a rule.
     """
 
     compare: Callable[[Any, Any], bool]
     feature: str
     threshold: float
     unit: str = ""
+    words: str = ""
 
-    def holds(self, run: Features) -> bool:
+    def holds(self, run: "RunHistory") -> bool:
         """Return whether the features of `run` meet the condition."""
         value, unit = run.feature(self.feature), run.feature(self.unit) if self.unit else 1
         return value is not None and unit is not None and bool(self.compare(value, self.threshold * unit))
 
 
-at_least, above, at_most, below, equal = (partial(Condition, compare) for compare in (ge, gt, le, lt, eq))
+at_least, above, at_most, below, equal, differs = (partial(Condition, compare) for compare in (ge, gt, le, lt, eq, ne))
 
 
 class Case(NamedTuple):
@@ -77,19 +81,28 @@ class Case(NamedTuple):
             unknown; if that is the first part, the case is not met. A format is one of Python's; `share`; or what
             joins a list.
         when: conditions that all hold.
-        unless: conditions of which none holds.
+        rows: number of steps from which it is judged; None for that of the rule. With one step it is certain at once.
     """
 
     words: str
     when: Sequence[Condition] = ()
-    unless: Sequence[Condition] = ()
+    rows: int | None = None
 
-    def evidence(self, run: Features) -> str:
+    def evidence(self, run: "RunHistory") -> str:
         """Return the words with the features of `run`; "" if the case is not met."""
-        if not all(one.holds(run) for one in self.when) or any(one.holds(run) for one in self.unless):
+        if not all(condition.holds(run) for condition in self.when):
             return ""
-        first, *others = map(_Words(run).text, self.words.split("|"))
+        first, *others = (_fill(part, run) for part in self.words.split("|"))
         return first and "".join([first, *others])
+
+
+class Match(NamedTuple):
+    """A rule that is met: the evidence, what refutes it ("" if nothing does), and whether one step makes it certain."""
+
+    rule: "Rule"
+    evidence: str
+    refutation: str
+    certain: bool
 
 
 class Rule(NamedTuple):
@@ -100,9 +113,10 @@ class Rule(NamedTuple):
         title: what was found, as a sentence.
         threshold: from when on it counts, in words.
         rows: number of steps from which it is judged.
-        cases: the way to meet it, or ways, of which the first one that is met gives the evidence.
-        fix: setting to change, and how.
-        settings: names of the settings in `fix`.
+        cases: ways to meet it, of which the first one that is met gives the evidence.
+        advice: settings to change, and how. `{name:try}` is a setting with the value to try, or with the factor by
+            which to multiply (`×3`) or divide (`÷3`) that of the run.
+        refuted_by: conditions of which each refutes it.
         methods: training methods that it is for.
         explains: names of later rules whose findings are its consequences.
         level: "problem" or "note".
@@ -113,44 +127,67 @@ class Rule(NamedTuple):
     title: str
     threshold: str
     rows: int
-    cases: Case | Sequence[Case]
-    fix: str
-    settings: tuple[str, ...]
+    cases: Sequence[Case]
+    advice: str
+    refuted_by: Sequence[Condition] = ()
     methods: tuple[str, ...] = ("rl",)
     explains: tuple[str, ...] = ()
     level: str = PROBLEM
     live: bool = True
 
-    def evidence(self, run: Features) -> str:
-        """Return the evidence that `run` meets the rule; "" if it does not, or is too short."""
-        if len(run) < self.rows:
-            return ""
-        cases = [self.cases] if isinstance(self.cases, Case) else self.cases
-        return next((text for case in cases if (text := case.evidence(run))), "")
+    def match(self, run: "RunHistory") -> Match | None:
+        """Return the first case that `run` meets; None if it meets none, or is too short."""
+        for case in self.cases:
+            rows = self.rows if case.rows is None else case.rows
+            if len(run) >= rows and (evidence := case.evidence(run)):
+                refutation = next((condition.words for condition in self.refuted_by if condition.holds(run)), "")
+                return Match(self, evidence, refutation, rows == 1)
+        return None
+
+    def advice_for(self, settings: Mapping[str, Any]) -> str:
+        """Return the advice with today's value of each setting and the one to try."""
+        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings), self.advice)
 
 
-class _Words(string.Formatter):
-    """Formatter whose fields are features of `run`."""
+def _setting(name: str, attempt: str, settings: Mapping[str, Any]) -> str:
+    """Return a setting with its value in `settings` and the one to try; its name where the value is unknown.
 
-    def __init__(self, run: Features):
-        self._run = run
+    >>> _setting("rollout.temperature", "÷2", {"rollout.temperature": 1.5})
+    'rollout.temperature (1.5 today; try 0.75)'
+    """
+    today, value = settings.get(name), number(settings.get(name))
+    if name not in settings or not attempt:
+        return name
+    if attempt[0] in "×÷":
+        factor = float(attempt[1:]) if attempt[0] == "×" else 1 / float(attempt[1:])
+        attempt = f"{round(value * factor) if is_count(today) else value * factor:.3g}" if value else ""
+    shown = "unset" if today is None else printable(f"{today:.6g}" if isinstance(today, float) else str(today))
+    return f"{name} ({shown} today{f'; try {attempt}' if attempt and attempt != shown else ''})"
 
-    def text(self, part: str) -> str:
-        """Return `part` with its features filled in; "" if one of them is unknown."""
-        try:
-            return self.format(part)
-        except LookupError:
-            return ""
 
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        if (value := self._run.feature(field_name)) is None:
-            raise LookupError(field_name)
-        return value, field_name
+FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+"""A feature in the words of a case, with its format; a setting in an advice, with the value to try."""
 
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, list):
-            return format_spec.join(value)
-        return percent(value) if format_spec == "share" else format(value, format_spec)
+
+def _fill(part: str, run: "RunHistory") -> str:
+    """Return `part` with the features of `run` filled in; "" if one of them is unknown."""
+    values = {match[1]: run.feature(match[1]) for match in FIELD.finditer(part)}
+    if any(value is None for value in values.values()):
+        return ""
+    return FIELD.sub(lambda match: _format(values[match[1]], match[2] or ""), part)
+
+
+def _format(value: Any, form: str) -> str:
+    """Return a feature as text: a list by what joins it, a change by the form of its means.
+
+    >>> _format(Change(Level(0.5, 0.1, 1, 5), Level(0.25, 0.1, 16, 20)), "")
+    '0.5 (steps 1 to 5) → 0.25 (steps 16 to 20)'
+    """
+    if isinstance(value, Change):
+        return " → ".join(f"{_format(level.mean, form or '.3g')} ({level.span})" for level in value)
+    if isinstance(value, list):
+        return form.join(value)
+    return percent(value) if form == "share" else format(value, form)
 
 
 def percent(value: float) -> str:
@@ -230,24 +267,3 @@ class Change(NamedTuple):
         if not self.early.mean:
             return 1.0 if not self.late.mean else math.copysign(math.inf, self.late.mean)
         return self.late.mean / self.early.mean
-
-    @property
-    def factor(self) -> float:
-        """Absolute value of the ratio."""
-        return abs(self.ratio)
-
-    @property
-    def shares(self) -> str:
-        """Both means as shares, with their steps."""
-        return self._text(percent)
-
-    def __str__(self) -> str:
-        """Return both means with their steps.
-
-        >>> str(Change(Level(0.5, 0.1, 1, 5), Level(0.25, 0.1, 16, 20)))
-        '0.5 (steps 1 to 5) → 0.25 (steps 16 to 20)'
-        """
-        return self._text("{:.3g}".format)
-
-    def _text(self, text_of: Callable[[float], str]) -> str:
-        return " → ".join(f"{text_of(level.mean)} ({level.span})" for level in self)

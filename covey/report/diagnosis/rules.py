@@ -1,47 +1,46 @@
-"""The table of rules: what is seen, from which threshold on, and which setting to change.
+"""The table of rules: what is seen, from which threshold on, what would refute it, and which setting to change.
 
 The order is that of causes: a rule stands before those whose observations it explains, and the first one that is met is
 the first finding. docs/diagnosis.md has the same table, written from this one.
 """
 
 from covey.report.diagnosis.features import (
-    DISAGREES,
-    DISAGREES_WHEN,
+    DISAGREEMENT,
     ENTROPY_FELL,
     ENTROPY_HIGH,
     ENTROPY_LOW,
     ENTROPY_SOARED,
+    EXACT,
     FALL_ERRORS,
     GAIN_ERRORS,
     JUMP,
     KL_HIGH,
     LENGTH_JUMP,
     MIN_FALL,
+    ROUNDED,
     SPIKE,
 )
-from covey.report.diagnosis.rule import NOTE, Case, Rule, above, at_least, at_most, below, equal, percent
+from covey.report.diagnosis.rule import NOTE, Case, Rule, above, at_least, at_most, below, differs, equal, percent
 
-MIN_ROWS = 5
-"""Number of steps from which a rule without a trend is judged."""
-TREND_ROWS, LONG_ROWS = 8, 16
-"""Number of steps from which a change is judged, and from which the lack of one is."""
-MIN_UNREWARDED = 100
-"""Number of completions without a reward from which it counts as never reached."""
-MOST_CUT, NEARLY_ALL_CUT = 0.3, 0.8
-"""Share of completions cut off from which that is a problem if the reward does not rise, and from which it is in any
-case."""
+MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
+"""Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""
+MANY_SAMPLES, FEW_EMPTY = 100, 5
+"""Number of completions from which what all of them have in common is certain, and number of empty ones from which the
+reward for them is."""
+MOST_CUT, NEARLY_ALL_CUT, FEW_CUT = 0.3, 0.8, 0.02
+"""Share of completions cut off from which that is a problem if the reward does not rise, from which it is in any case,
+and below which it explains no rewards."""
 MOST_TIED, MOST_TIED_SMALL, SMALL = 0.8, 0.6, 3
 """Share of groups with equal rewards from which too few have a signal, and that for groups of at most `SMALL`."""
-EASY_RATIO = 2.0
-"""Mean reward in units of its spread from which the prompts are too easy: for rewards of 0 and 1, 80 % right."""
-HOT_SHARE = 0.5
-"""Share of the reward before training, at another temperature, below which the sampling temperature is too high."""
-HOT = 2.0
-"""Temperature that is too high if nothing is learnt."""
-FEW_DISTINCT = 1.25
-"""Number of different completions in a group of equal ones, on average, below which they are too similar."""
-LEAST_KEPT = 0.7
-"""Share of the probability below which top-k, top-p and min-p remove much."""
+NEARLY_ALL, EXPLAINED, SAME = 0.95, 0.9, 0.98
+"""Share of completions that is nearly all; correlation from which one figure explains the reward, and from which they
+are the same but for their scale."""
+HOT_SHARE, HOT = 0.5, 2.0
+"""Share of the reward before training, at another temperature, below which the sampling temperature is too high, and
+temperature that is too high if nothing is learnt."""
+FEW_DISTINCT, LEAST_KEPT = 1.25, 0.7
+"""Number of different completions in a group, on average, below which they are too similar, and share of the
+probability below which top-k, top-p and min-p remove much."""
 LOSS_RISE, LOSS_TWICE = 0.1, 2.0
 """Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
 much the loss fluctuates."""
@@ -51,23 +50,35 @@ still there between groups."""
 KL_GROWTH, KL_FAR = 2.0, 3.0
 """Factor by which a high KL has grown since the middle of the run if it has run away, and KL in nats per token from
 which it has in any case."""
-BONUS_RISE = 1.5
-"""Factor by which the entropy rises under a bonus that is too large."""
-CLIPPED = 0.2
-"""Share of clipped tokens from which updates go beyond the clip range."""
+BONUS_RISE, CLIPPED = 1.5, 0.2
+"""Factor by which the entropy rises under a bonus that is too large, and share of clipped tokens from which updates go
+beyond the clip range."""
 STILL, FLAT_LOSS, POWER = 0.05, 0.02, 0.15
 """Relative change of entropy and length that is none; that of the loss; and the largest standard error of the reward's
 change, in units of the spread of completions, with which a flat reward is called flat."""
-EVAL_ERRORS = 3.0
-"""Number of standard errors by which the held-out accuracy has fallen from its best."""
-EVAL_LOSS_RISE, EVAL_LOSS_NATS = 0.05, 0.02
-"""Rise of the held-out loss above its lowest that is overfitting: relative to it and to the fall before; in nats."""
+EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
+"""Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
+and share of the held-out rows from which it is a problem that they are training rows."""
 
 BOTH, SFT = ("rl", "sft"), ("sft",)
-ROSE, CRITIC, ONE_REWARD = equal("reward.rose", True), equal("has_critic", True), equal("has_one_reward", True)
-NO_REWARD, NO_RATE = equal("only_reward", 0), equal("learning_rate.peak.mean", 0)
-AND_REWARD = "|; the mean reward went {reward.change}"
-AT_RATE = "|, at a learning rate of {learning_rate.peak.mean:.3g}"
+LAST, FIRST = "the last quarter of the steps", "the first quarter"
+RATE, CUT_SHARE = "training.actor_optimizer.learning_rate", "completions/clipped_ratio.whole.mean"
+AND_REWARD, AT_RATE = (
+    "|; the mean reward went {reward.change}",
+    "|, at a learning rate of {learning_rate.peak.mean:.3g}",
+)
+READ_SAMPLES = "read the completions in samples.jsonl"
+
+ROSE, NOT_ROSE = equal("reward.rose", True, words="the reward has risen"), equal("reward.rose", False)
+CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
+ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
+MANY = at_least("samples", MANY_SAMPLES)
+HELD_OUT_FELL = below(
+    "held_out_accuracy.errors", -GAIN_ERRORS, words=f"the held-out accuracy fell by {GAIN_ERRORS:g} standard errors"
+)
+HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0, words="the held-out reward has risen too")
+EMPTY = at_least("completions/empty_ratio.last.mean", NEARLY_ALL, words="the completions are empty")
+EASY = equal("tied_at_best", True, words="more of the groups are tied at the best reward than at the worst")
 CUT = (
     "completions were cut off| at {longest}|: {completions/clipped_ratio.last.mean:share} in "
     "{completions/clipped_ratio.last.span}, {completions/clipped_ratio.first.mean:share} in "
@@ -77,35 +88,30 @@ MANY_CUT = (
     at_least("completions/clipped_ratio.last.mean", MOST_CUT),
     at_least("completions/clipped_ratio.last.mean", 0.7, "completions/clipped_ratio.first.mean"),
 )
-FINISHED_WITHOUT_REWARD = at_least("finished_without_reward", MIN_UNREWARDED)
-"""Answers that were finished had no reward either."""
 TIES = (
-    "{frac_reward_zero_std.last.mean:share} of the groups| of {run.group_size}| had equal rewards in "
+    "{frac_reward_zero_std.last.mean:share} of the groups| of {group_size}| had equal rewards in "
     "{frac_reward_zero_std.last.span}, {frac_reward_zero_std.whole.mean:share} in the whole run"
+    "|; the best reward of the step: {frac_reward_all_best.last.mean:share}, the worst: "
+    "{frac_reward_all_worst.last.mean:share}"
 )
 TIED = (
     [at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED) for when in ("last", "whole")],
     [
         *(at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED_SMALL) for when in ("last", "whole")),
-        at_most("run.group_size", SMALL),
+        at_most("group_size", SMALL),
         at_least("run.steps.size", LONG_ROWS),
     ],
 )
 """Conditions of which one set holds where too many groups have equal rewards: in general, and for small groups."""
-GROUPS_TELL_NOTHING = (CRITIC, ONE_REWARD, ROSE)
-"""Conditions under which groups of equal rewards are no problem of their own."""
-EASY = at_least("reward.last.mean", EASY_RATIO, "reward.spread")
-ACCURACY_FELL = (
-    "the held-out accuracy was {held_out_accuracy.early.mean:share} after step {held_out_accuracy.early.first}, "
-    "{held_out_accuracy.late.mean:share} after step {held_out_accuracy.late.first}|, while the training reward went "
-    "{reward.change}"
+HELD_OUT = (
+    "the held-out {name} was {{held_out_{name}.early.mean:share}} after step {{held_out_{name}.early.first}}, "
+    "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training reward went "
+    "{{reward.change}}"
 )
-ACCURACY_FALL = below("held_out_accuracy.errors", -EVAL_ERRORS)
-HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0)
-
-LAST, FIRST = "the last quarter of the steps", "the first quarter"
-NO_RISE = "the reward has not risen"
+DULL = ("samples too similar", "groups too small", "entropy collapse", "learning rate too low")
+"""Rules that a run meets whose completions or rewards are all alike."""
 SPOILED = (
+    "empty completions",
     "answers cut off",
     "reward never reached",
     "groups too small",
@@ -117,151 +123,277 @@ SPOILED = (
     "learning rate too low",
 )
 """Rules that a policy meets when it was spoiled."""
+HACKED = (
+    *SPOILED,
+    "constant reward",
+    "samples too similar",
+    "learning rate too high",
+    "overfitting",
+    "prompts too easy",
+)
+"""Rules that a policy meets when it learnt what a wrong reward pays for."""
 
 RULES = (
-    Rule(
-        "updates not finite",
-        "Updates were skipped because they were not finite",
-        "any skipped update",
-        0,
-        Case(
-            "{skipped.positive_count} of {run.steps.size} steps had an update that was not finite, the "
-            "first of them step {skipped.first_positive}"
-        ),
-        "lower the optimizer's learning_rate or max_grad_norm; model.dtype float32. The batches are in the folder bad/",
-        ("training.actor_optimizer.learning_rate", "model.dtype", "training.actor_optimizer.max_grad_norm"),
-        BOTH,
+    *(
+        Rule(
+            "updates not finite",
+            "Updates were skipped because they were not finite",
+            "any skipped update",
+            1,
+            [
+                Case(
+                    "{skipped.nonzero_count} of {run.steps.size} steps had an update that was not finite, the "
+                    "first of them step {skipped.first_nonzero}"
+                )
+            ],
+            f"lower {{training.{optimizer}.learning_rate:÷3}} or {{training.{optimizer}.max_grad_norm:÷3}}; "
+            "{model.dtype:float32}. The batches are in the folder bad/",
+            methods=(method,),
+        )
+        for method, optimizer in (("rl", "actor_optimizer"), ("sft", "optimizer"))
     ),
     Rule(
         "sampler and trainer disagree",
         "The sampler and the trainer disagree about the probability of tokens",
-        f"over {FIRST} and {LAST}, {DISAGREES_WHEN}",
+        f"over {FIRST} and {LAST}, their log-probs differ by at least {DISAGREEMENT} nats per token on average; or "
+        f"with the same noise the trainer would have drawn more than {percent(1 - ROUNDED)} of the compared tokens "
+        f"otherwise, or {percent(1 - EXACT)} where weights and products are float32",
         MIN_ROWS,
-        DISAGREES,
+        [
+            Case(
+                "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average in "
+                "{sampling/logp_difference/mean.last.span}",
+                [at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT) for when in ("first", "last")],
+            ),
+            Case(
+                "with the same noise the trainer would have drawn {drawn_otherwise} of the tokens otherwise in "
+                "{sampling/token_agreement.last.span}",
+                [below(f"sampling/token_agreement.{when}.mean", 1, "least_agreement") for when in ("first", "last")],
+            ),
+        ],
         "find the cause first: a rollout of your own with weights of an earlier update, another prompt or another "
-        "temperature; model.compute_dtype float32, no model.quantize; then grpo.correction token_truncate",
-        ("model.compute_dtype", "model.quantize", "grpo.correction"),
+        "temperature; {model.compute_dtype:float32}, no {model.quantize}; then {grpo.correction:token_truncate}",
         explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
+    ),
+    Rule(
+        "one training row",
+        "All training rows are equal",
+        "there is one distinct row among several",
+        1,
+        [Case("{rows:,} training rows, {distinct_rows:,} distinct", [at_most("distinct_rows", 1), above("rows", 1)])],
+        "train on other rows: {data.path}",
+        methods=BOTH,
+    ),
+    Rule(
+        "held-out rows trained on",
+        "Held-out rows are training rows, so held-out results do not tell what is learnt",
+        f"more than {percent(OVERLAP)} of the held-out rows are equal to a training row but for case and white space",
+        1,
+        [
+            Case(
+                "{held_out_in_training:,} of {held_out_rows:,} held-out rows are training rows",
+                [above("held_out_in_training", OVERLAP, "held_out_rows")],
+            )
+        ],
+        "hold out rows that are not trained on: {data.test_path}",
+        methods=BOTH,
     ),
     Rule(
         "no completion scored",
         "No completion was scored",
-        f"the reward is missing in every step, {MIN_ROWS} or more",
+        f"the reward is missing in every step, {MIN_ROWS} or more, or for {MANY_SAMPLES} completions",
         MIN_ROWS,
-        Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0)]),
-        "rewards: see why the functions return None for every completion",
-        ("rewards",),
+        [
+            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0), MANY], rows=1),
+            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0)]),
+        ],
+        "see why the functions of {rewards} return None for every completion",
         explains=("answers cut off", "samples too similar"),
+    ),
+    Rule(
+        "possible reward hacking",
+        "All rewarded completions are empty (possible reward hacking)",
+        f"of the completions with a reward above the mean of their group {percent(NEARLY_ALL)} have no text, over the "
+        f"whole run, and {FEW_EMPTY} completions or more are empty",
+        1,
+        [
+            Case(
+                "{completions/rewarded_empty_ratio.whole.mean:share} of the completions with a reward above the mean "
+                "of their group are empty; of all completions {completions/empty_ratio.start.mean:share} in "
+                "{completions/empty_ratio.start.span}, {completions/empty_ratio.last.mean:share} in "
+                "{completions/empty_ratio.last.span}",
+                [
+                    at_least("completions/rewarded_empty_ratio.whole.mean", NEARLY_ALL),
+                    at_least("empty_completions", FEW_EMPTY),
+                ],
+            )
+        ],
+        f"{READ_SAMPLES}; then correct {{rewards}}, so that an empty completion gets the lowest reward",
+        explains=HACKED,
+    ),
+    *(
+        Rule(
+            "possible reward hacking",
+            f"The reward is explained by the {name} of the completions (possible reward hacking)",
+            f"within groups the two have a correlation of {EXPLAINED:g} over the whole run and over {LAST}"
+            + (f", or one of −{SAME:g} while fewer than {percent(few_cut)} are cut off" if few_cut else "")
+            + f"; with {SAME:g} for {MANY_SAMPLES} completions it is certain",
+            MIN_ROWS,
+            [
+                Case(
+                    f"within groups reward and {name} have a correlation of {{{metric}.whole.mean:.3g}} over the whole "
+                    f"run, {{{metric}.last.mean:.3g}} in {{{metric}.last.span}}",
+                    conditions,
+                    rows,
+                )
+                for metric in [f"reward_correlation/{name}"]
+                for conditions, rows in (
+                    ([at_least(f"{metric}.whole.mean", SAME), MANY], 1),
+                    ([at_least(f"{metric}.{when}.mean", EXPLAINED) for when in ("whole", "last")], None),
+                    ([at_most(f"{metric}.whole.mean", -SAME), below(CUT_SHARE, few_cut)], None),
+                )
+            ],
+            f"{READ_SAMPLES}; then correct {{rewards}}, so that they look at what is written",
+            explains=HACKED,
+        )
+        for name, few_cut in (("length", FEW_CUT), ("repetition", 0))
     ),
     Rule(
         "constant reward",
         "The reward is the same for every completion, so nothing is learnt",
-        f"every completion of every step has one reward that is not 0, over {MIN_ROWS} steps or more",
+        f"every completion of every step has one reward that is not 0, {MANY_SAMPLES} completions or {MIN_ROWS} steps "
+        "or more",
         MIN_ROWS,
-        Case(
-            "every completion of {reward.count} steps scored {only_reward:.3g}| ({scored_samples} completions)",
-            unless=[NO_REWARD],
-        ),
-        "rewards: see in samples.jsonl whether the completions deserve the same reward. If not, correct the "
-        "function; if so, use easier or harder prompts (data)",
-        ("rewards", "data.path"),
-        explains=("samples too similar", "groups too small", "entropy collapse", "learning rate too low"),
+        [
+            Case(
+                "every completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)",
+                conditions,
+                rows,
+            )
+            for conditions, rows in (([differs("only_reward", 0), MANY], 1), ([differs("only_reward", 0)], None))
+        ],
+        "see in samples.jsonl whether the completions deserve the same reward. If not, correct the function of "
+        "{rewards}; if so, use easier or harder prompts: {data.path}",
+        [EMPTY],
+        explains=DULL,
     ),
     Rule(
         "temperature too high",
         "The sampling temperature is too high",
-        f"rollout.temperature is above 1, {NO_RISE}, and it is less than {percent(HOT_SHARE)} of the reward of the "
-        f"evaluation before training (3 standard errors); or rollout.temperature is at least {HOT:g} and {NO_RISE}",
+        f"rollout.temperature is above 1, and the reward is less than {percent(HOT_SHARE)} of that of the evaluation "
+        f"before training (3 standard errors); or rollout.temperature is at least {HOT:g}",
         MIN_ROWS,
         [
             Case(
                 "the reward was {since_evaluation.early.mean:.3g} in the evaluation before training and "
                 "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}",
                 [
-                    above("temperature", 1),
+                    *conditions,
                     below("since_evaluation.errors", -3),
                     below("reward.first.mean", HOT_SHARE, "since_evaluation.early.mean"),
                     below("reward.last.mean", HOT_SHARE, "since_evaluation.early.mean"),
                 ],
-                unless=[ROSE],
-            ),
+                rows,
+            )
+            for conditions, rows in (([at_least("temperature", HOT), MANY], 1), ([above("temperature", 1)], None))
+        ]
+        + [
             Case(
                 "the samples are drawn at temperature {temperature:.3g}, and the reward is "
                 "{reward.last.mean:.3g} in {reward.last.span}",
                 [at_least("temperature", HOT)],
-                unless=[ROSE],
             ),
         ],
-        "lower rollout.temperature, towards 1 or below",
-        ("rollout.temperature",),
+        "lower {rollout.temperature:1}, towards 1 or below",
+        [ROSE],
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
         "entropy bonus too large",
         "The entropy bonus is too large",
         f"the entropy has risen to {BONUS_RISE} times that of {FIRST} ({FALL_ERRORS:g} standard errors) under "
-        f"grpo.entropy_bonus, and {NO_RISE}",
+        "grpo.entropy_bonus",
         TREND_ROWS,
-        Case(
-            "the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}" + AND_REWARD,
-            [at_least("entropy.change.ratio", BONUS_RISE), at_least("entropy.change.errors", FALL_ERRORS)],
-            unless=[ROSE, equal("entropy_bonus", 0)],
-        ),
-        "lower grpo.entropy_bonus, or set it to 0",
-        ("grpo.entropy_bonus",),
+        [
+            Case(
+                "the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}" + AND_REWARD,
+                [
+                    at_least("entropy.change.ratio", BONUS_RISE),
+                    at_least("entropy.change.errors", FALL_ERRORS),
+                    differs("entropy_bonus", 0),
+                ],
+            )
+        ],
+        "lower {grpo.entropy_bonus:÷10}, or set it to 0",
+        [ROSE],
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
         "samples too similar",
         "The completions of a group are too similar",
         f"groups have at most {FEW_DISTINCT} different completions on average, in the first step, {FIRST} and {LAST}; "
-        f"fewer than {percent(MOST_CUT)} of the completions of the first step are cut off; and {NO_RISE}",
+        f"certain for {MANY_SAMPLES} completions where {percent(MOST_TIED)} of the groups have equal rewards",
         MIN_ROWS,
-        Case(
-            "a group of {run.group_size} completions had {distinct_texts.last.mean:.3g} different texts on "
-            "average in {distinct_texts.last.span}",
-            [
-                at_least("run.group_size", 2),
-                *(at_most(f"distinct_texts.{when}.mean", FEW_DISTINCT) for when in ("start", "first", "last")),
-            ],
-            # completions of a few tokens are alike for lack of room
-            unless=[ROSE, at_least("completions/clipped_ratio.start.mean", MOST_CUT)],
-        ),
-        "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p",
-        ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
-        explains=("learning rate too high", "groups too small", "entropy collapse", "learning rate too low"),
+        [
+            Case(
+                "a group of {group_size} completions had {distinct_texts.last.mean:.3g} different texts on "
+                "average in {distinct_texts.last.span}",
+                [
+                    at_least("group_size", 2),
+                    *(at_most(f"distinct_texts.{when}.mean", FEW_DISTINCT) for when in ("start", "first", "last")),
+                    *conditions,
+                ],
+                rows,
+            )
+            for conditions, rows in (([MANY, at_least("frac_reward_zero_std.whole.mean", MOST_TIED)], 1), ([], None))
+        ],
+        "raise {rollout.temperature:1}; loosen {rollout.top_k:0}, {rollout.top_p:1} and {rollout.min_p:0}",
+        [
+            ROSE,
+            at_least(
+                "completions/clipped_ratio.start.mean",
+                MOST_CUT,
+                words=f"{percent(MOST_CUT)} of the completions of the first step were cut off: few tokens are alike",
+            ),
+            EMPTY,
+        ],
+        explains=("learning rate too high", *DULL[1:]),
     ),
     Rule(
         "learning rate too high",
         "The learning rate is too high",
         f"over {LAST} the reward is lower than at its best by {FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} "
-        f"of the spread of single completions; or {NO_RISE} and two of these jumped, the entropy among them: "
+        "of the spread of single completions; or it has not risen and so fell on the way, or the held-out accuracy is "
+        f"{GAIN_ERRORS:g} standard errors below its best, or two of these jumped, the entropy among them: "
         f"completions cut off by {percent(JUMP)}, mean length by a factor of {LENGTH_JUMP}, entropy to "
         f"{ENTROPY_LOW} or {ENTROPY_HIGH:g} times its first value, KL to {KL_HIGH:g} nat per "
         f"token, gradient norm to {SPIKE:g} times its first value",
         TREND_ROWS,
         [
-            Case("the mean reward fell {reward.fall}" + AT_RATE + "|; {jumps:; }", unless=[NO_RATE]),
+            Case("the mean reward fell {reward.fall}" + AT_RATE + "|; {jumps:; }"),
+            Case(
+                "the mean reward fell {reward.trough} on the way" + AT_RATE + "|; {jumps:; }",
+                [
+                    NOT_ROSE,
+                    at_most("reward.trough.errors", -FALL_ERRORS),
+                    at_least("reward.trough.size", MIN_FALL, "reward.spread"),
+                ],
+            ),
+            Case(HELD_OUT.format(name="accuracy") + AT_RATE, [NOT_ROSE, HELD_OUT_FELL]),
             *(
                 Case(
                     "nothing was gained| at a learning rate of {learning_rate.peak.mean:.3g}"
                     + AND_REWARD
                     + "|; {jumps:; }",
-                    [at_least("jump_count", 2), violent],
-                    unless=[NO_RATE, ROSE],
+                    [NOT_ROSE, at_least("jump_count", 2), violent],
                 )
                 for violent in (ENTROPY_FELL, ENTROPY_SOARED)
             ),
         ],
-        "lower training.actor_optimizer.learning_rate by a factor of 3 to 10, and start again or from an earlier "
-        "checkpoint; then more training.actor_optimizer.warmup_ratio, a lower "
-        "training.actor_optimizer.max_grad_norm, a higher grpo.beta",
-        (
-            "training.actor_optimizer.learning_rate",
-            "training.actor_optimizer.warmup_ratio",
-            "training.actor_optimizer.max_grad_norm",
-            "grpo.beta",
-        ),
+        f"lower {{{RATE}:÷5}}, and start again or from an earlier checkpoint; then more "
+        "{training.actor_optimizer.warmup_ratio:0.1}, a lower {training.actor_optimizer.max_grad_norm:÷3}, a higher "
+        "{grpo.beta:0.04}",
+        [equal("learning_rate.peak.mean", 0, words="the learning rate is 0")],
         explains=SPOILED,
     ),
     Rule(
@@ -284,11 +416,27 @@ RULES = (
                 ],
             ),
         ],
-        "lower training.optimizer.learning_rate by a factor of 3 to 10; then more training.optimizer.warmup_ratio, a "
-        "lower training.optimizer.max_grad_norm",
-        ("training.optimizer.learning_rate", "training.optimizer.warmup_ratio", "training.optimizer.max_grad_norm"),
-        SFT,
+        "lower {training.optimizer.learning_rate:÷5}; then more {training.optimizer.warmup_ratio:0.1}, a lower "
+        "{training.optimizer.max_grad_norm:÷3}",
+        methods=SFT,
         explains=("overfitting", "learning rate too low"),
+    ),
+    Rule(
+        "empty completions",
+        "The completions are empty",
+        f"{percent(NEARLY_ALL)} of the completions of {LAST} have no text",
+        1,
+        [
+            Case(
+                "{completions/empty_ratio.last.mean:share} of the completions are empty in "
+                "{completions/empty_ratio.last.span}, {completions/empty_ratio.start.mean:share} in "
+                "{completions/empty_ratio.start.span}",
+                [EMPTY, MANY],
+            )
+        ],
+        "compare the first prompt, which `covey train RECIPE --dry-run` prints, with those that {model.source} was "
+        "trained on: a model that begins with its stop token takes the answer for finished",
+        explains=("reward never reached", *DULL[1:]),
     ),
     Rule(
         "KL runaway",
@@ -297,65 +445,65 @@ RULES = (
         f"middle of the run, or at least {KL_FAR:g} nats per token",
         TREND_ROWS,
         [
-            Case(
-                "the KL grew {kl.since_middle} nats per token" + AND_REWARD,
+            Case("the KL grew {kl.since_middle} nats per token" + AND_REWARD, high)
+            for high in (
                 [at_least("kl.last.mean", KL_HIGH), at_least("kl.last.mean", KL_GROWTH, "kl.since_middle.early.size")],
-            ),
-            Case("the KL grew {kl.since_middle} nats per token" + AND_REWARD, [at_least("kl.last.mean", KL_FAR)]),
+                [at_least("kl.last.mean", KL_FAR)],
+            )
         ],
-        "raise grpo.beta, or set grpo.kl_target; then lower training.actor_optimizer.learning_rate, "
-        "training.actor_optimizer.max_grad_norm or grpo.epsilon",
-        (
-            "grpo.beta",
-            "grpo.kl_target",
-            "training.actor_optimizer.learning_rate",
-            "training.actor_optimizer.max_grad_norm",
-            "grpo.epsilon",
-        ),
+        f"raise {{grpo.beta:×3}}, or set {{grpo.kl_target:0.1}}; then lower {{{RATE}:÷3}}, "
+        "{training.actor_optimizer.max_grad_norm:÷3} or {grpo.epsilon:÷2}",
         explains=("answers cut off", "entropy collapse", "length without reward", "updates beyond the clip range"),
     ),
     Rule(
         "answers cut off",
         "Answers are cut off",
         f"over {LAST} at least {percent(MOST_CUT)} of the completions are cut by a limit of tokens or time, at "
-        f"least 70 % of the share of {FIRST}, and {NO_RISE}; or {percent(NEARLY_ALL_CUT)} in both",
+        f"least 70 % of the share of {FIRST}, and the reward has not risen; or {percent(NEARLY_ALL_CUT)} in both; "
+        f"{percent(NEARLY_ALL)} of {MANY_SAMPLES} completions are certain",
         MIN_ROWS,
         [
-            Case(CUT, MANY_CUT, unless=[FINISHED_WITHOUT_REWARD, ROSE]),
+            Case(CUT, [at_least(CUT_SHARE, NEARLY_ALL), MANY], rows=1),
+            Case(CUT, [*MANY_CUT, NOT_ROSE]),
             Case(
-                CUT,
-                [
-                    *MANY_CUT,
-                    at_least("completions/clipped_ratio.first.mean", NEARLY_ALL_CUT),
-                    at_least("completions/clipped_ratio.last.mean", NEARLY_ALL_CUT),
-                ],
-                unless=[FINISHED_WITHOUT_REWARD],
+                CUT, [at_least(f"completions/clipped_ratio.{when}.mean", NEARLY_ALL_CUT) for when in ("first", "last")]
             ),
         ],
-        "raise rollout.max_new_tokens (or envs.max_turn_tokens or envs.timeout, if that cuts them); or ask for "
-        "shorter answers, with grpo.overlong_buffer; grpo.mask_truncated leaves cut completions out of the loss",
-        ("rollout.max_new_tokens", "grpo.overlong_buffer", "grpo.mask_truncated"),
+        "raise {rollout.max_new_tokens:×2} (or {envs.max_turn_tokens} or {envs.timeout}, if that cuts them); or ask "
+        "for shorter answers, with {grpo.overlong_buffer}; {grpo.mask_truncated:true} leaves cut completions out of "
+        "the loss",
+        [
+            at_least(
+                "finished_without_reward",
+                MANY_SAMPLES,
+                words=f"{MANY_SAMPLES} completions that were finished had no reward either",
+            ),
+            at_least(
+                "reward_correlation/length.whole.mean",
+                EXPLAINED,
+                words="the reward is explained by the length of the completions",
+            ),
+        ],
         explains=("reward never reached", "groups too small", "length without reward", "learning rate too low"),
     ),
     Rule(
         "reward never reached",
         "The reward was never reached",
-        f"every completion has the reward 0, apart from a penalty by grpo.overlong_buffer, over {MIN_ROWS} "
-        f"steps and {MIN_UNREWARDED} completions or more",
-        MIN_ROWS,
+        "every completion has the reward 0, apart from a penalty by grpo.overlong_buffer, and there are "
+        f"{MANY_SAMPLES} completions or more",
+        1,
         [
             Case(
-                "{none_of_all} in {run.steps.size} steps had a reward other than 0"
+                "{none_of_all} in {num_steps} had a reward other than 0"
                 "|; the success rate is below {success_bound:share} (95 % confidence)"
-                "|; {completions/clipped_ratio.nonzero_mean:share} of them were cut off",
+                "|; {completions/clipped_ratio.whole.mean:share} of them were cut off",
                 [condition],
-                unless=[below("samples", MIN_UNREWARDED)],
             )
-            for condition in (NO_REWARD, equal("all_unrewarding", True))
+            for condition in (equal("only_reward", 0), equal("all_unrewarding", True))
         ],
-        "easier prompts (data), or a reward with steps on the way (rewards); more samples (grpo.num_generations); or "
-        "supervised training first",
-        ("data.path", "rewards", "grpo.num_generations"),
+        "easier prompts ({data.path}), or a reward with steps on the way ({rewards}); more samples "
+        "({grpo.num_generations:×2}); or supervised training first",
+        [below("samples", MANY_SAMPLES, words=f"fewer than {MANY_SAMPLES} completions were seen")],
         explains=("groups too small", "entropy collapse", "learning rate too low", "part of the reward never reached"),
     ),
     Rule(
@@ -364,41 +512,34 @@ RULES = (
         f"over {LAST} the entropy is at most {percent(COLLAPSED)} of that of {FIRST}, {percent(MOST_TIED)} of the "
         f"groups have equal rewards, and groups differ by {percent(STUCK)} of the spread of completions or more",
         TREND_ROWS,
-        Case(
-            "the entropy fell {entropy.change}, and {frac_reward_zero_std.last.mean:share} of the groups had "
-            "equal rewards in {frac_reward_zero_std.last.span}",
-            [
-                at_most("entropy.change.ratio", COLLAPSED),
-                below("entropy.change.difference", 0),
-                at_least("frac_reward_zero_std.last.mean", MOST_TIED),
-                at_least("group_spread.last.mean", STUCK, "reward.spread"),
-            ],
-            unless=[CRITIC],
-        ),
-        "raise rollout.temperature; loosen rollout.top_k, rollout.top_p and rollout.min_p; grpo.epsilon_high above "
-        "grpo.epsilon; a small grpo.entropy_bonus; grpo.max_sampling_rounds; a lower learning rate",
-        (
-            "rollout.temperature",
-            "rollout.top_k",
-            "rollout.top_p",
-            "rollout.min_p",
-            "grpo.epsilon_high",
-            "grpo.epsilon",
-            "grpo.entropy_bonus",
-            "grpo.max_sampling_rounds",
-        ),
+        [
+            Case(
+                "the entropy fell {entropy.change}, and {frac_reward_zero_std.last.mean:share} of the groups had "
+                "equal rewards in {frac_reward_zero_std.last.span}",
+                [
+                    at_most("entropy.change.ratio", COLLAPSED),
+                    below("entropy.change.difference", 0),
+                    at_least("frac_reward_zero_std.last.mean", MOST_TIED),
+                    at_least("group_spread.last.mean", STUCK, "reward.spread"),
+                ],
+            )
+        ],
+        "raise {rollout.temperature:×1.3}; loosen {rollout.top_k:0}, {rollout.top_p:1} and {rollout.min_p:0}; "
+        "{grpo.epsilon_high:0.28} above {grpo.epsilon}; a small {grpo.entropy_bonus:0.001}; "
+        f"{{grpo.max_sampling_rounds:4}}; a lower {{{RATE}:÷3}}",
+        [CRITIC],
         explains=("groups too small",),
     ),
     Rule(
         "groups too small",
-        "Few groups have a signal",
-        f"at least {percent(MOST_TIED)} of the groups have equal rewards, over {LAST} and over the whole run, and "
-        f"{NO_RISE}; {percent(MOST_TIED_SMALL)} for groups of at most {SMALL}, after {LONG_ROWS} steps",
+        "Most groups are tied, few of them at the best reward: there is hardly a signal",
+        f"at least {percent(MOST_TIED)} of the groups have equal rewards, over {LAST} and over the whole run; "
+        f"{percent(MOST_TIED_SMALL)} for groups of at most {SMALL}, after {LONG_ROWS} steps",
         MIN_ROWS,
-        [Case(TIES, tied, unless=[*GROUPS_TELL_NOTHING, EASY]) for tied in TIED],
-        "raise grpo.num_generations; replace such groups with grpo.max_sampling_rounds; easier prompts (data); a "
-        "reward with more steps (rewards)",
-        ("grpo.num_generations", "grpo.max_sampling_rounds", "data.path", "rewards"),
+        [Case(TIES, tied) for tied in TIED],
+        "raise {grpo.num_generations:×2}; replace such groups with {grpo.max_sampling_rounds:4}; easier prompts "
+        "({data.path}); a reward with more steps ({rewards})",
+        [CRITIC, ONE_REWARD, ROSE, EASY],
     ),
     Rule(
         "possible reward hacking",
@@ -406,29 +547,36 @@ RULES = (
         f"one reward function has risen by {GAIN_ERRORS:g} standard errors and another has fallen by {FALL_ERRORS:g}, "
         f"both by {percent(MIN_FALL)} of their spread over completions",
         TREND_ROWS,
-        Case("{opposed.up} rose {opposed.rise}, and {opposed.down} fell {opposed.fall}"),
-        "read the samples; then correct the rewards, or their grpo.reward_weights; a higher grpo.beta",
-        ("rewards", "grpo.reward_weights", "grpo.beta"),
+        [Case("{opposed.up} rose {opposed.rise}, and {opposed.down} fell {opposed.fall}")],
+        "read the samples; then correct {rewards}, or their {grpo.reward_weights}; a higher {grpo.beta:0.04}",
         explains=("length without reward", "overfitting"),
     ),
-    Rule(
-        "possible reward hacking",
-        "The reward climbs while the held-out accuracy falls (possible reward hacking)",
-        f"the held-out accuracy is {EVAL_ERRORS:g} standard errors below its best, and the reward has risen, "
-        "in training and on held-out prompts",
-        TREND_ROWS,
-        Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL, HELD_OUT_REWARD_ROSE]),
-        "read the samples; then correct the rewards, so that they ask for what evaluation.accuracy measures",
-        ("rewards", "evaluation.accuracy"),
+    *(
+        Rule(
+            "possible reward hacking",
+            f"The reward climbs while the held-out {name} falls (possible reward hacking)",
+            f"the held-out {name} is {GAIN_ERRORS:g} standard errors below its best, and the reward has risen, in "
+            "training and on held-out prompts",
+            TREND_ROWS,
+            [
+                Case(
+                    HELD_OUT.format(name=name),
+                    [ROSE, below(f"held_out_{name}.errors", -GAIN_ERRORS), HELD_OUT_REWARD_ROSE],
+                )
+            ],
+            f"read the samples; then correct {{rewards}}, so that they ask for what {{evaluation.{name}}} measures",
+        )
+        for name in ("accuracy", "format")
     ),
     Rule(
         "overfitting",
         "Held-out results fall while training rewards rise (overfitting)",
-        f"the held-out accuracy is {EVAL_ERRORS:g} standard errors below its best, and the training reward has risen",
+        f"the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best, and the training reward has risen",
         TREND_ROWS,
-        Case(ACCURACY_FELL, [ROSE, ACCURACY_FALL], unless=[HELD_OUT_REWARD_ROSE]),
-        "more or other prompts (data); fewer training.max_steps; training.keep_best eval/accuracy; a higher grpo.beta",
-        ("data.path", "training.max_steps", "training.keep_best", "grpo.beta"),
+        [Case(HELD_OUT.format(name="accuracy"), [ROSE, HELD_OUT_FELL])],
+        "more or other prompts ({data.path}); fewer {training.max_steps}; {training.keep_best:eval/accuracy}; a higher "
+        "{grpo.beta:0.04}",
+        [HELD_OUT_REWARD_ROSE],
     ),
     Rule(
         "overfitting",
@@ -436,65 +584,63 @@ RULES = (
         f"the last held-out loss is above the lowest by {percent(EVAL_LOSS_RISE)} and "
         f"{EVAL_LOSS_NATS} nats, and the training loss has fallen since",
         0,
-        Case(
-            "the held-out loss was {held_out_loss.early.mean:.3g} after step {held_out_loss.early.first} and is "
-            "{held_out_loss.late.mean:.3g} after step {held_out_loss.late.first}, while the training loss went from "
-            "{loss_since_best.early.mean:.3g} to {loss_since_best.late.mean:.3g}",
-            [
-                at_least("held_out_loss_rise.difference", EVAL_LOSS_NATS),
-                at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss.early.mean"),
-                at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss_gain.difference"),
-                below("loss.change.difference", 0),
-                below("loss_since_best.difference", 0),
-            ],
-        ),
-        "fewer training.max_steps or training.num_epochs; training.keep_best eval/loss; more examples (data); a "
-        "lower training.optimizer.learning_rate, more training.optimizer.weight_decay",
-        (
-            "training.max_steps",
-            "training.num_epochs",
-            "training.keep_best",
-            "data.path",
-            "training.optimizer.learning_rate",
-            "training.optimizer.weight_decay",
-        ),
-        SFT,
+        [
+            Case(
+                "the held-out loss was {held_out_loss.early.mean:.3g} after step {held_out_loss.early.first} and is "
+                "{held_out_loss.late.mean:.3g} after step {held_out_loss.late.first}, while the training loss went "
+                "from {loss_since_best.early.mean:.3g} to {loss_since_best.late.mean:.3g}",
+                [
+                    at_least("held_out_loss_rise.difference", EVAL_LOSS_NATS),
+                    at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss.early.mean"),
+                    at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss_gain.difference"),
+                    below("loss.change.difference", 0),
+                    below("loss_since_best.difference", 0),
+                ],
+            )
+        ],
+        "fewer {training.max_steps} or {training.num_epochs}; {training.keep_best:eval/loss}; more examples "
+        "({data.path}); a lower {training.optimizer.learning_rate:÷3}, more {training.optimizer.weight_decay:0.1}",
+        methods=SFT,
     ),
     Rule(
         "length without reward",
         "Completions grow longer without more reward",
-        f"the mean length is {LENGTH_JUMP} times that of {FIRST} ({FALL_ERRORS:g} standard errors), and {NO_RISE}",
+        f"the mean length is {LENGTH_JUMP} times that of {FIRST} ({FALL_ERRORS:g} standard errors)",
         TREND_ROWS,
-        Case(
-            "the mean length went {completions/mean_length.change} tokens" + AND_REWARD,
-            [
-                at_least("completions/mean_length.change.ratio", LENGTH_JUMP),
-                at_least("completions/mean_length.change.errors", FALL_ERRORS),
-            ],
-            unless=[ROSE],
-        ),
-        "grpo.algorithm dr_grpo, or grpo.aggregate constant, which do not favour long answers; grpo.overlong_buffer",
-        ("grpo.algorithm", "grpo.aggregate", "grpo.overlong_buffer"),
+        [
+            Case(
+                "the mean length went {completions/mean_length.change} tokens" + AND_REWARD,
+                [
+                    at_least("completions/mean_length.change.ratio", LENGTH_JUMP),
+                    at_least("completions/mean_length.change.errors", FALL_ERRORS),
+                ],
+            )
+        ],
+        "{grpo.algorithm:dr_grpo}, or {grpo.aggregate:constant}, which do not favour long answers; "
+        "{grpo.overlong_buffer}",
+        [ROSE],
     ),
     Rule(
         "updates beyond the clip range",
         "Many tokens are clipped",
-        f"over {LAST} at least {percent(CLIPPED)} of the tokens are clipped, for ratios of single tokens",
+        f"over {LAST} at least {percent(CLIPPED)} of the tokens are clipped",
         MIN_ROWS,
-        Case(
-            "{clip_ratio/region_mean.last.mean:share} of the tokens were clipped in {clip_ratio/region_mean.last.span}",
-            [at_least("clip_ratio/region_mean.last.mean", CLIPPED)],
-            unless=[equal("has_sequence_ratio", True)],
-        ),
-        "lower training.actor_optimizer.learning_rate; fewer grpo.num_iterations; or grpo.algorithm cispo or sapo, "
-        "which do not set gradients to 0",
-        ("training.actor_optimizer.learning_rate", "grpo.num_iterations", "grpo.algorithm"),
+        [
+            Case(
+                "{clip_ratio/region_mean.last.mean:share} of the tokens were clipped in "
+                "{clip_ratio/region_mean.last.span}",
+                [at_least("clip_ratio/region_mean.last.mean", CLIPPED)],
+            )
+        ],
+        f"lower {{{RATE}:÷3}}; fewer {{grpo.num_iterations:1}}; or {{grpo.algorithm:cispo}} or sapo, which do not set "
+        "gradients to 0",
+        [equal("has_sequence_ratio", True, words="the ratio is that of a whole sequence")],
     ),
     Rule(
         "learning rate too low",
         "The learning rate is too low",
-        f"after {LONG_ROWS} steps or more neither the reward nor, by {percent(STILL)}, entropy and length have "
-        f"changed, although groups have a signal; the reward is known to {percent(POWER)} of the spread of completions",
+        f"after {LONG_ROWS} steps or more the reward is less than 3 standard errors from that of {FIRST}, and its "
+        f"change is known to {percent(POWER)} of the spread of completions",
         LONG_ROWS,
         [
             Case(
@@ -504,22 +650,27 @@ RULES = (
                     above("reward.change.errors", -3),
                     at_most("reward.change.error", POWER, "reward.spread"),
                     at_least("entropy.count", 1),
-                    *with_critic,
                 ],
-                unless=[
-                    above("entropy.change.size", STILL, "entropy.change.early.size"),
-                    above("completions/mean_length.change.size", STILL, "completions/mean_length.change.early.size"),
-                    above("kl.last.mean", 0.01),
-                    *no_signal,
-                ],
-            )
-            for with_critic, no_signal in (
-                ([CRITIC], []),
-                ([], [at_least("frac_reward_zero_std.whole.mean", MOST_TIED)]),
             )
         ],
-        "raise training.actor_optimizer.learning_rate by a factor of 3 to 10; lower grpo.beta if it is above 0.1",
-        ("training.actor_optimizer.learning_rate", "grpo.beta"),
+        f"raise {{{RATE}:×5}}; lower {{grpo.beta:÷3}} if it is above 0.1",
+        [
+            at_most(
+                "reward.trough.errors",
+                -GAIN_ERRORS,
+                words=f"the reward fell by {GAIN_ERRORS:g} standard errors on the way",
+            ),
+            HELD_OUT_FELL,
+            above("entropy.change.size", STILL, "entropy.change.early.size", f"the entropy moved by {percent(STILL)}"),
+            above(
+                "completions/mean_length.change.size",
+                STILL,
+                "completions/mean_length.change.early.size",
+                f"the length moved by {percent(STILL)}",
+            ),
+            above("kl.last.mean", 0.01, words="the KL is above 0.01 nats per token"),
+            at_least("tied_without_critic", MOST_TIED, words=f"{percent(MOST_TIED)} of the groups have equal rewards"),
+        ],
         live=False,
     ),
     Rule(
@@ -527,40 +678,44 @@ RULES = (
         "The learning rate is too low",
         f"after {LONG_ROWS} steps or more the loss has changed by less than {percent(FLAT_LOSS)}",
         LONG_ROWS,
-        Case(
-            "the loss went {loss.change}" + AT_RATE,
-            [at_least("loss.change.early.mean", 0.1), at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean")],
-        ),
-        "raise training.optimizer.learning_rate by a factor of 3 to 10",
-        ("training.optimizer.learning_rate",),
-        SFT,
+        [
+            Case(
+                "the loss went {loss.change}" + AT_RATE,
+                [
+                    at_least("loss.change.early.mean", 0.1),
+                    at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean"),
+                ],
+            )
+        ],
+        "raise {training.optimizer.learning_rate:×5}",
+        methods=SFT,
         live=False,
     ),
     Rule(
         "critic predicts nothing",
         "The critic predicts nothing",
-        f"over {LAST} the explained variance is 0 or less, after {LONG_ROWS} steps or more, and {NO_RISE}",
+        f"over {LAST} the explained variance is 0 or less, after {LONG_ROWS} steps or more",
         LONG_ROWS,
-        Case(
-            "explained variance {critic/explained_variance.last.mean:.3g} in {critic/explained_variance.last.span}"
-            + AND_REWARD,
-            [at_most("critic/explained_variance.last.mean", 0)],
-            unless=[ROSE],
-        ),
-        "raise training.critic_optimizer.learning_rate; more training.prompts_per_step",
-        ("training.critic_optimizer.learning_rate", "training.prompts_per_step"),
+        [
+            Case(
+                "explained variance {critic/explained_variance.last.mean:.3g} in {critic/explained_variance.last.span}"
+                + AND_REWARD,
+                [at_most("critic/explained_variance.last.mean", 0)],
+            )
+        ],
+        "raise {training.critic_optimizer.learning_rate:×3}; more {training.prompts_per_step:×2}",
+        [ROSE],
         level=NOTE,
         live=False,
     ),
     Rule(
         "prompts too easy",
-        "The prompts are too easy",
-        f"at least {percent(MOST_TIED)} of the groups have equal rewards, {NO_RISE}, and it is {EASY_RATIO:g} "
-        "times the spread of completions (of rewards 0 and 1, 80 % are 1)",
+        "Most groups are tied, most of them at the best reward: the prompts are too easy",
+        "as many groups have equal rewards, and more of them have the best reward of the step than the worst",
         MIN_ROWS,
-        [Case(TIES, [*tied, EASY], unless=GROUPS_TELL_NOTHING) for tied in TIED],
-        "harder prompts (data); grpo.max_sampling_rounds replaces groups that are all right",
-        ("data.path", "grpo.max_sampling_rounds"),
+        [Case(TIES, [*tied, EASY]) for tied in TIED],
+        "harder prompts ({data.path}); {grpo.max_sampling_rounds:4} replaces groups that are all right",
+        [CRITIC, ONE_REWARD, ROSE],
         level=NOTE,
     ),
     Rule(
@@ -568,9 +723,9 @@ RULES = (
         "One part of the reward was never reached",
         f"a reward function gives 0 to every completion, over {MIN_ROWS} steps or more, while others vary",
         MIN_ROWS,
-        [Case("0 for every completion in all {run.steps.size} steps: {unrewarding:, }", unless=[ONE_REWARD])],
-        "rewards: if it is a penalty, all is well; if not, easier prompts or a part with steps on the way",
-        ("rewards",),
+        [Case("0 for every completion in all {run.steps.size} steps: {unrewarding:, }")],
+        "{rewards}: if it is a penalty, all is well; if not, easier prompts or a part with steps on the way",
+        [ONE_REWARD],
         level=NOTE,
         live=False,
     ),
@@ -579,15 +734,55 @@ RULES = (
         "Truncation removes much of what the policy would sample",
         f"over {LAST} at most {percent(LEAST_KEPT)} of the probability is kept by top-k, top-p and min-p",
         MIN_ROWS,
-        Case(
-            "{sampling/mass_kept.last.mean:share} of the probability is kept on average in "
-            "{sampling/mass_kept.last.span}",
-            [below("sampling/mass_kept.last.mean", LEAST_KEPT)],
-        ),
-        "loosen rollout.top_k, rollout.top_p and rollout.min_p, or accept that training is that much off-policy",
-        ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
+        [
+            Case(
+                "{sampling/mass_kept.last.mean:share} of the probability is kept on average in "
+                "{sampling/mass_kept.last.span}",
+                [below("sampling/mass_kept.last.mean", LEAST_KEPT)],
+            )
+        ],
+        "loosen {rollout.top_k:0}, {rollout.top_p:1} and {rollout.min_p:0}, or accept that training is that much "
+        "off-policy",
         level=NOTE,
         live=False,
     ),
 )
 """All rules; causes before what they explain."""
+
+OUTCOMES = {
+    method: (
+        Rule(
+            "",
+            "The run is too short to judge",
+            "",
+            0,
+            [
+                Case(f"{{num_steps}}; {rules} are not judged before step {rows}", [below("run.steps.size", rows)])
+                for rules, rows in (("most rules", MIN_ROWS), ("rules about changes", TREND_ROWS))
+            ],
+            "",
+            level=NOTE,
+        ),
+        Rule(
+            "",
+            "Nothing wrong was found",
+            "no rule for this method of training is met",
+            0,
+            [Case(text, [sound]) for text in words for sound in (improved, below("run.steps.size", LONG_ROWS))],
+            "",
+            level=NOTE,
+        ),
+        Rule(
+            "",
+            f"The {metric} did not improve, and no rule says why",
+            "",
+            0,
+            [Case(text) for text in words],
+            "train longer, or compare runs with another learning rate",
+            level=NOTE,
+        ),
+    )
+    for method, metric, improved in (("rl", "reward", ROSE), ("sft", "loss", below("loss.change.difference", 0)))
+    for words in [(f"the mean {metric} went {{{metric}.change}}", f"{metric} was not measured")]
+}
+"""Notes on a run in which no rule found a problem, by method; the first one that is met is told."""
