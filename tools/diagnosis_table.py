@@ -27,7 +27,7 @@ def row(rule: Rule) -> str:
 
 def table() -> str:
     """Return the whole table."""
-    head = ["| what is found | when | refuted by | what to change (value or factor to try) |", "|---|---|---|---|"]
+    head = ["| what is found | when | refuted if | what to change (value or factor to try) |", "|---|---|---|---|"]
     return "\n".join([*head, *map(row, RULES)])
 
 

@@ -110,7 +110,7 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
     assert told.count("The reward is the same for every completion") == 2  # when it is certain, and at the end
     assert f"step {steps}: The reward" in told
     assert f"every completion of {steps} steps scored 0.3 ({2 * 4 * steps} completions)" in told
-    assert "Change: rewards" in told
+    assert "Change: see in samples.jsonl" in told
     assert "rollout.temperature" not in told
     assert "learning rate" not in told
 

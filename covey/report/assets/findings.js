@@ -3,7 +3,7 @@
 function showDiagnosis(body) {
   body.append(element('ul', { class: 'findings' }, DATA.findings.map((finding) => element('li', { class: finding.level === 'note' ? 'note' : '' },
     element('h3', {}, readable(finding.title)),
-    element('dl', {}, [['Seen', finding.evidence], ['Rule', finding.threshold], ['Change', finding.setting]].map(([name, text]) =>
+    element('dl', {}, [['Seen', finding.evidence], ['Rule', finding.threshold], ['Refuted if', finding.refuted_by], ['Change', finding.setting]].map(([name, text]) =>
       text ? [element('dt', {}, name), element('dd', {}, readable(text))] : []),
     (finding.samples || []).length ? [element('dt', {}, 'Read'),
       element('dd', {}, element('ol', {}, finding.samples.map((line) => element('li', {}, readable(line)))))] : [])))));
