@@ -164,10 +164,9 @@ class Learner(Keywords, ABC):
         self.stats = StepStats(Clock(on_phase=self.on_phase))
         self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
-        in_thread = self.cluster.config.runs_ahead
-        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, in_thread) as rollouts:
+        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
             batches = Replay(self.make_batches(rollouts))
-            if not in_thread:
+            if not self._depth:
                 batches.make_all()
             updates = self._update_repeatedly(batches, count)
         with self.stats.clock("sync"), order.phase("sync", self.step):
@@ -268,7 +267,7 @@ class Learner(Keywords, ABC):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
-                if self.cluster.config.runs_ahead:
+                if self._depth:
                     self._check_order(batch)
                 yield batch
         if not self.stats.waste:
@@ -374,6 +373,12 @@ class Learner(Keywords, ABC):
             metrics = self._nonfinite_guard.skip(error)
             self.cluster.skip_update()
             return metrics
+
+    @property
+    def _depth(self) -> int:
+        """Number of rollouts that may wait for training; 0 where sampling and training take turns."""
+        per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
+        return per_step + 2 if self.cluster.config.runs_ahead else 0
 
     def _check_threads(self) -> None:
         """Refuse to sample and train side by side on common devices in several processes: the programs of two threads

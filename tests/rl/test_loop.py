@@ -25,10 +25,12 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.monitor.record import StepRecord
 from covey.parallel import make_mesh
+from covey.rl import run_ahead
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.run_ahead import DataQueue
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
@@ -289,10 +291,34 @@ def test_after_a_restart_plain_rows_are_fast_forwarded_too(played: Callable) -> 
     resumed_like_a_straight_run(played, lambda cluster: [{"prompt": f"p{i}"} for i in range(6)])
 
 
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The data queues that learners make, with what they were ended by."""
+    made: list[Any] = []
+
+    class Watched(DataQueue):
+        def __init__(self, maxsize: int):
+            super().__init__(maxsize)
+            self.ends: list[BaseException | None] = []
+            made.append(self)
+
+        def end(self, error: BaseException | None = None) -> None:
+            self.ends.append(error)
+            super().end(error)
+
+    monkeypatch.setattr(run_ahead, "DataQueue", Watched)
+    return made
+
+
+def test_the_feeder_always_ends_with_the_end_marker(played: Callable, queues: list[Any]) -> None:
+    played(prompts=2, batches=2, train=1, queueing="async").train(4)
+    assert [queue.ends for queue in queues] == [[None], [None]]
+
+
 @pytest.mark.parametrize("queueing", ["sync", "async"])
 @pytest.mark.parametrize("after", [0, 1])
-def test_an_error_of_a_rollout_reaches_the_caller_behind_what_is_trained(
-    played: Callable, queueing: str, after: int
+def test_also_when_it_fails_and_its_error_reaches_the_caller(
+    played: Callable, queues: list[Any], queueing: str, after: int
 ) -> None:
     cluster = played(prompts=2, rollout=1, ref_logps=1, old_logps=1, train=1, queueing=queueing)
 
@@ -304,6 +330,8 @@ def test_an_error_of_a_rollout_reaches_the_caller_behind_what_is_trained(
     with pytest.raises(RewardError, match="'fails' raised OSError: the judge is away"):
         cluster.train(2, fails)
     assert len(cluster.samples("train")) == (after if queueing == "async" else 0)
+    assert all(isinstance(error, RewardError) for queue in queues for error in queue.ends)
+    assert len(queues) == (queueing == "async")
     assert not [t for t in threading.enumerate() if t.name == "covey-producer"]
 
 
@@ -353,6 +381,16 @@ def test_when_actor_and_rollout_live_apart_a_producer_thread_fills_the_queue(pla
     threads = {note.what: note.thread for note in made.notes}
     assert threads["rollout"] == threads["reward"] != "MainThread"
     assert {threads[what] for what in ("ref_logps", "train", "update", "sync")} == {"MainThread"}
+
+
+@pytest.mark.parametrize(("train", "accumulation"), [(1, 6), (4, 2), (6, 1)])
+def test_the_queue_size_is_accumulation_steps_plus_2(
+    played: Callable, monkeypatch: pytest.MonkeyPatch, train: int, accumulation: int
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(run_ahead, "DataQueue", lambda maxsize: sizes.append(maxsize) or DataQueue(maxsize))
+    played(prompts=6, train=train, queueing="async").train(6)
+    assert sizes == [accumulation + 2]
 
 
 def test_a_run_chooses_what_its_line_shows(played: Callable, capsys: pytest.CaptureFixture[str]) -> None:
