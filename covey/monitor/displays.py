@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -25,7 +25,9 @@ from rich.text import Text
 from covey.config.metrics import metric
 from covey.display import printable
 from covey.monitor.formats import TEXT_WIDTH, duration, excerpt, in_unit, size, sparkline
-from covey.monitor.status import Status
+
+if TYPE_CHECKING:
+    from covey.monitor.status import Status  # whose module reads run folders
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""
@@ -279,7 +281,7 @@ class StatusView:
         moving: whether a sign moves while the run goes on.
     """
 
-    def __init__(self, status: Callable[[], Status], headline: str, values: Sequence[float], moving: bool = True):
+    def __init__(self, status: "Callable[[], Status]", headline: str, values: Sequence[float], moving: bool = True):
         self.status, self._headline, self._values, self._moving = status, headline, values, moving
 
     def still(self) -> "StatusView":
@@ -293,7 +295,7 @@ class StatusView:
         yield line.append(facts, style="default")
         yield self._activity(status, width, options.ascii_only)
 
-    def _activity(self, status: Status, width: int, ascii_only: bool) -> Text:
+    def _activity(self, status: "Status", width: int, ascii_only: bool) -> Text:
         """Return the line with the phase and the plot."""
         sign = f"{SPINNER[int(4 * time.monotonic()) % 4]} " if self._moving else ""
         since = f" {duration(status.phase_seconds)}" if status.phase and status.phase_seconds >= 3 else ""
@@ -350,7 +352,7 @@ def _cell(row: Mapping[str, float], name: str, headline: str) -> str:
     return f"{row[name]:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
-def _bar(status: Status, width: int, ascii_only: bool) -> Text:
+def _bar(status: "Status", width: int, ascii_only: bool) -> Text:
     """Return a bar of the steps made, `width` cells wide, and the gap behind it; nothing while the total is unknown."""
     line = Text(no_wrap=True)
     if not status.total or width < 1:
@@ -360,7 +362,7 @@ def _bar(status: Status, width: int, ascii_only: bool) -> Text:
     return line.append(done * full, style="green").append(ahead * (width - full), style="dim").append(GAP)
 
 
-def _facts(status: Status) -> list[tuple[int, str]]:
+def _facts(status: "Status") -> list[tuple[int, str]]:
     """Return the figures of the first line with their priority."""
     count = f"{status.step}/{status.total}" if status.total else f"step {status.step}" if status.step else ""
     return [
