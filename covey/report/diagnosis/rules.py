@@ -180,7 +180,12 @@ RULES = (
         "All training rows are equal",
         "there is one distinct row among several",
         1,
-        [Case("{rows:,} training rows, {distinct_rows:,} distinct", [at_most("distinct_rows", 1), above("rows", 1)])],
+        [
+            Case(
+                "{rows:,.0f} training rows, {distinct_rows:,.0f} distinct",
+                [at_most("distinct_rows", 1), above("rows", 1)],
+            )
+        ],
         "train on other rows: {data.path}",
         methods=BOTH,
     ),
@@ -191,7 +196,7 @@ RULES = (
         1,
         [
             Case(
-                "{held_out_in_training:,} of {held_out_rows:,} held-out rows are training rows",
+                "{held_out_in_training:,.0f} of {held_out_rows:,.0f} held-out rows are training rows",
                 [above("held_out_in_training", OVERLAP, "held_out_rows")],
             )
         ],
