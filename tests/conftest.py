@@ -117,6 +117,10 @@ def likeness(x: Any) -> Any:
     if isinstance(x, types.FunctionType):
         cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
         return "function", x.__code__, *map(likeness, (cells, x.__defaults__, x.__kwdefaults__))
+    if isinstance(x, set):
+        return "set", frozenset(map(likeness, x))
+    if type(x).__name__ == "PjitFunction":
+        return "jitted", x  # those that compute the same are one
     leaves, tree = jax.tree.flatten(x)
     if not leaves or leaves[0] is not x:
         return "tree", tree, *map(likeness, leaves)
