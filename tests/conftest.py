@@ -37,6 +37,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # less than that is hardly used again
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lines of Python, which programs need not hold
 FLAGS = (
     "--xla_force_host_platform_device_count=4",
     "--xla_cpu_use_fusion_emitters=false",
