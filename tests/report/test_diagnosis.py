@@ -474,6 +474,13 @@ def test_a_trough_and_a_held_out_fall_refute_a_rate_that_is_too_low() -> None:
         assert match.refutation.startswith(words)
 
 
+def test_a_first_step_with_rewards_refutes_a_temperature_that_is_too_high() -> None:
+    """The reward was lost in the steps after it, at the same temperature."""
+    columns: dict[str, Values] = {"reward": step(0.53, 0.0, 2, 20), "reward_error": 0.02}
+    found = replace(history(20, "rl", {"rollout.temperature": 1.5}, **columns), before=BEFORE)
+    assert names(found) == ["learning rate too high"]
+
+
 def test_a_reward_for_empty_completions_is_told_from_the_first_step_with_some() -> None:
     found = pays_for_empty()
     assert names(found) == ["possible reward hacking"]

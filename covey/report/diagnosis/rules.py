@@ -310,7 +310,15 @@ RULES = (
             ),
         ],
         "lower {rollout.temperature:1}, towards 1 or below",
-        [ROSE],
+        [
+            ROSE,
+            at_least(
+                "reward.start.mean",
+                HOT_SHARE,
+                "since_evaluation.early.mean",
+                f"the reward of the first step, at that temperature, is {percent(HOT_SHARE)} of that before training",
+            ),
+        ],
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
