@@ -4,284 +4,77 @@ The order is that of causes: a rule stands before those whose observations it ex
 the first finding. docs/diagnosis.md has the same table, written from this one.
 """
 
+from covey.report.diagnosis.conditions import (
+    AND_REWARD,
+    AT_RATE,
+    BONUS_RISE,
+    CLIPPED,
+    COLLAPSED,
+    CRITIC,
+    CUT,
+    CUT_SHARE,
+    DULL,
+    EASY,
+    EMPTY,
+    EVAL_LOSS_NATS,
+    EVAL_LOSS_RISE,
+    EXPLAINED,
+    FEW_DISTINCT,
+    FIRST,
+    FLAT_LOSS,
+    HELD_OUT,
+    HELD_OUT_FELL,
+    HELD_OUT_REWARD_ROSE,
+    HOT,
+    HOT_SHARE,
+    KL_FAR,
+    KL_GROWTH,
+    LAST,
+    LEAST_KEPT,
+    LONG_ROWS,
+    LOSS_RISE,
+    LOSS_TWICE,
+    MANY,
+    MANY_CUT,
+    MANY_SAMPLES,
+    MIN_ROWS,
+    MOST_CUT,
+    MOST_TIED,
+    MOST_TIED_SMALL,
+    NEARLY_ALL,
+    NEARLY_ALL_CUT,
+    NOT_ROSE,
+    ONE_REWARD,
+    POWER,
+    RATE,
+    ROSE,
+    SFT,
+    SMALL,
+    SPOILED,
+    STILL,
+    STUCK,
+    TIED,
+    TIES,
+    TREND_ROWS,
+)
+from covey.report.diagnosis.faults import FAULTS
 from covey.report.diagnosis.features import (
-    DISAGREEMENT,
     ENTROPY_FELL,
     ENTROPY_HIGH,
     ENTROPY_LOW,
     ENTROPY_SOARED,
-    EXACT,
     FALL_ERRORS,
     GAIN_ERRORS,
     JUMP,
     KL_HIGH,
     LENGTH_JUMP,
     MIN_FALL,
-    ROUNDED,
     SPIKE,
 )
 from covey.report.diagnosis.rule import NOTE, Case, Rule, above, at_least, at_most, below, differs, equal, percent
 
-MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
-"""Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""
-MANY_SAMPLES, FEW_EMPTY = 100, 5
-"""Number of completions from which what all of them have in common is certain, and number of empty ones from which the
-reward for them is."""
-MOST_CUT, NEARLY_ALL_CUT, FEW_CUT = 0.3, 0.8, 0.02
-"""Share of completions cut off from which that is a problem if the reward does not rise, from which it is in any case,
-and below which it explains no rewards."""
-MOST_TIED, MOST_TIED_SMALL, SMALL = 0.8, 0.6, 3
-"""Share of groups with equal rewards from which too few have a signal, and that for groups of at most `SMALL`."""
-NEARLY_ALL, EXPLAINED, SAME = 0.95, 0.9, 0.98
-"""Share of completions that is nearly all; correlation from which one figure explains the reward, and from which they
-are the same but for their scale."""
-HOT_SHARE, HOT = 0.5, 2.0
-"""Share of the reward before training, at another temperature, below which the sampling temperature is too high, and
-temperature that is too high if nothing is learnt."""
-FEW_DISTINCT, LEAST_KEPT = 1.25, 0.7
-"""Number of different completions in a group, on average, below which they are too similar, and share of the
-probability below which top-k, top-p and min-p remove much."""
-LOSS_RISE, LOSS_TWICE = 0.1, 2.0
-"""Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
-much the loss fluctuates."""
-COLLAPSED, STUCK = 0.2, 0.5
-"""Share of its first value to which the entropy falls in a collapse, and share of the spread of completions that is
-still there between groups."""
-KL_GROWTH, KL_FAR = 2.0, 3.0
-"""Factor by which a high KL has grown since the middle of the run if it has run away, and KL in nats per token from
-which it has in any case."""
-BONUS_RISE, CLIPPED = 1.5, 0.2
-"""Factor by which the entropy rises under a bonus that is too large, and share of clipped tokens from which updates go
-beyond the clip range."""
-STILL, FLAT_LOSS, POWER = 0.05, 0.02, 0.15
-"""Relative change of entropy and length that is none; that of the loss; and the largest standard error of the reward's
-change, in units of the spread of completions, with which a flat reward is called flat."""
-EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
-"""Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
-and share of the held-out rows from which it is a problem that they are training rows."""
-
-BOTH, SFT = ("rl", "sft"), ("sft",)
-LAST, FIRST = "the last quarter of the steps", "the first quarter"
-RATE, CUT_SHARE = "training.actor_optimizer.learning_rate", "completions/clipped_ratio.whole.mean"
-AND_REWARD, AT_RATE = (
-    "|; the mean reward went {reward.change}",
-    "|, at a learning rate of {learning_rate.peak.mean:.3g}",
-)
-READ_SAMPLES = "read the completions in samples.jsonl"
-
-ROSE, NOT_ROSE = equal("reward.rose", True, words="the reward has risen"), equal("reward.rose", False)
-CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
-ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
-MANY = at_least("samples", MANY_SAMPLES)
-HELD_OUT_FELL = below(
-    "held_out_accuracy.errors", -GAIN_ERRORS, words=f"the held-out accuracy fell by {GAIN_ERRORS:g} standard errors"
-)
-HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0, words="the held-out reward has risen too")
-EMPTY = at_least("completions/empty_ratio.last.mean", NEARLY_ALL, words="the completions are empty")
-EASY = equal("tied_at_best", True, words="more of the groups are tied at the best reward than at the worst")
-CUT = (
-    "completions were cut off| at {longest}|: {completions/clipped_ratio.last.mean:share} in "
-    "{completions/clipped_ratio.last.span}, {completions/clipped_ratio.first.mean:share} in "
-    "{completions/clipped_ratio.first.span}"
-)
-MANY_CUT = (
-    at_least("completions/clipped_ratio.last.mean", MOST_CUT),
-    at_least("completions/clipped_ratio.last.mean", 0.7, "completions/clipped_ratio.first.mean"),
-)
-TIES = (
-    "{frac_reward_zero_std.last.mean:share} of the groups| of {group_size}| had equal rewards in "
-    "{frac_reward_zero_std.last.span}, {frac_reward_zero_std.whole.mean:share} in the whole run"
-    "|; the best reward of the step: {frac_reward_all_best.last.mean:share}, the worst: "
-    "{frac_reward_all_worst.last.mean:share}"
-)
-TIED = (
-    [at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED) for when in ("last", "whole")],
-    [
-        *(at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED_SMALL) for when in ("last", "whole")),
-        at_most("group_size", SMALL),
-        at_least("run.steps.size", LONG_ROWS),
-    ],
-)
-"""Conditions of which one set holds where too many groups have equal rewards: in general, and for small groups."""
-HELD_OUT = (
-    "the held-out {name} was {{held_out_{name}.early.mean:share}} after step {{held_out_{name}.early.first}}, "
-    "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training reward went "
-    "{{reward.change}}"
-)
-DULL = ("samples too similar", "groups too small", "entropy collapse", "learning rate too low")
-"""Rules that a run meets whose completions or rewards are all alike."""
-SPOILED = (
-    "empty completions",
-    "answers cut off",
-    "reward never reached",
-    "groups too small",
-    "entropy collapse",
-    "KL runaway",
-    "length without reward",
-    "updates beyond the clip range",
-    "critic predicts nothing",
-    "learning rate too low",
-)
-"""Rules that a policy meets when it was spoiled."""
-HACKED = (
-    *SPOILED,
-    "constant reward",
-    "samples too similar",
-    "learning rate too high",
-    "overfitting",
-    "prompts too easy",
-)
-"""Rules that a policy meets when it learnt what a wrong reward pays for."""
-
 RULES = (
-    *(
-        Rule(
-            "updates not finite",
-            "Updates were skipped because they were not finite",
-            "any skipped update",
-            1,
-            [
-                Case(
-                    "{skipped.nonzero_count} of {run.steps.size} steps had an update that was not finite, the "
-                    "first of them step {skipped.first_nonzero}"
-                )
-            ],
-            f"lower {{training.{optimizer}.learning_rate:÷3}} or {{training.{optimizer}.max_grad_norm:÷3}}; "
-            "{model.dtype:float32}. The batches are in the folder bad/",
-            methods=(method,),
-        )
-        for method, optimizer in (("rl", "actor_optimizer"), ("sft", "optimizer"))
-    ),
-    Rule(
-        "sampler and trainer disagree",
-        "The sampler and the trainer disagree about the probability of tokens",
-        f"over {FIRST} and {LAST}, their log-probs differ by at least {DISAGREEMENT} nats per token on average; or "
-        f"with the same noise the trainer would have drawn more than {percent(1 - ROUNDED)} of the compared tokens "
-        f"otherwise, or {percent(1 - EXACT)} where weights and products are float32",
-        MIN_ROWS,
-        [
-            Case(
-                "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average in "
-                "{sampling/logp_difference/mean.last.span}",
-                [at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT) for when in ("first", "last")],
-            ),
-            Case(
-                "with the same noise the trainer would have drawn {drawn_otherwise} of the tokens otherwise in "
-                "{sampling/token_agreement.last.span}",
-                [below(f"sampling/token_agreement.{when}.mean", 1, "least_agreement") for when in ("first", "last")],
-            ),
-        ],
-        "find the cause first: a rollout of your own with weights of an earlier update, another prompt or another "
-        "temperature; {model.compute_dtype:float32}, no {model.quantize}; then {grpo.correction:token_truncate}",
-        explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
-    ),
-    Rule(
-        "one training row",
-        "All training rows are equal",
-        "there is one distinct row among several",
-        1,
-        [
-            Case(
-                "{rows:,.0f} training rows, {distinct_rows:,.0f} distinct",
-                [at_most("distinct_rows", 1), above("rows", 1)],
-            )
-        ],
-        "train on other rows: {data.path}",
-        methods=BOTH,
-    ),
-    Rule(
-        "held-out rows trained on",
-        "Held-out rows are training rows, so held-out results do not tell what is learnt",
-        f"more than {percent(OVERLAP)} of the held-out rows are equal to a training row but for case and white space",
-        1,
-        [
-            Case(
-                "{held_out_in_training:,.0f} of {held_out_rows:,.0f} held-out rows are training rows",
-                [above("held_out_in_training", OVERLAP, "held_out_rows")],
-            )
-        ],
-        "hold out rows that are not trained on: {data.test_path}",
-        methods=BOTH,
-    ),
-    Rule(
-        "no completion scored",
-        "No completion was scored",
-        f"the reward is missing in every step, {MIN_ROWS} or more, or for {MANY_SAMPLES} completions",
-        MIN_ROWS,
-        [
-            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0), MANY], rows=1),
-            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0)]),
-        ],
-        "see why the functions of {rewards} return None for every completion",
-        explains=("answers cut off", "samples too similar"),
-    ),
-    Rule(
-        "possible reward hacking",
-        "All rewarded completions are empty (possible reward hacking)",
-        f"of the completions with a reward above the mean of their group {percent(NEARLY_ALL)} have no text, over the "
-        f"whole run, and {FEW_EMPTY} completions or more are empty",
-        1,
-        [
-            Case(
-                "{completions/rewarded_empty_ratio.whole.mean:share} of the completions with a reward above the mean "
-                "of their group are empty; of all completions {completions/empty_ratio.start.mean:share} in "
-                "{completions/empty_ratio.start.span}, {completions/empty_ratio.last.mean:share} in "
-                "{completions/empty_ratio.last.span}",
-                [
-                    at_least("completions/rewarded_empty_ratio.whole.mean", NEARLY_ALL),
-                    at_least("empty_completions", FEW_EMPTY),
-                ],
-            )
-        ],
-        f"{READ_SAMPLES}; then correct {{rewards}}, so that an empty completion gets the lowest reward",
-        explains=HACKED,
-    ),
-    *(
-        Rule(
-            "possible reward hacking",
-            f"The reward is explained by the {name} of the completions (possible reward hacking)",
-            f"within groups the two have a correlation of {EXPLAINED:g} over the whole run and over {LAST}"
-            + (f", or one of −{SAME:g} while fewer than {percent(few_cut)} are cut off" if few_cut else "")
-            + f"; with {SAME:g} for {MANY_SAMPLES} completions it is certain",
-            MIN_ROWS,
-            [
-                Case(
-                    f"within groups reward and {name} have a correlation of {{{metric}.whole.mean:.3g}} over the whole "
-                    f"run, {{{metric}.last.mean:.3g}} in {{{metric}.last.span}}",
-                    conditions,
-                    rows,
-                )
-                for metric in [f"reward_correlation/{name}"]
-                for conditions, rows in (
-                    ([at_least(f"{metric}.whole.mean", SAME), MANY], 1),
-                    ([at_least(f"{metric}.{when}.mean", EXPLAINED) for when in ("whole", "last")], None),
-                    ([at_most(f"{metric}.whole.mean", -SAME), below(CUT_SHARE, few_cut)], None),
-                )
-            ],
-            f"{READ_SAMPLES}; then correct {{rewards}}, so that they look at what is written",
-            explains=HACKED,
-        )
-        for name, few_cut in (("length", FEW_CUT), ("repetition", 0))
-    ),
-    Rule(
-        "constant reward",
-        "The reward is the same for every completion, so nothing is learnt",
-        f"every completion of every step has one reward that is not 0, {MANY_SAMPLES} completions or {MIN_ROWS} steps "
-        "or more",
-        MIN_ROWS,
-        [
-            Case(
-                "every completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)",
-                conditions,
-                rows,
-            )
-            for conditions, rows in (([differs("only_reward", 0), MANY], 1), ([differs("only_reward", 0)], None))
-        ],
-        "see in samples.jsonl whether the completions deserve the same reward. If not, correct the function of "
-        "{rewards}; if so, use easier or harder prompts: {data.path}",
-        [EMPTY],
-        explains=DULL,
-    ),
+    *FAULTS,
     Rule(
         "temperature too high",
         "The sampling temperature is too high",

@@ -1,0 +1,115 @@
+"""Thresholds, and conditions and texts that several rules of the diagnosis share."""
+
+from covey.report.diagnosis.features import GAIN_ERRORS
+from covey.report.diagnosis.rule import above, at_least, at_most, below, equal
+
+MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
+"""Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""
+MANY_SAMPLES, FEW_EMPTY = 100, 5
+"""Number of completions from which what all of them have in common is certain, and number of empty ones from which the
+reward for them is."""
+MOST_CUT, NEARLY_ALL_CUT, FEW_CUT = 0.3, 0.8, 0.02
+"""Share of completions cut off from which that is a problem if the reward does not rise, from which it is in any case,
+and below which it explains no rewards."""
+MOST_TIED, MOST_TIED_SMALL, SMALL = 0.8, 0.6, 3
+"""Share of groups with equal rewards from which too few have a signal, and that for groups of at most `SMALL`."""
+NEARLY_ALL, EXPLAINED, SAME = 0.95, 0.9, 0.98
+"""Share of completions that is nearly all; correlation from which one figure explains the reward, and from which they
+are the same but for their scale."""
+HOT_SHARE, HOT = 0.5, 2.0
+"""Share of the reward before training, at another temperature, below which the sampling temperature is too high, and
+temperature that is too high if nothing is learnt."""
+FEW_DISTINCT, LEAST_KEPT = 1.25, 0.7
+"""Number of different completions in a group, on average, below which they are too similar, and share of the
+probability below which top-k, top-p and min-p remove much."""
+LOSS_RISE, LOSS_TWICE = 0.1, 2.0
+"""Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
+much the loss fluctuates."""
+COLLAPSED, STUCK = 0.2, 0.5
+"""Share of its first value to which the entropy falls in a collapse, and share of the spread of completions that is
+still there between groups."""
+KL_GROWTH, KL_FAR = 2.0, 3.0
+"""Factor by which a high KL has grown since the middle of the run if it has run away, and KL in nats per token from
+which it has in any case."""
+BONUS_RISE, CLIPPED = 1.5, 0.2
+"""Factor by which the entropy rises under a bonus that is too large, and share of clipped tokens from which updates go
+beyond the clip range."""
+STILL, FLAT_LOSS, POWER = 0.05, 0.02, 0.15
+"""Relative change of entropy and length that is none; that of the loss; and the largest standard error of the reward's
+change, in units of the spread of completions, with which a flat reward is called flat."""
+EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
+"""Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
+and share of the held-out rows from which it is a problem that they are training rows."""
+
+BOTH, SFT = ("rl", "sft"), ("sft",)
+LAST, FIRST = "the last quarter of the steps", "the first quarter"
+RATE, CUT_SHARE = "training.actor_optimizer.learning_rate", "completions/clipped_ratio.whole.mean"
+AND_REWARD, AT_RATE = (
+    "|; the mean reward went {reward.change}",
+    "|, at a learning rate of {learning_rate.peak.mean:.3g}",
+)
+READ_SAMPLES = "read the completions in samples.jsonl"
+
+ROSE, NOT_ROSE = equal("reward.rose", True, words="the reward has risen"), equal("reward.rose", False)
+CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
+ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
+MANY = at_least("samples", MANY_SAMPLES)
+HELD_OUT_FELL = below(
+    "held_out_accuracy.errors", -GAIN_ERRORS, words=f"the held-out accuracy fell by {GAIN_ERRORS:g} standard errors"
+)
+HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0, words="the held-out reward has risen too")
+EMPTY = at_least("completions/empty_ratio.last.mean", NEARLY_ALL, words="the completions are empty")
+EASY = equal("tied_at_best", True, words="more of the groups are tied at the best reward than at the worst")
+CUT = (
+    "completions were cut off| at {longest}|: {completions/clipped_ratio.last.mean:share} in "
+    "{completions/clipped_ratio.last.span}, {completions/clipped_ratio.first.mean:share} in "
+    "{completions/clipped_ratio.first.span}"
+)
+MANY_CUT = (
+    at_least("completions/clipped_ratio.last.mean", MOST_CUT),
+    at_least("completions/clipped_ratio.last.mean", 0.7, "completions/clipped_ratio.first.mean"),
+)
+TIES = (
+    "{frac_reward_zero_std.last.mean:share} of the groups| of {group_size}| had equal rewards in "
+    "{frac_reward_zero_std.last.span}, {frac_reward_zero_std.whole.mean:share} in the whole run"
+    "|; the best reward of the step: {frac_reward_all_best.last.mean:share}, the worst: "
+    "{frac_reward_all_worst.last.mean:share}"
+)
+TIED = (
+    [at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED) for when in ("last", "whole")],
+    [
+        *(at_least(f"frac_reward_zero_std.{when}.mean", MOST_TIED_SMALL) for when in ("last", "whole")),
+        at_most("group_size", SMALL),
+        at_least("run.steps.size", LONG_ROWS),
+    ],
+)
+"""Conditions of which one set holds where too many groups have equal rewards: in general, and for small groups."""
+HELD_OUT = (
+    "the held-out {name} was {{held_out_{name}.early.mean:share}} after step {{held_out_{name}.early.first}}, "
+    "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training reward went "
+    "{{reward.change}}"
+)
+DULL = ("samples too similar", "groups too small", "entropy collapse", "learning rate too low")
+"""Rules that a run meets whose completions or rewards are all alike."""
+SPOILED = (
+    "empty completions",
+    "answers cut off",
+    "reward never reached",
+    "groups too small",
+    "entropy collapse",
+    "KL runaway",
+    "length without reward",
+    "updates beyond the clip range",
+    "critic predicts nothing",
+    "learning rate too low",
+)
+"""Rules that a policy meets when it was spoiled."""
+HACKED = (
+    *SPOILED,
+    "constant reward",
+    "samples too similar",
+    "learning rate too high",
+    "overfitting",
+    "prompts too easy",
+)
+"""Rules that a policy meets when it learnt what a wrong reward pays for."""

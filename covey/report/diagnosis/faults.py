@@ -1,0 +1,174 @@
+"""Rules about faults in numbers, data and rewards, which stand before all others."""
+
+from covey.report.diagnosis.conditions import (
+    BOTH,
+    CUT_SHARE,
+    DULL,
+    EMPTY,
+    EXPLAINED,
+    FEW_CUT,
+    FEW_EMPTY,
+    FIRST,
+    HACKED,
+    LAST,
+    MANY,
+    MANY_SAMPLES,
+    MIN_ROWS,
+    NEARLY_ALL,
+    OVERLAP,
+    READ_SAMPLES,
+    SAME,
+)
+from covey.report.diagnosis.features import DISAGREEMENT, EXACT, ROUNDED
+from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, percent
+
+FAULTS = (
+    *(
+        Rule(
+            "updates not finite",
+            "Updates were skipped because they were not finite",
+            "any skipped update",
+            1,
+            [
+                Case(
+                    "{skipped.nonzero_count} of {run.steps.size} steps had an update that was not finite, the "
+                    "first of them step {skipped.first_nonzero}"
+                )
+            ],
+            f"lower {{training.{optimizer}.learning_rate:÷3}} or {{training.{optimizer}.max_grad_norm:÷3}}; "
+            "{model.dtype:float32}. The batches are in the folder bad/",
+            methods=(method,),
+        )
+        for method, optimizer in (("rl", "actor_optimizer"), ("sft", "optimizer"))
+    ),
+    Rule(
+        "sampler and trainer disagree",
+        "The sampler and the trainer disagree about the probability of tokens",
+        f"over {FIRST} and {LAST}, their log-probs differ by at least {DISAGREEMENT} nats per token on average; or "
+        f"with the same noise the trainer would have drawn more than {percent(1 - ROUNDED)} of the compared tokens "
+        f"otherwise, or {percent(1 - EXACT)} where weights and products are float32",
+        MIN_ROWS,
+        [
+            Case(
+                "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average in "
+                "{sampling/logp_difference/mean.last.span}",
+                [at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT) for when in ("first", "last")],
+            ),
+            Case(
+                "with the same noise the trainer would have drawn {drawn_otherwise} of the tokens otherwise in "
+                "{sampling/token_agreement.last.span}",
+                [below(f"sampling/token_agreement.{when}.mean", 1, "least_agreement") for when in ("first", "last")],
+            ),
+        ],
+        "find the cause first: a rollout of your own with weights of an earlier update, another prompt or another "
+        "temperature; {model.compute_dtype:float32}, no {model.quantize}; then {grpo.correction:token_truncate}",
+        explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
+    ),
+    Rule(
+        "one training row",
+        "All training rows are equal",
+        "there is one distinct row among several",
+        1,
+        [
+            Case(
+                "{rows:,.0f} training rows, {distinct_rows:,.0f} distinct",
+                [at_most("distinct_rows", 1), above("rows", 1)],
+            )
+        ],
+        "train on other rows: {data.path}",
+        methods=BOTH,
+    ),
+    Rule(
+        "held-out rows trained on",
+        "Held-out rows are training rows, so held-out results do not tell what is learnt",
+        f"more than {percent(OVERLAP)} of the held-out rows are equal to a training row but for case and white space",
+        1,
+        [
+            Case(
+                "{held_out_in_training:,.0f} of {held_out_rows:,.0f} held-out rows are training rows",
+                [above("held_out_in_training", OVERLAP, "held_out_rows")],
+            )
+        ],
+        "hold out rows that are not trained on: {data.test_path}",
+        methods=BOTH,
+    ),
+    Rule(
+        "no completion scored",
+        "No completion was scored",
+        f"the reward is missing in every step, {MIN_ROWS} or more, or for {MANY_SAMPLES} completions",
+        MIN_ROWS,
+        [
+            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0), MANY], rows=1),
+            Case("reward is missing in all {run.steps.size} steps", [at_most("reward.count", 0)]),
+        ],
+        "see why the functions of {rewards} return None for every completion",
+        explains=("answers cut off", "samples too similar"),
+    ),
+    Rule(
+        "possible reward hacking",
+        "All rewarded completions are empty (possible reward hacking)",
+        f"of the completions with a reward above the mean of their group {percent(NEARLY_ALL)} have no text, over the "
+        f"whole run, and {FEW_EMPTY} completions or more are empty",
+        1,
+        [
+            Case(
+                "{completions/rewarded_empty_ratio.whole.mean:share} of the completions with a reward above the mean "
+                "of their group are empty; of all completions {completions/empty_ratio.start.mean:share} in "
+                "{completions/empty_ratio.start.span}, {completions/empty_ratio.last.mean:share} in "
+                "{completions/empty_ratio.last.span}",
+                [
+                    at_least("completions/rewarded_empty_ratio.whole.mean", NEARLY_ALL),
+                    at_least("empty_completions", FEW_EMPTY),
+                ],
+            )
+        ],
+        f"{READ_SAMPLES}; then correct {{rewards}}, so that an empty completion gets the lowest reward",
+        explains=HACKED,
+    ),
+    *(
+        Rule(
+            "possible reward hacking",
+            f"The reward is explained by the {name} of the completions (possible reward hacking)",
+            f"within groups the two have a correlation of {EXPLAINED:g} over the whole run and over {LAST}"
+            + (f", or one of −{SAME:g} while fewer than {percent(few_cut)} are cut off" if few_cut else "")
+            + f"; with {SAME:g} for {MANY_SAMPLES} completions it is certain",
+            MIN_ROWS,
+            [
+                Case(
+                    f"within groups reward and {name} have a correlation of {{{metric}.whole.mean:.3g}} over the whole "
+                    f"run, {{{metric}.last.mean:.3g}} in {{{metric}.last.span}}",
+                    conditions,
+                    rows,
+                )
+                for metric in [f"reward_correlation/{name}"]
+                for conditions, rows in (
+                    ([at_least(f"{metric}.whole.mean", SAME), MANY], 1),
+                    ([at_least(f"{metric}.{when}.mean", EXPLAINED) for when in ("whole", "last")], None),
+                    ([at_most(f"{metric}.whole.mean", -SAME), below(CUT_SHARE, few_cut)], None),
+                )
+            ],
+            f"{READ_SAMPLES}; then correct {{rewards}}, so that they look at what is written",
+            explains=HACKED,
+        )
+        for name, few_cut in (("length", FEW_CUT), ("repetition", 0))
+    ),
+    Rule(
+        "constant reward",
+        "The reward is the same for every completion, so nothing is learnt",
+        f"every completion of every step has one reward that is not 0, {MANY_SAMPLES} completions or {MIN_ROWS} steps "
+        "or more",
+        MIN_ROWS,
+        [
+            Case(
+                "every completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)",
+                conditions,
+                rows,
+            )
+            for conditions, rows in (([differs("only_reward", 0), MANY], 1), ([differs("only_reward", 0)], None))
+        ],
+        "see in samples.jsonl whether the completions deserve the same reward. If not, correct the function of "
+        "{rewards}; if so, use easier or harder prompts: {data.path}",
+        [EMPTY],
+        explains=DULL,
+    ),
+)
