@@ -45,7 +45,7 @@ REVIEWED = {
 DYNAMIC = {
     "OWN_NUMBER": "a part of the same table",
     "form": "a table, which is read here too",
-    "row.name.replace(FUNCTION, '[^/]+').replace(NUMBER, '[1-9][0-9]*').replace(NAME, OWN_NUMBER)": "a table",
+    "row.name.replace(FUNCTION, '([^/]+)').replace(NUMBER, '[1-9][0-9]*').replace(NAME, OWN_NUMBER)": "a table",
     "text.replace('<function>', '([^/]+)').replace('<k>', '([1-9][0-9]*)')": "the names of the same table",
     "f'(?:{_pattern})\\\\Z'": "a table, which is read here too",
     "'.*' if entry == ALL_LINEAR else f'.*\\\\.{entry}' if entry.isidentifier() else entry": "a setting",

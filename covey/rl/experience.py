@@ -17,7 +17,7 @@ from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows
 from covey.parallel import channel
-from covey.rl.group_table import GroupTable, join, table_of
+from covey.rl.group_table import OVERLONG, GroupTable, join, table_of
 from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
@@ -25,9 +25,6 @@ from covey.rl.stage_sizes import StageSizes
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.noise import token_keys
 from covey.types import Completion, Group
-
-OVERLONG = "overlong"
-"""Name of the length penalty among the rewards."""
 
 NextPrompts = Callable[[int], Sequence[Mapping[str, Any]]]
 """Function that returns the given number of new prompts."""

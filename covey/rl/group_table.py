@@ -18,6 +18,9 @@ from covey.packing.rows import GroupShape
 from covey.parallel import channel, distributed
 from covey.types import Branch, Completion, Episode, Group
 
+OVERLONG = "overlong"
+"""Name of the length penalty among the rewards."""
+
 
 @dataclass(frozen=True)
 class GroupTable:
@@ -37,7 +40,7 @@ class GroupTable:
         characters: characters of its text.
         repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
         rewards: reward; NaN where no function scored the completion.
-        by_function: the same of each reward function.
+        by_function: the same of each reward function, and of the length penalty.
         keys: random key of the completion; 0 without one, because another engine drew it.
         branches: branches of each completion; None where it can have none.
         episodes: episode of each completion, without its messages; None without one.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance
-from covey.rl.group_table import GroupTable
+from covey.rl.group_table import OVERLONG, GroupTable
 from covey.sampling.model_runner import SamplerStats
 
 ROUNDING = 1e-9
@@ -79,13 +79,14 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
 
 def correlation_metrics(table: GroupTable) -> dict[str, float]:
     """Compute what the rewards of a step go with: their correlations with length in characters, emptiness and
-    repetition, those of each two reward functions, and the fraction of empty ones among the completions with a reward
-    above the mean of their group. One that is undefined is left out.
+    repetition, those of each two reward functions, of which the length penalty is none, and the fraction of empty ones
+    among the completions with a reward above the mean of their group. One that is undefined is left out.
     """
     empty = table.empty.astype(float)
     texts = {"length": table.characters, "empty": empty, "repetition": table.repetition}
     pairs = {f"reward_correlation/{name}": (table.rewards, values) for name, values in texts.items()}
-    for (first, a), (second, b) in combinations(table.by_function.items(), 2):
+    scored = {name: values for name, values in table.by_function.items() if name != OVERLONG}
+    for (first, a), (second, b) in combinations(scored.items(), 2):
         pairs[f"rewards/{first}/correlation/{second}"] = a, b
     correlations = {name: _correlation(table, *pair) for name, pair in pairs.items()}
     rewarded = empty[_centred(table, table.rewards) > 0]
