@@ -330,10 +330,11 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
 
     if (loaded.data.path or "").startswith(HUBS):
         return {"data": f"{loaded.data.path}, which is not read here"}
+    data = sources.load(loaded.data)
     if isinstance(loaded, recipe.Recipe):
-        data, trains, judged = sources.load(loaded.data), loaded.rewards, True
+        trains, judged = loaded.rewards, True
     else:
-        data, trains, judged = sources.load_examples(loaded.data), (), bool(loaded.evaluation.answers)
+        trains, judged = (), bool(loaded.evaluation.answers)
     if skipped is not None:
         from covey.rewards import check_columns, check_evaluation_columns
 

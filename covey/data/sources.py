@@ -1,7 +1,7 @@
 """Training and test rows for a `DataConfig`: generated tasks, GSM8K, and any records in files or on a hub.
 
-Rows have prompts, and for supervised training completions (`load_examples`). `readers` reads the records. `iter_rows`
-yields the rows one by one, for a look at data of any size; `load` collects them.
+Rows have prompts, and for supervised training completions. `readers` reads the records. `iter_rows` yields the rows one
+by one, for a look at data of any size; `load` collects them.
 """
 
 import logging
@@ -61,18 +61,13 @@ class Task(NamedTuple):
 def load(config: DataConfig) -> Dataset:
     """Load the data that `config` names.
 
-    Raises:
-        DataError: the task is unknown, the path does not exist, a line is malformed (with file and line), a column is
-            missing, or the set is empty.
-    """
-    return _collect(config, iter_rows(config))
-
-
-def load_examples(config: SFTDataConfig) -> Dataset:
-    """Load the data as `load` does, each row with the `completion` to learn: a task's worked answer, or the file's own.
+    Args:
+        config: the section `data`; for that of supervised training each row has the `completion` to learn: a task's
+            worked answer, or the file's own.
 
     Raises:
-        DataError: as in `load`, and if the task has no worked answers.
+        DataError: the task is unknown or has no worked answers, the path does not exist, a line is malformed (with file
+            and line), a column is missing, or the set is empty.
     """
     return _collect(config, iter_rows(config))
 

@@ -19,7 +19,7 @@ from covey import registry
 from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import DataConfig, SFTDataConfig
-from covey.data import load, load_examples, readers
+from covey.data import load, readers
 from covey.errors import DataError
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
@@ -99,7 +99,7 @@ def test_chats_in_files_are_learnt_or_asked(tmp_path: Path, row: dict[str, Any],
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(r) + "\n" for r in rows))
-    learnt = load_examples(SFTDataConfig(path=str(path)))
+    learnt = load(SFTDataConfig(path=str(path)))
     asked = load(DataConfig(task="jsonl", path=str(path)))
     for data in (learnt, asked):
         assert data.train == [{"prompt": [ASKED], "completion": "4", "level": 0}]

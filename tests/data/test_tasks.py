@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
-from covey.data import arithmetic, first_letter, load, load_examples
+from covey.data import arithmetic, first_letter, load
 from covey.envs.tool_calls import FORMATS
 from covey.envs.tools import calculator
 from covey.models.scratch_checkpoint import ScratchCheckpoint
@@ -96,7 +96,7 @@ def test_no_long_sum_of_the_test_is_trained_and_the_shown_call_is_one_that_works
 
 
 def test_the_examples_are_the_problems_with_their_answers():
-    asked, taught = load(DataConfig(task="sums")), load_examples(SFTDataConfig(task="sums"))
+    asked, taught = load(DataConfig(task="sums")), load(SFTDataConfig(task="sums"))
     for rows, examples in ((asked.train, taught.train), (asked.test, taught.test)):
         assert [row | {"completion": row["answer"]} for row in rows] == examples
 
