@@ -59,8 +59,8 @@ class RowHashes:
 
     def add(self, row: Row) -> None:
         """Add a row."""
-        whole = ENCODER.encode(row)
-        used = whole if self._columns is None else ENCODER.encode([row.get(name) for name in self._columns])
+        used = _encode(row, self._columns)
+        whole = used if self._columns is None else _encode(row, None)
         self._hashes.extend((hash(whole), hash(used), hash(_fold(used))))
 
     def table(self) -> "np.ndarray":
@@ -82,18 +82,23 @@ def compare_rows(recipe: Recipe | SFTRecipe, train: Iterable[Row], held_out: Ite
 
 
 def data_counts(recipe: Recipe | SFTRecipe, train: Sequence[Row], held_out: Sequence[Row]) -> dict[str, int]:
-    """Return the numbers of rows and of different ones, but for case and white space, for the summary of a run."""
-    folded = compare_rows(recipe, train, held_out)[-1]
+    """Return the numbers of rows and of different ones, but for case and white space, for the summary of a run.
+
+    They are those of the last entry of `compare_rows`; a run, which begins with them, computes no other hashes.
+    """
+    columns = trained_columns(recipe)
+    learnt, tested = ([hash(_fold(_encode(row, columns))) for row in rows] for rows in (train, held_out))
+    distinct = set(learnt)
     return {
         "rows": len(train),
-        "distinct": folded.distinct,
+        "distinct": len(distinct),
         "held_out": len(held_out),
-        "held_out_in_training": folded.held_out,
+        "held_out_in_training": sum(one in distinct for one in tested),
     }
 
 
 def describe_repeated(duplicates: Sequence[Duplicates]) -> str:
-    """Describe what is trained on more than once; "" if there is nothing."""
+    """Describe the repeated training rows; "" if there are none."""
     _, exact, folded = duplicates
     but = "" if exact.repeated == folded.repeated else f" ({exact.distinct:,} with case and white space)"
     rows = folded.distinct + folded.repeated
@@ -101,7 +106,7 @@ def describe_repeated(duplicates: Sequence[Duplicates]) -> str:
 
 
 def describe_overlap(duplicates: Sequence[Duplicates], held_out: int) -> str:
-    """Describe which of the held-out rows are trained on; "" if none are."""
+    """Describe the held-out rows that are training rows; "" if there are none."""
     _, exact, folded = duplicates
     but = "" if exact.held_out == folded.held_out else f" ({exact.held_out:,} exactly)"
     return f"{folded.held_out:,} of {held_out:,} held-out rows are training rows{but}" if folded.held_out else ""
@@ -112,6 +117,11 @@ def trained_columns(recipe: Recipe | SFTRecipe) -> Sequence[str] | None:
     if isinstance(recipe, SFTRecipe):
         return EXAMPLE
     return None if recipe.envs.environment else PROMPT
+
+
+def _encode(row: Row, columns: Sequence[str] | None) -> str:
+    """Encode these columns of a row as JSON text; the whole row if they are None."""
+    return ENCODER.encode(row if columns is None else [row.get(name) for name in columns])
 
 
 def _fold(text: str) -> str:
