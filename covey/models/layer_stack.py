@@ -82,7 +82,7 @@ class LayerStacks:
     def _convert(self, tree: Tree, convert: Any) -> Tree:
         if not self._runs:
             return tree
-        converted: Tree = jax.tree.map(lambda x: convert(x) if _is_state(x) else x, tree, is_leaf=_is_state)
+        converted: Tree = jax.tree.map(lambda x: convert(x) if is_state(x) else x, tree, is_leaf=is_state)
         return converted
 
     def _unstack_state(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
@@ -130,7 +130,8 @@ def stacked_sharding(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
+    """Return whether a node of a tree is a state of a model."""
     return isinstance(node, nnx.State)
 
 

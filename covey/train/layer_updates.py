@@ -18,6 +18,7 @@ import jax
 import optax
 from flax import nnx
 
+from covey.models.layer_stack import is_state
 from covey.parallel.order import check_launch_order
 from covey.parallel.programs import Program
 from covey.parallel.reshard import dotted_path
@@ -100,7 +101,7 @@ class LayerUpdates:
     """
 
     def __init__(self, optimizer: ScheduledOptimizer, layout: GradientLayout, norm: Any, trainable: Any, state: Any):
-        self._clips, self._layout, self._norm = optimizer.clips, layout, norm
+        self._clips, self._norm = optimizer.clips, norm
         self._weights, (self._state, self._structure) = jax.tree.leaves(trainable), jax.tree.flatten(state)
         make_program, weights, moments = cache(PartProgram), _NestedStates(trainable), _NestedStates(state)
         self._shared = moments.select({})[0]
@@ -151,11 +152,11 @@ class _NestedStates:
     def __init__(self, tree: Any):
         leaves, structure = jax.tree.flatten(tree)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
-        self._nodes, self._structure = jax.tree.flatten(numbers, is_leaf=_is_state)
+        self._nodes, self._structure = jax.tree.flatten(numbers, is_leaf=is_state)
         self._flat = {
             at: {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(node)}
             for at, node in enumerate(self._nodes)
-            if _is_state(node)
+            if is_state(node)
         }
 
     def select(self, names: Names) -> tuple[list[int], Any]:
@@ -166,10 +167,6 @@ class _NestedStates:
             nodes[at] = nnx.from_flat_state(chosen)
         numbers, structure = jax.tree.flatten(jax.tree.unflatten(self._structure, nodes))
         return numbers, structure
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, nnx.State)
 
 
 def _transformations(optimizer: ScheduledOptimizer, trainable: Any) -> dict[str, str]:
