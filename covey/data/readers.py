@@ -103,7 +103,7 @@ def required(item: T | DataError) -> T:
 
 
 def attempt(function: Callable[..., T], *arguments: Any) -> T | DataError:
-    """Return what `function` returns, or the `DataError` that it raises."""
+    """Call `function`; return its result, or the `DataError` that it raises."""
     try:
         return function(*arguments)
     except DataError as error:

@@ -89,7 +89,7 @@ def iter_rows(config: DataConfig) -> Splits:
 
 
 def num_held_out(rows: int) -> int:
-    """Return how many of the last of `rows` rows are held out where the source has no test set."""
+    """Return the number of rows, the last ones of `rows`, that are held out where the source has no test set."""
     return max(1, rows // 10)
 
 

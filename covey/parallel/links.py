@@ -180,7 +180,7 @@ class Links:
                 threading.Thread(target=self._receive_all, args=(connection,), name="links", daemon=True).start()
 
     def _receive_all(self, connection: socket.socket) -> None:
-        """Store what comes behind the token. A connection that closes is left to the channel, which tells whether its
+        """Store the messages behind the token. A connection that closes is left to the channel, which tells whether its
         process is gone.
         """
         connection.settimeout(CONNECT_SECONDS)

@@ -143,7 +143,7 @@ def _scores(group: Group, name: str) -> np.ndarray:
 
 
 def _explain(total: np.ndarray, measured: Mapping[str, np.ndarray], rows: Sequence[FunctionSignal]) -> Iterator[str]:
-    """Yield what explains the rewards otherwise than the answers: their length, their emptiness, another function."""
+    """Yield other explanations of the rewards than the answers: their length, their emptiness, another function."""
     empty, known = measured[EMPTY] > 0, ~np.isnan(total)
     if empty.size and empty.all():
         yield "every completion is empty"

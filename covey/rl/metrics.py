@@ -78,9 +78,9 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
 
 
 def correlation_metrics(table: GroupTable) -> dict[str, float]:
-    """Compute what the rewards of a step go with: their correlations with length in characters, emptiness and
-    repetition, those of each two reward functions, of which the length penalty is none, and the fraction of empty ones
-    among the completions with a reward above the mean of their group. One that is undefined is left out.
+    """Compute the correlations of the rewards of a step with length in characters, emptiness and repetition, those of
+    each two reward functions, of which the length penalty is none, and the fraction of empty ones among the completions
+    with a reward above the mean of their group. One that is undefined is left out.
     """
     empty = table.empty.astype(float)
     texts = {"length": table.characters, "empty": empty, "repetition": table.repetition}

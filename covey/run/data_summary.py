@@ -97,7 +97,7 @@ class DataSummary:
 
     @property
     def findings(self) -> list[Finding]:
-        """What should be known before a run."""
+        """Findings that should be known before a run."""
         return find_problems(self)
 
     @property

@@ -355,7 +355,7 @@ class Engine:
         return Launched(samples, drawn, self.version, decodes=False, began=began)
 
     def _park(self, samples: Mapping[int, Sample]) -> None:
-        """Keep what these slots hold for samples that leave them."""
+        """Keep the keys and values in these slots for the samples that leave them."""
         for slot, sample in samples.items():
             self._sequence(sample).swapped = self.runner.swap_out(slot)
         drawing = {slot: sample for slot, sample in samples.items() if sample not in self.scheduler.paused}
@@ -377,12 +377,12 @@ class Engine:
         return Launched(samples, drawn, self.version, decodes=True, began=began)
 
     def _read(self, num_unread: int) -> None:
-        """Read what was launched, but for the last programs."""
+        """Read the tokens of the programs launched, but for the last `num_unread`."""
         while len(self._launched) > num_unread:
             self._collect(self._launched.popleft())
 
     def _collect(self, launched: Launched) -> None:
-        """Read what a program drew, and ask for responses to the samples that have halted in it."""
+        """Read the tokens that a program drew, and ask for responses to the samples that have halted in it."""
         chunk = self.runner.read(launched.drawn, launched.samples)
         self._count_seconds(launched)
         self.scheduler.update(chunk.counts)

@@ -50,7 +50,7 @@ def exponential_noise(
 
 
 def place_noise(keys: UInt32[Array, "*n 2"], places: Int[Array, "*n places"]) -> Float[Array, "*n places"]:
-    """Return those numbers of `exponential_noise` that belong to `places` in a block, in any order."""
+    """Return the numbers of `exponential_noise` of these `places` in a block, in any order."""
     _, of_place = _threefry(keys[..., None, :], np.uint32(0), places.astype(jnp.uint32))
     return _exponential(of_place)
 
