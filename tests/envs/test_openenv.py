@@ -64,7 +64,7 @@ def served(handle: Callable[[Any], Any], redirect: str | None = None) -> Iterato
 
 
 def opened(url: str, **settings: Any) -> EnvironmentRunner:
-    config = EnvsConfig(environment=f"openenv:{url}", **{"private_addresses": True, "timeout": 1.0, **settings})
+    config = EnvsConfig(environment=f"openenv:{url}", **{"private_addresses": True, "timeout": 5.0, **settings})
     return EnvironmentRunner(config=config)
 
 
@@ -195,7 +195,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("handle", "what"), HOSTILE)
 def test_a_hostile_server_fails_its_episode_in_time(handle: Callable[[Any], Any], what: str) -> None:
-    with served(handle) as url, opened(url) as runner:
+    with served(handle) as url, opened(url, timeout=1.0) as runner:
         began = time.perf_counter()
         with pytest.raises(EpisodeError, match=what):
             Episodes(runner, [ROW], 1, UNUSED).begin()
@@ -286,7 +286,8 @@ def test_a_server_that_rotates_its_tasks_can_be_played_by_groups_of_equal_prompt
         with opened(url) as runner, pytest.raises(EpisodeError, match="different prompts"):
             Episodes(runner, [ROW], 4, UNUSED).begin()
         with opened(url, different_prompts="group") as runner:
-            episodes = Episodes(runner, [ROW, ROW], 4, UNUSED)
+            # One row: connections of several rows reach the server in any order, and so do its tasks.
+            episodes = Episodes(runner, [ROW], 4, UNUSED)
             shown = [prompt[-1]["content"] for prompt in episodes.begin() if not isinstance(prompt, str)]
-            assert sorted(shown) == ["Guess.\n\ntask 0"] * 2 + ["Guess.\n\ntask 1"] * 2
-            assert [tuple(one) for one in episodes.requests] == [(0, 0, 2), (0, 2, 2), (1, 0, 2), (1, 2, 2)]
+            assert sorted(shown) == ["Guess.\n\ntask 0", "Guess.\n\ntask 1"]
+            assert [tuple(one) for one in episodes.requests] == [(0, 0, 2), (0, 2, 2)]
