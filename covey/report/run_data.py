@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> RunData:
     recipe.require_run(folder)
     settings = _settings(folder)
     unreadable: dict[str, int] = {}
-    curves = read_curves(read_lines(folder / METRICS, unreadable))
+    curves = Curves(read_lines(folder / METRICS, unreadable))
     return RunData(
         name=folder.resolve().name,
         path=folder,
@@ -158,32 +158,38 @@ def _settings(folder: Path) -> Mapping[str, Any]:
     return flatten(tree)
 
 
-class Curves(NamedTuple):
-    """Metrics by name, with the steps that have a row and the seconds of training up to each of them."""
+class Curves:
+    """Finite values in rows of `metrics.jsonl`, to which more rows can be added.
 
-    steps: Sequence[int]
-    seconds: Sequence[float]
-    series: Mapping[str, Series]
+    Attributes:
+        steps: steps that have a row, ascending.
+        seconds: seconds of training up to each of them.
+        series: metrics by name.
+    """
 
+    def __init__(self, rows: Iterable[Row] = ()):
+        self.steps, self.seconds = array("q"), array("d")
+        self.series: dict[str, Series] = {}
+        self._points: dict[str, tuple[array[int], array[float]]] = {}
+        for row in rows:
+            self.add(row)
 
-def read_curves(rows: Iterable[Row]) -> Curves:
-    """Return the finite values in rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
-    steps, seconds = array("q"), array("d")
-    series: dict[str, tuple[array[int], array[float]]] = {}
-    passed = 0.0
-    for row in rows:
+    def add(self, row: Row) -> None:
+        """Add a row. One whose step does not ascend is left out."""
         step = row.get("step")
-        if not is_count(step) or (steps and step <= steps[-1]):
-            continue
-        passed += max(0.0, number(row.get("step_time")) or 0.0)
-        steps.append(step)
-        seconds.append(passed)
+        if not is_count(step) or (self.steps and step <= self.steps[-1]):
+            return
+        passed = self.seconds[-1] if self.seconds else 0.0
+        self.steps.append(step)
+        self.seconds.append(passed + max(0.0, number(row.get("step_time")) or 0.0))
         for name, raw in row.items():
             if name != "step" and (value := number(raw)) is not None:
-                at, values = series.setdefault(name, (array("q"), array("d")))
-                at.append(step)
+                if name not in self._points:
+                    self._points[name] = array("q"), array("d")
+                    self.series[name] = Series(*self._points[name])
+                steps, values = self._points[name]
+                steps.append(step)
                 values.append(value)
-    return Curves(steps, seconds, {name: Series(*points) for name, points in series.items()})
 
 
 def points_per_series(count: int, longest: int) -> int:

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 
 from covey.files import number
 from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, percent
-from covey.report.run_data import RunData, Series, read_curves
+from covey.report.run_data import Curves, RunData, Series
 
 MIN_WINDOW, MAX_WINDOW, WINDOWS = 3, 50, 4
 """Smallest and largest number of steps that are averaged, and number of windows in a run of usual length."""
@@ -100,7 +100,7 @@ class RunHistory:
         data: Mapping[str, float] | None = None,
     ) -> "RunHistory":
         """Return the history of rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
-        curves = read_curves(rows)
+        curves = Curves(rows)
         steps = np.array(curves.steps, np.int64)
         return cls(method, settings or {}, steps, _columns(steps, curves.series), before or {}, data=data or {})
 
