@@ -8,6 +8,7 @@ indexed by the beginning of each line, and only the lines that are kept are pars
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
+from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -72,7 +73,17 @@ def collect(
             out, tail]`, and a conversation `{"turns": ...}`; see `texts.completion_form`.
         total, kept: numbers of steps and of groups, in the file and on the page.
     """
-    index = locate(file, unreadable)
+    return encode_groups(file, locate(file, unreadable), budget, mask, first)
+
+
+def encode_groups(
+    file: Path,
+    index: Sequence[Location],
+    budget: int,
+    mask: Mask = lambda value: value,
+    first: Collection[tuple[int, int]] = (),
+) -> str:
+    """Return the groups of `index` that fit in `budget` bytes, as `collect` does."""
     by_step: dict[int, list[Location]] = {}
     for location in index:
         by_step.setdefault(location.step, []).append(location)
@@ -92,13 +103,17 @@ def collect(
     )
 
 
-def locate(file: Path, unreadable: dict[str, int]) -> list[Location]:
+def locate(file: Path, unreadable: dict[str, int], known: Sequence[Location] = ()) -> list[Location]:
     """Return where each group of `file` lies. The beginning of a line tells its step and group; a line that begins
     otherwise is parsed.
+
+    Args:
+        known: groups at the beginning of the file that were located before; only what follows them is read. They count
+            for nothing if the file has become shorter, as that of a resumed run does.
     """
-    groups: list[Location] = []
-    position = 0
     with open_or_empty(file.parent, file.name) as lines:
+        groups = list(known) if known and lines.seek(0, SEEK_END) >= known[-1].stop else []
+        position = lines.seek(groups[-1].stop if groups else 0)
         for line in lines:
             if not line.endswith(b"\n"):
                 break

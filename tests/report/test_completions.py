@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from covey.monitor.writer import sample_rows
-from covey.report.completions import collect, keep_token_values
+from covey.report.completions import collect, keep_token_values, locate
 from covey.report.evaluation import questions
 from covey.report.run_data import read_run
 from covey.report.texts import completion_form, prompt_turns, shortened
@@ -57,6 +57,21 @@ def test_rows_of_another_form_are_left_out_and_counted(made: SimpleNamespace, tm
     assert unreadable == {"samples.jsonl": 2}
     assert [step for step, _, _ in found["steps"]] == [1, 2]
     assert found["steps"][0][2] == [[1, 0, [["", None, None, [], False, None]]]]
+
+
+def test_only_what_follows_the_known_groups_is_read(made: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    made.write_lines(file, [made.sample(step, 0, index, "text") for step in (1, 2) for index in (0, 2)])
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:3]) + lines[3][:9])
+    known = locate(file, {})
+    assert [(group.step, group.stop) for group in known] == [(1, len(lines[0]) * 2), (2, len(lines[0]) * 3)]
+    file.write_bytes(b"x" * len(lines[0]) * 3 + lines[3])  # the known part is not looked at again
+    unreadable: dict[str, int] = {}
+    assert locate(file, unreadable, known) == [known[0], known[1]._replace(stop=len(lines[0]) * 4)]
+    file.write_bytes(lines[0])  # a resumed run has cut it
+    assert locate(file, unreadable, known) == [known[0]._replace(stop=len(lines[0]))]
+    assert unreadable == {}
 
 
 def test_groups_whose_tokens_were_scored_are_kept_first(make_run: Any) -> None:
