@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 def _run_data(run: RunData, limit: int) -> dict[str, Any]:
     total = run.settings.get("training.max_steps")
     series = {name: reduce_series(series, limit) for name, series in _series_of(run).items()}
-    clock = reduce_series(Series(run.steps, run.seconds), limit)
+    clocks = {name: reduce_series(clock, limit) for name, clock in clocks_of(run).items()}
     return {
         "recipe": str(run.settings.get("name", "")),
         "method": run.method,
@@ -216,13 +217,20 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
         "state": run.state,
         "steps": [len(run.steps), run.steps[-1] if run.steps else 0, total if is_count(total) else None],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
-        "clock": [list(clock.steps), _rounded(clock.values)],
+        "clocks": {name: [list(clock.steps), _rounded(clock.values)] for name, clock in clocks.items()},
         "points": limit,
         "series": {name: [list(curve.steps), _rounded(curve.values)] for name, curve in series.items()},
         "figures": evaluation.figures(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
     }
+
+
+def clocks_of(run: RunData) -> Mapping[str, Series]:
+    """Return the seconds of training and, where they were counted, the tokens up to each step, by name of the axis."""
+    counted = run.series.get("num_tokens")
+    tokens = {"tokens": Series(counted.steps, list(accumulate(counted.values)))} if counted else {}
+    return {"time": Series(run.steps, run.seconds), **tokens}
 
 
 def facts(run: RunData) -> list[list[str]]:

@@ -143,6 +143,9 @@ def test_smoothing_axis_and_search_change_the_charts(opened: Open, long_report: 
     assert value.inner_text() != raw
     page.get_by_label("Along").select_option("time")
     assert chart(page, "Reward").evaluate(RANGE) == [0, 3000]  # seconds
+    page.get_by_label("Along").select_option("tokens")
+    low, high = chart(page, "Reward").evaluate(RANGE)
+    assert low < 10 < 8_000 < high < 10_000
     page.get_by_label("Find").fill("critic/")
     assert page.locator("figure.chart:visible").count() == 5
     page.get_by_label("Find").fill("")

@@ -1,4 +1,4 @@
-// Charts of metrics by step or by time: uPlot, with zoom, synchronised values, smoothing, keys and touch.
+// Charts of metrics by step, time or tokens: uPlot, with zoom, synchronised values, smoothing, keys and touch.
 
 const view = { axis: 'step', smooth: 0, range: null };
 const drawn = new Set();
@@ -14,15 +14,16 @@ function readColours() {
 const colourOf = (number) => colours.series[number % colours.series.length];
 const faint = (colour, alpha) => colour + Math.round(255 * alpha).toString(16).padStart(2, '0');
 
-// The seconds of training up to a step of a run.
-function timeOf(run, step) {
-  const [steps, seconds] = run.clock;
+// The place of a step of a run on the axis: itself, or the seconds of training or the tokens up to it.
+function placeOf(run, step) {
+  if (view.axis === 'step') return step;
+  const [steps, passed] = run.clocks[view.axis];
   let low = 0, high = steps.length;
   while (low < high) { const middle = (low + high) >> 1; if (steps[middle] < step) low = middle + 1; else high = middle; }
-  if (low === steps.length) return seconds.length ? seconds[seconds.length - 1] : 0;
-  if (steps[low] === step) return seconds[low];
-  const [s0, t0] = low ? [steps[low - 1], seconds[low - 1]] : [0, 0];
-  return t0 + (seconds[low] - t0) * (step - s0) / (steps[low] - s0);
+  if (low === steps.length) return passed.length ? passed[passed.length - 1] : 0;
+  if (steps[low] === step) return passed[low];
+  const [s0, t0] = low ? [steps[low - 1], passed[low - 1]] : [0, 0];
+  return t0 + (passed[low] - t0) * (step - s0) / (steps[low] - s0);
 }
 
 // Exponential moving average without the bias of its start.
@@ -41,12 +42,16 @@ class ChartView {
     this.lines = [];
     runs.forEach((run, r) => chart.series.forEach((series, s) => {
       const points = run.series[series.name];
-      if (points && points[0].length) this.lines.push({ run, r, series, s, steps: points[0], values: points[1], ends: ends(run, series) });
+      if (points && points[0].length) this.lines.push({ run, r, series, s, steps: points[0], values: points[1] });
     }));
     this.several = runs.length > 1;
-    // The ranges of several runs would hide each other; standard errors are what their comparison needs.
-    if (this.several) for (const line of this.lines) if (!line.series.error) line.ends = null;
+    this.measureEnds();
     this.figure = this.build();
+  }
+
+  // The ranges of several runs would hide each other; standard errors are what their comparison needs.
+  measureEnds() {
+    for (const line of this.lines) line.ends = this.several && !line.series.error ? null : ends(line.run, line.series);
   }
 
   get unit() { return this.chart.series[0].unit; }
@@ -107,7 +112,7 @@ class ChartView {
       table(headings, rows, { label: 'Numbers of ' + this.chart.title }));
   }
 
-  xs(line) { return view.axis === 'step' ? line.steps : line.steps.map((step) => timeOf(line.run, step)); }
+  xs(line) { return view.axis === 'step' ? line.steps : line.steps.map((step) => placeOf(line.run, step)); }
 
   // One table per line: x, the measured values, the smoothed ones, and the ends of its band.
   data() {
@@ -141,7 +146,7 @@ class ChartView {
       scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high, this.unit) } },
       axes: [
         { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
-          values: (u, splits) => splits.map((value) => (view.axis === 'step' ? (Number.isInteger(value) ? whole(value) : '') : clockText(value, splits))) },
+          values: (u, splits) => splits.map((value) => (view.axis === 'time' ? clockText(value, splits) : Number.isInteger(value) ? (value < 1e5 ? whole(value) : brief(value / 1e6) + ' M') : '')) },
         { stroke: () => colours.text, grid: { stroke: () => colours.line, width: 1 }, ticks: { show: false }, size: (u, labels) => axisWidth(labels), font: '11px system-ui, sans-serif',
           values: (u, splits) => splits.map((value) => axisValue(value, this.unit, splits)) },
       ],
@@ -265,13 +270,30 @@ function rangeY(low, high, unit) {
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
+// Points were added to the series of the runs, in place.
+function growCharts() {
+  everything = null;
+  for (const chart of drawn) {
+    chart.measureEnds();
+    chart.update();
+  }
+}
+
+// Forget all charts, before those of other runs are made.
+function clearCharts() {
+  for (const chart of drawn) chart.u.destroy();
+  drawn.clear();
+  everything = null;
+  view.range = null;
+}
+
 let everything = null;
 function wholeRange() {
   if (everything && everything.axis === view.axis) return everything.range;
   let low = Infinity, high = -Infinity;
   for (const run of DATA.runs) for (const [steps] of Object.values(run.series)) {
     if (!steps.length) continue;
-    const [first, last] = [steps[0], steps[steps.length - 1]].map((step) => (view.axis === 'step' ? step : timeOf(run, step)));
+    const [first, last] = [steps[0], steps[steps.length - 1]].map((step) => placeOf(run, step));
     if (first < low) low = first;
     if (last > high) high = last;
   }
@@ -306,7 +328,7 @@ function lastIndex(values) {
 }
 const lastOf = (values) => values[lastIndex(values)];
 
-const positionText = (x) => (view.axis === 'step' ? 'step ' + whole(x) : duration(x));
+const positionText = (x) => ({ step: () => 'step ' + whole(x), time: () => duration(x), tokens: () => count(x, 'token') })[view.axis]();
 const showPosition = (x) => { const shown = byId('position'); if (shown) shown.textContent = x === null ? 'last step' : positionText(x); };
 
 function axisValue(value, unit, splits) {
@@ -363,11 +385,12 @@ function chartGrid(charts, runs) {
 function showCurves(body) {
   const runs = DATA.runs;
   if (!DATA.charts.length) return false;
-  const smooth = element('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: 0, oninput: (event) => {
+  const smooth = element('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: view.smooth, oninput: (event) => {
     view.smooth = Number(event.target.value);
     for (const chart of drawn) chart.update();
   } });
-  const axis = choice([['step', 'steps'], ['time', 'time of training']], 'step', (value) => {
+  const axes = [['step', 'steps'], ['time', 'time of training'], ['tokens', 'tokens']].filter(([name]) => name === 'step' || runs.every((run) => run.clocks[name]));
+  const axis = choice(axes, view.axis, (value) => {
     view.axis = value;
     view.range = null;
     for (const chart of drawn) chart.update();
