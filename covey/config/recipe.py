@@ -18,6 +18,7 @@ from covey.config.base import (
     Decisive,
     Ignored,
     NonNegativeInt,
+    PositiveInt,
     Problem,
     Reported,
     in_sections,
@@ -89,6 +90,12 @@ class Recipe(AnyRecipe):
     critic: Reported[str | None] = None
     """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
     rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
+    log_completions: Ignored[bool] = False
+    """Send a table of completions to the trackers as well: prompts, completions and scores leave this machine."""
+    log_completions_every_n_steps: Ignored[PositiveInt] = 10
+    """Interval of that table, in updates."""
+    num_completions_to_log: Ignored[PositiveInt] = 16
+    """Rows of that table; samples.jsonl always has every completion."""
     role_to_mesh: Ignored[RoleMeshes] = field(default_factory=RoleMeshes)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
@@ -364,6 +371,12 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
     return [
         *_scoring_contradictions(recipe),
         *_algorithm_contradictions(recipe),
+        *problem_if(
+            recipe.log_completions and not recipe.tracking,
+            "log_completions",
+            "log_completions sends completions to trackers, and tracking names none",
+            "false, or a tracker in tracking; samples.jsonl has every completion without either",
+        ),
         *(
             Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
             for name in recipe.reward_safety.on_error_of

@@ -30,8 +30,8 @@ PHASES = {"rollout": SAMPLING, "logps": ("score",), "update": ("gradients", "app
 def overrides(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the settings that shorten a run of `recipe` to `STEPS` steps and a small evaluation."""
     never = ["training.eval_every_n_steps=0", "training.checkpoint_every_n_steps=0"]
-    answers = ["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else []
-    return [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", *never, *answers]
+    of_kind = ["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else ["log_completions=false"]
+    return [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", *never, *of_kind]
 
 
 def measure(recipe: Recipe | SFTRecipe) -> dict[str, int]:

@@ -292,6 +292,10 @@ class Run(ABC, Generic[RecipeT]):
         """Write a step to the folder, and its metrics to the trackers."""
         record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
         self.folder.write_step(record)
+        self.track(record)
+
+    def track(self, record: StepRecord) -> None:
+        """Send a step to the trackers."""
         self.resources.trackers.log(record.step, record.metrics)
 
     def after_step(self, record: StepRecord) -> None:

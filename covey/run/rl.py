@@ -125,6 +125,12 @@ class RLRun(Run[Recipe]):
     def show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics, _lines(record.groups))
 
+    def track(self, record: StepRecord) -> None:
+        recipe = self.recipe
+        due = recipe.log_completions and record.due(recipe.log_completions_every_n_steps)
+        groups = record.groups if due else ()
+        self.resources.trackers.log(record.step, record.metrics, groups, recipe.num_completions_to_log)
+
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
 

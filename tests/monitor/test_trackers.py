@@ -1,16 +1,23 @@
 """Trackers, each played by a stand-in for its package: what they are told, what not, and that none stops a run."""
 
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from covey import registry
+from covey.config.recipe import Recipe, validate
 from covey.display import show_log
+from covey.errors import RecipeError
+from covey.monitor.record import StepRecord
 from covey.monitor.trackers import TRACKERS, Tracked, Trackers
+from covey.run.rl import RLRun
+from covey.types import Completion, FinishReason, Group
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
 SENT = {"reward": 0.5, "eval/pass@1": 0.25}
@@ -92,6 +99,68 @@ def test_numbers_go_out_with_their_step_and_nothing_else_does(install: Install, 
         assert logged == [((SENT,), {"step": 3}), (({"reward": 1.0},), {"step": 4})]
     assert len(fake.named(END[name])) == 1
     assert fake.calls[-1][0] == END[name]
+
+
+# --- completions
+
+
+def a_group(*texts: str) -> Group:
+    tokens, logps = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    scores = np.array([1.0, math.nan])
+    return Group(
+        prompt="Add.\nAbut hf_verysecret",
+        prompt_tokens=tokens,
+        completions=tuple(Completion(tokens, logps, logps, FinishReason.STOP, text) for text in texts),
+        rewards=scores,
+        rewards_by_function={"exact": scores, "short": np.array([0.5, 0.25])},
+        advantages=np.array([0.5, -0.5], np.float32),
+    )
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_completions_go_out_as_a_table_of_so_many_rows(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without secrets. TensorBoard shows Markdown, so that no line of a text may stand where it could be some."""
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    fake = install(name, Fake())
+    with Trackers([name], tracked(tmp_path)) as trackers:
+        trackers.log(3, {"reward": 0.5}, [a_group("2\n\n# <b>", "")] * 9, num_completions=2)
+        trackers.log(4, {"reward": 0.5})
+    if name == "tensorboard":
+        [((table_name, text, step), _)] = fake.named("add_text")
+        assert (table_name, step) == ("completions", 3)
+        assert text.count("Abut ***") == 2
+        ours = [line for line in text.splitlines() if line and not line.startswith("    ")]
+        assert ours == ["prompt", "completion", "---"] * 2
+    else:
+        [(_, table)] = fake.named("Table")
+        assert table["columns"] == [
+            "step",
+            "prompt",
+            "completion",
+            "reward",
+            "rewards/exact",
+            "rewards/short",
+            "advantage",
+        ]
+        first, second = table["data"]
+        assert first == [3, "Add.\nAbut ***", "2\n\n# <b>", 1.0, 1.0, 0.5, 0.5]
+        assert second == [3, "Add.\nAbut ***", "", None, None, 0.25, -0.5]
+        assert [sent.keys() for (sent,), _ in fake.named(LOG[name])] == [{"reward", "completions"}, {"reward"}]
+
+
+def test_a_recipe_sends_completions_only_if_it_says_so_and_at_its_interval() -> None:
+    sent = []
+    trackers = types.SimpleNamespace(log=lambda step, metrics, groups, count: sent.append((step, len(groups), count)))
+    for settings in ({}, {"log_completions": True, "log_completions_every_n_steps": 2, "num_completions_to_log": 5}):
+        recipe = Recipe(rewards=("exact_answer",), tracking=("wandb",), **settings)  # type: ignore[arg-type]
+        run: Any = types.SimpleNamespace(recipe=recipe, resources=types.SimpleNamespace(trackers=trackers))
+        for step in (1, 2, 3):
+            RLRun.track(run, StepRecord(step, 1, 3, {}, [a_group("2", "")]))
+    assert sent == [(1, 0, 16), (2, 0, 16), (3, 0, 16), (1, 0, 5), (2, 1, 5), (3, 0, 5)]
+    with pytest.raises(RecipeError, match="tracking names none"):
+        validate(Recipe(rewards=("exact_answer",), log_completions=True))
 
 
 # --- trouble
