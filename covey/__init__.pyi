@@ -17,6 +17,7 @@ from covey.config.schema import RolloutConfig as RolloutConfig
 from covey.config.schema import SFTConfig as SFTConfig
 from covey.envs.protocol import Step as Step
 from covey.envs.runner import EnvironmentRunner as EnvironmentRunner
+from covey.envs.trl import TrlFactory as TrlFactory
 from covey.errors import CoveyError as CoveyError
 from covey.models.export import write_hf as write_hf
 from covey.models.export import write_peft as write_peft
@@ -41,6 +42,7 @@ from covey.run import open_model as open_model
 from covey.run.learners import GRPOLearner as GRPOLearner
 from covey.run.learners import PPOLearner as PPOLearner
 from covey.run.learners import SFTLearner as SFTLearner
+from covey.run.learners import train_grpo as train_grpo
 from covey.train.checkpoint import Checkpointer as Checkpointer
 
 __all__: list[str]

@@ -5,17 +5,29 @@ by one, for a look at data of any size; `load` collects them.
 """
 
 import logging
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data import arithmetic, first_letter, games, gsm8k, readers
 from covey.data.examples import as_example
-from covey.data.rows import FORMS, PAIR, Form, Row, as_chat_row, as_prompt, find_chat_form, find_form, format_counts
+from covey.data.rows import (
+    FORMS,
+    PAIR,
+    Form,
+    Row,
+    as_chat_row,
+    as_prompt,
+    as_rows,
+    find_chat_form,
+    find_form,
+    format_counts,
+)
 from covey.errors import DataError
 from covey.types import Message
 
@@ -70,6 +82,17 @@ def load(config: DataConfig) -> Dataset:
             and line), a column is missing, or the set is empty.
     """
     return _collect(config, iter_rows(config))
+
+
+def read_rows(data: Any) -> list[Row]:
+    """Return the rows of `data`: what `as_rows` takes, or the path of a file of rows.
+
+    Raises:
+        DataError: there is no such file, it is empty, or the rows have an unknown form.
+    """
+    if not isinstance(data, str | os.PathLike):
+        return as_rows(data)
+    return [readers.required(row) for row in iter_rows(DataConfig(task="jsonl", path=os.fspath(data)))[0]]
 
 
 def iter_rows(config: DataConfig) -> Splits:

@@ -1,9 +1,11 @@
 """Format the numbers and texts of a run in a few characters, for the terminal."""
 
 import math
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from covey.config.metrics import metric
 from covey.display import printable
@@ -76,6 +78,26 @@ def size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
+def figures(result: Mapping[str, Any]) -> str:
+    """Format the metrics of an evaluation in one line.
+
+    >>> figures({"accuracy": 0.5, "reward": 0.25, "samples": 8})
+    'accuracy 50.0%  reward 0.250  (8 samples)'
+    """
+    names = [*FIGURES, *(name for name in result if re.fullmatch(r"pass@\d+", name))]
+    shown = [f"{name} {figure(name, result[name])}" for name in names if result.get(name) is not None]
+    counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
+    return "  ".join([*shown, *([f"({', '.join(counts)})"] if counts else [])])
+
+
+def figure(name: str, value: float) -> str:
+    """Format the value of the metric `name` of an evaluation."""
+    row = metric(f"eval/{name}")
+    return f"{100 * value:.1f}%" if row and row.unit == "share" else f"{value:.3f}"
+
+
+FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
+"""Metrics shown for an evaluation, in this order."""
 UNITS: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{100 * value:.3g}%",
     "tokens": lambda value: f"{value:.0f}",

@@ -7,7 +7,6 @@ training.
 """
 
 import math
-import re
 import shlex
 import statistics
 import time
@@ -17,10 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.config.metrics import metric
 from covey.display import make_console, printable
 from covey.monitor.displays import LiveDisplay, LogDisplay, SampleLine, StatusView
-from covey.monitor.formats import duration, sparkline
+from covey.monitor.formats import FIGURES, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
 
@@ -140,11 +138,11 @@ class Progress:
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
         """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer."""
-        lines = [f"{name}: {_figures(result)}"]
+        lines = [f"{name}: {figures(result)}"]
         for preset in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
             start = f"{preset}/"
-            figures = {key.removeprefix(start): value for key, value in result.items() if key.startswith(start)}
-            lines.append(f"{name}, {preset}: {_figures(figures)}")
+            of_preset = {key.removeprefix(start): value for key, value in result.items() if key.startswith(start)}
+            lines.append(f"{name}, {preset}: {figures(of_preset)}")
         self.display.evaluation(lines)
         self.display.samples(samples)
 
@@ -172,7 +170,7 @@ class Progress:
         """Return the results of the run by name."""
         before, after = summary.get("before") or {}, summary.get("after") or {}
         both = [name for name in FIGURES if before.get(name) is not None and after.get(name) is not None]
-        facts = {name: f"{_figure(name, before[name])} → {_figure(name, after[name])}" for name in both}
+        facts = {name: f"{figure(name, before[name])} → {figure(name, after[name])}" for name in both}
         if self._rows:
             facts["by step"] = sparkline(self._values, ascii_only=self.console.options.ascii_only)
         if "steps" in summary and "seconds" in summary:
@@ -189,19 +187,3 @@ class Progress:
         warm = [seconds for seconds, compiling in times if not compiling]
         cold = [max(seconds - compiling, 0.0) for seconds, compiling in times]  # programs of two threads may overlap
         return float(statistics.median(warm or cold or [0.0]))
-
-
-def _figures(result: Mapping[str, Any]) -> str:
-    names = [*FIGURES, *(name for name in result if re.fullmatch(r"pass@\d+", name))]
-    figures = [f"{name} {_figure(name, result[name])}" for name in names if result.get(name) is not None]
-    counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
-    return "  ".join([*figures, *([f"({', '.join(counts)})"] if counts else [])])
-
-
-def _figure(name: str, value: float) -> str:
-    row = metric(f"eval/{name}")
-    return f"{100 * value:.1f}%" if row and row.unit == "share" else f"{value:.3f}"
-
-
-FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
-"""Metrics shown for an evaluation, in this order."""

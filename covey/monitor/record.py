@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.console import Console
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
 from covey.monitor.displays import NOTEBOOK_LINES, NotebookOutput
+from covey.monitor.formats import figures
 from covey.types import Group, TokenValues
 
 if TYPE_CHECKING:
@@ -116,10 +117,18 @@ class StepLines:
     def __call__(self, record: StepRecord) -> None:
         """Show the step."""
         numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in self._names if name in record.metrics)
-        line = f"step {record.step}/{record.total}  {numbers}"
-        if self._output is None:
-            print(line, flush=True)
-            return
-        self._output.write(line)
-        if record.step >= record.total:
+        self._line(f"step {record.step}/{record.total}  {numbers}")
+        if self._output is not None and record.step >= record.total:
             self._output.stop()
+
+    def evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics of the evaluation `name` (`before`, `after`)."""
+        self._line(f"{name}: {figures(metrics)}")
+        if self._output is not None:
+            self._output.stop()
+
+    def _line(self, text: str) -> None:
+        if self._output is None:
+            print(text, flush=True)
+        else:
+            self._output.write(text)

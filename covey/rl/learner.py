@@ -394,16 +394,13 @@ class Learner(Keywords, ABC):
             )
 
     def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
-        several = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else reward_fns
-        functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
+        functions = resolve_reward_fns(reward_fns)
         if (environments := self.cluster.rollout.environments) is not None and environments.scores:
             functions.insert(0, environment_reward(environments.name))
         if self.cluster.inference.has(Role.REWARD):
             functions.append(self.reward_model)
         if not functions:
-            raise RecipeError(
-                "no reward function: nothing would be learnt", want="reward_fns=, an environment, or a reward model"
-            )
+            raise no_reward_error()
         return functions
 
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
@@ -538,6 +535,24 @@ class FailureCounts:
 
     def _counts(self) -> tuple[Counter[str], int]:
         return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0
+
+
+def resolve_reward_fns(reward_fns: RewardFns) -> list[RewardFn]:
+    """Return the functions of one or several functions and names of built-in ones.
+
+    Raises:
+        RewardError: there is no built-in function of a name.
+    """
+    several = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else reward_fns
+    return [resolve(fn) if isinstance(fn, str) else fn for fn in several]
+
+
+def no_reward_error() -> RecipeError:
+    """Return the error for a run without any reward."""
+    return RecipeError(
+        "no reward function: nothing would be learnt",
+        want="reward_fns= or reward_funcs=, an environment, or a reward model",
+    )
 
 
 def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:

@@ -6,35 +6,51 @@ recipe has the learner's settings; model and data are in the script alone, so on
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
-from covey.config.schema import DataConfig, ModelOptions, SFTDataConfig
+from covey.config.schema import (
+    DataConfig,
+    EvalConfig,
+    GRPOConfig,
+    LoRAConfig,
+    ModelOptions,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTDataConfig,
+)
 from covey.config.schema.data import FROM_PYTHON
 from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_rows
+from covey.data.sources import read_rows
 from covey.errors import CoveyError, RecipeError, ResumeError
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
-from covey.monitor.record import total_steps
+from covey.monitor.record import Observer, StepLines, total_steps
 from covey.parallel import channel, checks
 from covey.parallel.checks import check_shared_folder
-from covey.rewards import function_names
+from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, function_names
 from covey.rl import grpo, ppo
 from covey.rl.cluster import RLCluster
-from covey.rl.learner import Learner
+from covey.rl.learner import Learner, RewardFns, no_reward_error, resolve_reward_fns
+from covey.rl.roles import ClusterConfig, Role
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
+from covey.sampling.responder import ResponderFactory
 from covey.sft import learner as sft
+from covey.text.tokenizer import Tokenizer
 
 
 class _RLLearner(Learner):
@@ -43,11 +59,15 @@ class _RLLearner(Learner):
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
 
+    evaluations: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such rows."""
+
     def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> RLCluster:
         """Train as `covey.rl.learner.Learner.train` does.
 
         Args:
-            train_ds, eval_ds: see there. With `out`, `eval_ds` is also evaluated before and after training.
+            train_ds, eval_ds: see there. `eval_ds` is also evaluated before and after training: `evaluations` has the
+                metrics.
             out: the run folder: metrics, completions, checkpoints and report go there. A run that is in it already is
                 resumed from its last checkpoint, and gives the bits of a run that was never stopped. Without `out`
                 nothing is written.
@@ -56,12 +76,30 @@ class _RLLearner(Learner):
             ResumeError: settings, data or weights are not those that the run in `out` was saved with.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run is saved, and the same call resumes it.
         """
-        if out is None:
-            return super().train(train_ds, eval_ds)
-        recipe = self._recipe(Path(out))
-        make = partial(self._make_run, recipe, self.loader(train_ds), () if eval_ds is None else as_rows(eval_ds))
-        _train_in_folder(RLRun, self, recipe, Path(out), make)
+        loader, held_out = self.loader(train_ds), [] if eval_ds is None else as_rows(eval_ds)
+        if out is not None:
+            recipe = self._recipe(Path(out))
+            summary = _train_in_folder(
+                RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out)
+            )
+            self.evaluations = {name: summary[name] for name in ("before", "after") if summary.get(name)}
+            return self.cluster
+        if held_out:
+            self.check_data(loader.rows, held_out)
+            self._begin(loader, held_out)
+            self._evaluate("before", held_out)
+        super().train(loader, held_out or None)
+        if held_out:
+            self._evaluate("after", held_out)
         return self.cluster
+
+    def _evaluate(self, name: str, held_out: Sequence[Row]) -> None:
+        """Evaluate before or after training, and show the metrics where steps are shown as lines."""
+        self.on_phase("evaluate")
+        self.evaluations = {**self.evaluations, name: self.evaluate(held_out).summary()}
+        for observer in self.observers:
+            if isinstance(observer, StepLines):
+                observer.evaluation(name, self.evaluations[name])
 
     def _make_run(
         self, recipe: Recipe, loader: PromptLoader, held_out: Sequence[Row], resources: RunResources
@@ -144,8 +182,8 @@ def _train_in_folder(
     recipe: Recipe | SFTRecipe,
     out: Path,
     make: Callable[[RunResources], Run[Any]],
-) -> None:
-    """Begin a run in the new folder `out`, or resume the one that is there."""
+) -> dict[str, Any]:
+    """Begin a run in the new folder `out`, or resume the one that is there; return its summary."""
     validate(recipe)
     out = out.expanduser()
     check_shared_folder(out)
@@ -167,7 +205,114 @@ def _train_in_folder(
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
     opened = reopen_folder(out, recipe, kind.step_files) if resuming else create_folder(out, recipe)
     with opened as folder:
-        kind.execute(recipe, folder, make)
+        return kind.execute(recipe, folder, make)
+
+
+def train_grpo(
+    *,
+    model: str,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    reward_funcs: RewardFns = (),
+    lora: LoRAConfig | None = None,
+    grpo_config: GRPOConfig | None = None,
+    training_config: RLTrainingConfig | None = None,
+    rollout_config: RolloutConfig | None = None,
+    eval_config: EvalConfig | None = None,
+    reward_runner: RewardRunner | None = None,
+    environments: ResponderFactory | None = None,
+    tokenizer: Tokenizer | None = None,
+    role_to_mesh: Mapping[Role, Mesh] | None = None,
+    observers: Sequence[Observer] | None = None,
+    out: str | Path | None = None,
+    **options: Unpack[DecoderOptions],
+) -> GRPOLearner:
+    """Train a model by GRPO or one of its variants: load it into an `RLCluster`, and train it by a `GRPOLearner`.
+
+    Args:
+        model: a folder, `hf:org/name`, or a name such as `smollm2-135m`: what `RLCluster.load` takes as `actor`.
+        train_dataset: rows with a `prompt` and the columns that the reward functions need (a list of dicts, a
+            `datasets.Dataset`, a table), or the path of a file of them (.jsonl, .json, .csv, .parquet).
+        eval_dataset: held-out rows, in the same forms. They are evaluated before and after training, and every
+            `training_config.eval_every_n_steps` steps.
+        reward_funcs: reward functions, or names of built-in ones; see `Learner`.
+        lora: adapters to train, in place of all weights.
+        grpo_config: the algorithm.
+        training_config: steps, batch and optimizer.
+        rollout_config: sampling settings, and the seed of the run.
+        eval_config: number of held-out prompts, their sampling, and the functions that say what is right.
+        reward_runner: sets where reward functions run and how their failures are handled.
+        environments: runs the environment in which the model acts.
+        tokenizer: replaces that of the model.
+        role_to_mesh: devices of each role; one device when not given.
+        observers: called after each step, in place of the line that is printed.
+        out: the run folder, in which a run that is there already is resumed; nothing is written when not given.
+        options: types and rematerialisation of the model; see `RLCluster.load`.
+
+    Returns:
+        The learner: its `history` has the metrics of each step, its `evaluations` those before and after, and
+        `learner.cluster.save(FOLDER)` writes the model.
+
+    Raises:
+        WeightsError: the model is not available, or not supported.
+        DataError: a data set is empty, or has no prompts.
+        RewardError: a reward function is unknown, or a column that it needs is missing.
+        RecipeError: there is no reward, or settings contradict each other.
+
+    Example:
+        def short(completions, **columns):
+            return [1.0 if len(text.split()) <= 8 else 0.0 for text in completions]
+
+        learner = train_grpo(
+            model="smollm2-135m",
+            reward_funcs=short,
+            train_dataset=[{"prompt": "Name a river."}, {"prompt": "Name a fish."}],
+            training_config=RLTrainingConfig(max_steps=20, prompts_per_step=2),
+        )
+        learner.history["reward"]
+    """
+    sources.check_source(model)
+    with _naming("train_dataset"):
+        rows = read_rows(train_dataset)
+    functions = resolve_reward_fns(reward_funcs)
+    if not functions and (environments is None or not environments.scores):
+        raise no_reward_error()
+    with _naming("train_dataset"):
+        check_columns(functions, rows)
+    with _naming("eval_dataset"):
+        held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)
+    config = ClusterConfig(role_to_mesh or {}, training_config or RLTrainingConfig(), rollout_config or RolloutConfig())
+    cluster = RLCluster.load(
+        actor=model, tokenizer=tokenizer, lora=lora, cluster_config=config, environments=environments, **options
+    )
+    learner = GRPOLearner(
+        rl_cluster=cluster,
+        reward_funcs=functions,
+        grpo_config=grpo_config,
+        eval_config=eval_config,
+        reward_runner=reward_runner,
+        observers=observers,
+    )
+    learner.train(rows, held_out, out=out)
+    return learner
+
+
+def _read_held_out(data: Any, functions: Sequence[RewardFn], config: EvalConfig | None) -> list[Row]:
+    """Read held-out rows; check that they have the columns of the reward functions and of the evaluation's."""
+    rows = read_rows(data)
+    check_columns(functions, rows)
+    check_evaluation_columns(config or EvalConfig(), rows)
+    return rows
+
+
+@contextmanager
+def _naming(argument: str) -> Iterator[None]:
+    """Add the name of an argument to the errors about its value."""
+    try:
+        yield
+    except CoveyError as error:
+        where = f"{argument}: {error.where}" if error.where else argument
+        raise type(error)(error.what, want=error.want, fix=error.fix, where=where) from None
 
 
 def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:

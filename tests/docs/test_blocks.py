@@ -155,7 +155,7 @@ def small(code: str) -> str:
     return code.replace("range(64)", "range(8)").replace("rows[:48]", "rows[:6]").replace("rows[48:]", "rows[6:]")
 
 
-TRAINS = re.compile(r"\.train\(")
+TRAINS = re.compile(r"\.train\(|train_grpo\(")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from rich.console import Console
 from covey import (
     ClusterConfig,
     CoveyError,
+    EvalConfig,
     GRPOConfig,
     GRPOLearner,
     OptimizerConfig,
@@ -25,6 +28,7 @@ from covey import (
     RolloutConfig,
     SFTConfig,
     SFTLearner,
+    train_grpo,
 )
 from covey.cli.checks import resume_command
 from covey.cli.main import main
@@ -47,7 +51,7 @@ def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
     return [float(len(text) % 3) for text in completions]
 
 
-def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
+def cluster_config_of(steps: int, seed: int, tokens: int, **more: Any) -> ClusterConfig:
     training = RLTrainingConfig(
         max_steps=steps,
         prompts_per_step=2,
@@ -57,10 +61,14 @@ def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
         token_values_every_n_steps=tokens,
         row_length=64,
         max_tokens_per_micro_batch=64,
+        **more,
     )
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, slots=4, seed=seed)
-    config = ClusterConfig(training_config=training, rollout_config=rollout)
-    return RLCluster.load(actor=actor, cluster_config=config)
+    return ClusterConfig(training_config=training, rollout_config=rollout)
+
+
+def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
+    return RLCluster.load(actor=actor, cluster_config=cluster_config_of(steps, seed, tokens))
 
 
 def learner(
@@ -124,6 +132,53 @@ def test_the_folder_has_what_a_run_of_a_command_has(straight: tuple[Path, GRPOLe
     assert watch(out, once=True, console=Console(file=file, width=80)) == 0
     assert "steps" in file.getvalue()
     assert resume_command(out) == "the script that began it: learner.train(rows, out=...)"
+
+
+@pytest.mark.slow
+def test_one_call_is_the_cluster_and_the_learner(straight: tuple[Path, GRPOLearner], tmp_path: Path) -> None:
+    """The same bits, from a file, with the evaluations of the held-out rows and without a folder."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = cluster_config_of(steps=4, seed=0, tokens=0, eval_every_n_steps=2)
+    one = train_grpo(
+        model="scratch:arithmetic-tiny@1",
+        reward_funcs=length,
+        train_dataset=tmp_path / "rows.jsonl",
+        eval_dataset=HELD_OUT,
+        grpo_config=GRPOConfig(beta=0.05, num_generations=2),
+        training_config=config.training_config,
+        rollout_config=config.rollout_config,
+    )
+    assert one.history["reward"] == straight[1].history["reward"]
+    assert all(np.array_equal(a, b) for a, b in zip(weights(one), weights(straight[1]), strict=True))
+    assert one.evaluations == straight[1].evaluations
+    assert [name for name in one.evaluations if one.evaluations[name]["samples"] == 1] == ["before", "after"]
+    assert one.history["eval/reward"][-1] == one.evaluations["after"]["reward"]
+    assert [row["step"] for row in one.history if "eval/reward" in row] == [2, 4]
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "smolm2-135m"}, "did you mean 'smollm2-135m'?"),
+    "no reward": ({"reward_funcs": ()}, "no reward function"),
+    "reward": ({"reward_funcs": "exact_anser"}, "there is no reward function 'exact_anser'"),
+    "empty": ({"train_dataset": []}, "train_dataset: the data set is empty"),
+    "file": ({"train_dataset": "none.jsonl"}, "train_dataset: data.path: there is no none.jsonl"),
+    "column": ({"reward_funcs": "exact_answer"}, "train_dataset: .*'exact_answer' asks for 'answer'"),
+    "held-out column": ({"eval_config": EvalConfig(accuracy="exact_answer"), "eval_dataset": HELD_OUT}, "eval_dataset"),
+    "keyword": ({"peft_config": 1}, "lora=LoRAConfig"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_one_call_is_told_before_anything_is_loaded(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("covey.rl.cluster.load_models", None)
+    changed, told = MISTAKES[mistake]
+    call: dict[str, Any] = {"model": "smollm2-135m", "reward_funcs": length, "train_dataset": ROWS, **changed}
+    began = time.monotonic()
+    with pytest.raises(CoveyError, match=re.escape(told) if mistake != "column" else told):
+        train_grpo(**call)
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.slow
