@@ -5,19 +5,15 @@ not fit is left out, the least important first. Names of metrics and phases and 
 characters that are not printable are shown as escapes, and nothing is read as markup.
 """
 
-import html
-import io
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -25,6 +21,7 @@ from rich.text import Text
 from covey.config.metrics import metric
 from covey.display import printable
 from covey.monitor.formats import TEXT_WIDTH, duration, excerpt, in_unit, size, sparkline
+from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput, plain_console
 
 if TYPE_CHECKING:
     from covey.monitor.status import Status  # whose module reads run folders
@@ -33,10 +30,6 @@ HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase in a log file."""
 SLOW_COMPILE = 5.0
 """Number of seconds after which a log file says that a program is being compiled."""
-NOTEBOOK_LINES = 30
-"""Number of lines that a notebook shows above the status."""
-NOTEBOOK_INTERVAL = 0.5
-"""Minimum number of seconds between two drawings of the same output of a notebook."""
 NARROW = 80
 """Width of a terminal, in cells, below which the line of a sample leaves out its prompt."""
 HEADER_EVERY = 20
@@ -138,7 +131,7 @@ class LiveDisplay(LogDisplay):
         self.live: Live | NotebookOutput = Live(console=console, get_renderable=lambda: view, transient=True)
         if console.is_jupyter:
             self.live = NotebookOutput(NOTEBOOK_LINES, view.still(), console.width)
-            console = _plain_console(self.live, console.width)
+            console = plain_console(self.live, console.width)
         super().__init__(console, view, headline, show)
         self._table = StepTable(headline, show)
 
@@ -166,51 +159,6 @@ class LiveDisplay(LogDisplay):
     def done(self, text: str) -> None:
         self.close()
         self.console.print(Panel(Text(text), title="done", title_align="left"))
-
-
-class NotebookOutput(io.TextIOBase):
-    """Output of the running cell that is replaced as a run goes on. It is a file, whose latest lines are shown as text,
-    never as markup, with the methods of rich's `Live`, whose output would fill the notebook.
-
-    Args:
-        lines: number of lines that are shown.
-        status: what is drawn below them, in lines of `width` cells.
-    """
-
-    def __init__(self, lines: int, status: RenderableType = "", width: int = 80):
-        self._latest: deque[str] = deque(maxlen=lines)
-        self._status, self._width, self._due = status, width, 0.0
-        self._handle: Any = None
-
-    def write(self, text: str) -> int:
-        self._latest.extend(text.splitlines())
-        self.refresh()
-        return len(text)
-
-    def start(self) -> None:
-        """Do nothing: the first text makes the output."""
-
-    def stop(self) -> None:
-        """Show the last text."""
-        self.refresh(now=True)
-
-    def refresh(self, now: bool = False) -> None:
-        """Show the latest text, unless one was shown very recently and `now` is not set."""
-        if not now and time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + NOTEBOOK_INTERVAL
-        drawing = io.StringIO()
-        _plain_console(drawing, self._width).print(self._status)
-        text = "\n".join([*self._latest, drawing.getvalue()]).rstrip("\n")
-        bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
-        if self._handle is None:
-            self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
-
-
-def _plain_console(file: Any, width: int) -> Console:
-    return Console(file=file, width=width, color_system=None, force_jupyter=False)
 
 
 class StepTable:

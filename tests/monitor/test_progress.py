@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from covey.display import printable
-from covey.monitor.displays import NotebookOutput, SampleLine
+from covey.monitor.displays import SampleLine
+from covey.monitor.notebook import NotebookOutput
 from covey.monitor.formats import excerpt, sparkline
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
@@ -226,12 +227,12 @@ def drawn(monkeypatch):
     bundles = []
     handle = SimpleNamespace(update=lambda bundle, raw: bundles.append(bundle))
     display = lambda bundle, raw, display_id: bundles.append(bundle) or handle  # noqa: E731
-    monkeypatch.setattr("covey.monitor.displays.import_module", lambda name: SimpleNamespace(display=display))
+    monkeypatch.setattr("covey.monitor.notebook.import_module", lambda name: SimpleNamespace(display=display))
     return bundles
 
 
 def test_a_notebook_has_one_output_that_stays_short(monkeypatch, drawn):
-    monkeypatch.setattr("covey.monitor.displays.NOTEBOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("covey.monitor.notebook.NOTEBOOK_INTERVAL", 0.0)
     console = Console(file=io.StringIO(), force_jupyter=True, width=80)
     with Progress(500, console) as progress:
         progress.evaluation("before", {"reward": 0.5})
@@ -251,7 +252,7 @@ def test_a_notebook_has_one_output_that_stays_short(monkeypatch, drawn):
 
 def test_an_output_is_not_drawn_too_often(monkeypatch, drawn):
     now = 0.0
-    monkeypatch.setattr("covey.monitor.displays.time.monotonic", lambda: now)
+    monkeypatch.setattr("covey.monitor.notebook.time.monotonic", lambda: now)
     output = NotebookOutput(2)
     for text in ("<b>1</b>", "2", "3"):
         output.write(text)
