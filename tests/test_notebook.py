@@ -51,7 +51,7 @@ def test_the_notebook_runs(execute: Callable[[str], list[Any]]) -> None:
     outputs = {source: execute(source) for source in ("".join(cell["source"]) for cell in CELLS)}
     training, frame, names = (
         next(shown for source, shown in outputs.items() if word in source)
-        for word in ("learner.train", "to_frame", "iterdir")
+        for word in ("learner = train_grpo", "to_frame", "iterdir")
     )
     assert_one_output(training)
     files = ("metrics.jsonl", "samples.jsonl", "report.html", "checkpoints")
@@ -68,4 +68,7 @@ def assert_one_output(outputs: list[Any]) -> None:
     ]
     assert "report.html" in shown
     assert "\x1b" not in shown
-    assert output.data["text/html"].startswith("<pre>")
+    figures, _, lines = output.data["text/html"].partition("<pre>")
+    assert all(f"<figcaption>{name} " in figures for name in ("reward", "eval/reward", "completions/mean_length"))
+    assert figures.count("<tr>") == 5, "a heading, and the two best and the two worst completions of the last step"
+    assert "report.html" in lines

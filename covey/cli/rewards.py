@@ -163,7 +163,7 @@ def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
 def _columns_by_prompt(loaded: recipe.Recipe) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """Return prompt and columns of each data row, by the text of the prompt in `samples.jsonl`."""
     from covey.data import sources
-    from covey.monitor.writer import prompt_text
+    from covey.monitor.formats import prompt_text
 
     data = sources.load(loaded.data)
     rows = (*data.test, *data.train)
@@ -200,7 +200,7 @@ def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _example(group: Group, index: int) -> dict[str, Any]:
-    from covey.monitor.writer import completion_text, prompt_text
+    from covey.monitor.formats import completion_text, prompt_text
 
     by_function = {name: number(values[index]) for name, values in group.rewards_by_function.items()}
     return {

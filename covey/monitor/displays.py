@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -20,8 +21,18 @@ from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.monitor.formats import TEXT_WIDTH, duration, excerpt, in_unit, size, sparkline
+from covey.monitor.formats import (
+    TEXT_WIDTH,
+    completion_text,
+    duration,
+    excerpt,
+    in_unit,
+    prompt_text,
+    size,
+    sparkline,
+)
 from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput, plain_console
+from covey.types import Group
 
 if TYPE_CHECKING:
     from covey.monitor.status import Status  # whose module reads run folders
@@ -51,6 +62,21 @@ class SampleLine:
     prompt: str
     text: str
     reward: float
+
+    @property
+    def rank(self) -> float:
+        """The reward, or less than any where it is not finite."""
+        return self.reward if math.isfinite(self.reward) else -math.inf
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> list[Self]:
+        """Return the lines of the completions that have rewards."""
+        return [
+            cls(prompt_text(group.prompt), completion_text(completion), float(reward))
+            for group in groups
+            if group.rewards is not None
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+        ]
 
 
 class LogDisplay:
@@ -114,6 +140,9 @@ class LogDisplay:
         for line in lines:
             self.line(line)
 
+    def latest(self, row: Mapping[str, float], samples: Sequence[SampleLine]) -> None:
+        """Add the metrics of a step and its completions to the figures, where there are some."""
+
     def samples(self, samples: Sequence[SampleLine]) -> None:
         """Show the best and the worst of `samples`."""
         for line in extremes(samples):
@@ -147,6 +176,10 @@ class LiveDisplay(LogDisplay):
     def step(self, row: Mapping[str, float], total: int, left: float) -> None:
         for line in self._table.lines(row, total, self.console.width):
             self._fitted_line(line)
+
+    def latest(self, row: Mapping[str, float], samples: Sequence[SampleLine]) -> None:
+        if isinstance(self.live, NotebookOutput):
+            self.live.figures.step(row, samples)
 
     def samples(self, samples: Sequence[SampleLine]) -> None:
         for line in extremes(samples, self.console.width):
@@ -275,7 +308,7 @@ def extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:
     """Return the best and the worst of `samples`, one line each; `width` cells wide if that is not 0."""
     if not samples:
         return []
-    rank = lambda sample: sample.reward if math.isfinite(sample.reward) else -math.inf  # noqa: E731
+    rank = attrgetter("rank")
     both = (("best ", max(samples, key=rank)), ("worst", min(samples, key=rank)))
     return [_sample_line(f"  {name} {sample.reward:+.2f}  ", sample, width) for name, sample in both]
 

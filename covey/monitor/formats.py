@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.config.metrics import metric
 from covey.display import printable
+from covey.types import Completion, Prompt
 
 TEXT_WIDTH = 160
 """Maximum number of characters of a prompt or completion that are shown."""
@@ -98,6 +99,20 @@ def figure(name: str, value: float) -> str:
 
 FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
 """Metrics shown for an evaluation, in this order."""
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Return a prompt as readable text: the text itself, or its chat messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def completion_text(completion: Completion) -> str:
+    """Return a completion as readable text: its own, or the turns of its episode with their roles."""
+    return prompt_text(completion.episode.messages) if completion.episode else completion.text
+
+
 UNITS: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{100 * value:.3g}%",
     "tokens": lambda value: f"{value:.0f}",

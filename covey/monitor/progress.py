@@ -99,6 +99,7 @@ class Progress:
             samples: its completions; the best and the worst are shown every `SHOW_SAMPLES_EVERY` steps.
         """
         self.add(row)
+        self.display.latest(row, samples)
         self.display.step(row, self.total, self._seconds_left())
         if len(self._rows) == 1 or int(row["step"]) % SHOW_SAMPLES_EVERY == 0 or row["step"] == self.total:
             self.display.samples(samples)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
+from covey.monitor.displays import SampleLine
 from covey.monitor.formats import figures
 from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput
 from covey.types import Group, TokenValues
@@ -104,7 +105,8 @@ class History:
 
 
 class StepLines:
-    """Observer that prints one line per step. In a notebook one output has the last `NOTEBOOK_LINES` lines.
+    """Observer that prints one line per step. In a notebook one output has the last `NOTEBOOK_LINES` lines below curves
+    and the latest completions.
 
     Args:
         names: metrics on the line, where the step has them.
@@ -116,6 +118,8 @@ class StepLines:
 
     def __call__(self, record: StepRecord) -> None:
         """Show the step."""
+        if self._output is not None:
+            self._output.figures.step(record.metrics, SampleLine.of(record.groups))
         numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in self._names if name in record.metrics)
         self._line(f"step {record.step}/{record.total}  {numbers}")
         if self._output is not None and record.step >= record.total:

@@ -21,6 +21,7 @@ import numpy as np
 
 from covey.errors import ResumeError
 from covey.files import folder_below, has_file, open_below, open_or_empty, replace_file
+from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.train.storage import is_open_at, sync
 from covey.types import Completion, Group, Message, Prompt, TokenValues
@@ -205,18 +206,6 @@ def token_row(step: int, values: TokenValues) -> dict[str, Any]:
 
 def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """Return a prompt as readable text: the text itself, or its chat messages with their roles."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def completion_text(completion: Completion) -> str:
-    """Return a completion as readable text: its own, or the turns of its episode with their roles."""
-    return prompt_text(completion.episode.messages) if completion.episode else completion.text
 
 
 def _episode_columns(completion: Completion) -> dict[str, Any]:

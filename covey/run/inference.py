@@ -23,8 +23,9 @@ from covey.envs.registry import environment_name
 from covey.envs.runner import open_environments, prompt_encoder
 from covey.errors import DataError
 from covey.models.decoder import Decoder
+from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.progress import Progress
-from covey.monitor.writer import Correct, completion_text, prompt_text
+from covey.monitor.writer import Correct
 from covey.parallel import checks, distributed
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model

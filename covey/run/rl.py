@@ -26,7 +26,6 @@ from covey.models.value_model import ValueModel, make_value_model
 from covey.monitor.displays import SampleLine
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
-from covey.monitor.writer import completion_text, prompt_text
 from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
@@ -44,7 +43,6 @@ from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.sampling.noise import DRAW_VERSION
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-from covey.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +110,7 @@ class RLRun(Run[Recipe]):
     def measure(self, name: str) -> dict[str, Any]:
         evaluation = self.learner.evaluate(self.held_out, self.progress.advance, self.recipe.evaluation)
         summary = evaluation.summary()
-        self.progress.evaluation(name, summary, _lines(evaluation.groups))
+        self.progress.evaluation(name, summary, SampleLine.of(evaluation.groups))
         self.folder.write_answers(name, evaluation.groups, evaluation.correct)
         for preset, other in evaluation.others.items():
             self.folder.write_answers(f"{name}-{preset}", other.groups, other.correct)
@@ -123,7 +121,7 @@ class RLRun(Run[Recipe]):
         return super()._evaluate_before()
 
     def show(self, record: StepRecord) -> None:
-        self.progress.step(record.metrics, _lines(record.groups))
+        self.progress.step(record.metrics, SampleLine.of(record.groups))
 
     def track(self, record: StepRecord) -> None:
         recipe = self.recipe
@@ -216,13 +214,3 @@ def role_meshes(recipe: Recipe, actor: Mesh | None) -> dict[Role, Mesh]:
     """
     meshes = {Role.ACTOR: actor, Role.ROLLOUT: rollout_mesh_from_config(recipe.role_to_mesh.rollout, actor)}
     return {role: mesh for role, mesh in meshes.items() if mesh is not None}
-
-
-def _lines(groups: Sequence[Group]) -> list[SampleLine]:
-    """Convert scored completions to the lines that the terminal shows."""
-    return [
-        SampleLine(prompt_text(g.prompt), completion_text(c), float(r))
-        for g in groups
-        if g.rewards is not None
-        for c, r in zip(g.completions, g.rewards, strict=True)
-    ]

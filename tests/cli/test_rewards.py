@@ -9,7 +9,7 @@ import pytest
 from covey.cli import main as cli
 from covey.config import recipe
 from covey.data import sources
-from covey.monitor.writer import prompt_text
+from covey.monitor.formats import prompt_text
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")

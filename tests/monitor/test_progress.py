@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -13,8 +14,8 @@ from rich.console import Console
 
 from covey.display import printable
 from covey.monitor.displays import SampleLine
-from covey.monitor.notebook import NotebookOutput
 from covey.monitor.formats import excerpt, sparkline
+from covey.monitor.notebook import NotebookOutput
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
 
@@ -250,6 +251,27 @@ def test_a_notebook_has_one_output_that_stays_short(monkeypatch, drawn):
     assert any("update: compiling program 1" in bundle["text/plain"] for bundle in drawn)
 
 
+def test_a_notebook_has_curves_and_the_latest_completions_escaped(monkeypatch, drawn):
+    """A curve has its steps and its range; what a model writes is no markup."""
+    monkeypatch.setattr("covey.monitor.notebook.NOTEBOOK_INTERVAL", 0.0)
+    console = Console(file=io.StringIO(), force_jupyter=True, width=80)
+    with Progress(9, console) as progress:
+        for step, reward in enumerate((0.0, 1.0, 0.5), 1):
+            latest = [SampleLine(f"<i>prompt {step}</i>", f"<script>{n}</script>\x1b[2J", n) for n in range(5)]
+            progress.step({"step": step, "reward": reward, "kl": math.nan}, [*latest, SampleLine("<b>", "", math.nan)])
+    page = drawn[-1]["text/html"]
+    assert 'points="4.0,76.0 124.0,4.0 244.0,40.0 244.0,40.0"' in page
+    assert "<figcaption>reward <b>0.5000</b></figcaption>" in page
+    assert "0.0000 to 1.0000, steps 1 to 3" in page
+    assert "<figcaption>kl" not in page
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
+    assert [cells[n : n + 3] for n in range(0, len(cells), 3)] == [
+        *([f"+{n}.00", "&lt;i&gt;prompt 3&lt;/i&gt;", f"&lt;script&gt;{n}&lt;/script&gt;\\x1b[2J"] for n in (4, 3, 0)),
+        ["+nan", "&lt;b&gt;", "(empty)"],
+    ]
+    assert not re.search(r"<script|<i>|<b>[^0-9]|\x1b", page)
+
+
 def test_an_output_is_not_drawn_too_often(monkeypatch, drawn):
     now = 0.0
     monkeypatch.setattr("covey.monitor.notebook.time.monotonic", lambda: now)
@@ -264,7 +286,7 @@ def test_an_output_is_not_drawn_too_often(monkeypatch, drawn):
     lines = StepLines(("reward",))
     for step in range(1, 101):
         now += 1.0
-        lines(StepRecord(step, 1, 100, {"reward": 0.5}))
+        lines(StepRecord(step, 1, 100, {"step": step, "reward": 0.5}))
     assert len(drawn[-1]["text/plain"].splitlines()) == 30
     assert drawn[-1]["text/plain"].endswith("step 100/100  reward 0.5")
 
