@@ -33,10 +33,12 @@ LISTED_BLOCKS = {
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/add-a-reward.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes runners with workers",
-    ("docs/environments.md", "with EnvironmentRunner("): FRAGMENT,
-    ("docs/environments.md", "import reasoning_gym"): PEER,
-    ("docs/environments.md", "import textarena"): PEER,
-    ("docs/environments.md", "import verifiers"): "tests/envs/test_verifiers.py plays it where verifiers is installed",
+    ("docs/environment-libraries.md", "import reasoning_gym"): PEER,
+    ("docs/environment-libraries.md", "import textarena"): PEER,
+    (
+        "docs/environment-libraries.md",
+        "import verifiers",
+    ): "tests/envs/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,
     ("docs/from-trl.md", "environment_factory=IncrementEnv"): PEER,
     ("docs/from-trl.md", "from trl import"): PEER,
@@ -134,11 +136,15 @@ def test_what_the_lists_name_is_in_the_documents() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the reward functions and the data that the pages write."""
+    """A working folder with the modules that the pages write: a block that begins with `# name.py` is a part of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    code = [block.code for block in PYTHON if block.code.startswith("# my_rewards.py\n")]
-    (tmp_path / "my_rewards.py").write_text("\n".join(code) + "\n\ndef judge(completions):\n    return [0] * 9\n")
+    modules = {"my_rewards.py": "def judge(completions):\n    return [0] * 9\n"}
+    for block in PYTHON:
+        if name := re.match(r"# (\w+\.py)\b", block.code):
+            modules[name[1]] = modules.get(name[1], "") + "\n\n" + block.code
+    for file, code in modules.items():
+        (tmp_path / file).write_text(code)
     return tmp_path
 
 

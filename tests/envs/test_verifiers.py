@@ -12,9 +12,11 @@ from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, verifiers
 from covey.errors import EpisodeError, RecipeError
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
-THEIRS, OURS = re.findall(r'^```python title="(?:verifiers|Covey)"\n(.*?)^```', PAGE.read_text("utf-8"), re.M | re.S)
-"""The game of the page, as for verifiers 0.4 and without that library."""
+PAGE = Path(__file__).parents[2] / "docs" / "environment-libraries.md"
+SUMS, OUR_SUMS, THEIRS, OURS = re.findall(
+    r'^```python title="(?:verifiers|Covey)"\n(.*?)^```', PAGE.read_text("utf-8"), re.M | re.S
+)
+"""The script and the game of the page, as for verifiers 0.2 and 0.4, and without that library."""
 
 OLD = """
 import verifiers as vf
@@ -75,6 +77,22 @@ def test_another_version_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verifiers, "version", lambda name: "0.3.1")
     with pytest.raises(RecipeError, match=r"verifiers 0\.3\.1 is installed(.|\n)*version 0\.4, or 0\.2"):
         verifiers.factory("guess", EnvsConfig(environment="guess"))
+
+
+@needs("0.2.")
+def test_the_script_of_the_page_gives_the_same_rewards_with_verifiers_and_without(here: Path) -> None:
+    (here / "vf_sums.py").write_text(SUMS)
+    ours: dict[str, Any] = {}
+    exec(OUR_SUMS.partition("rows = ")[0] + "rows = [row(a, b) for a, b in SUMS]", ours)
+    replies = ["<answer>22</answer>", "<answer> 22 </answer>", "22", "x" * 300 + "<answer>22</answer>", "x" * 300]
+    replies += ["<answer>1</answer> <answer>22</answer>", "<answer>22</answer> <answer>1</answer>", ""]
+    answers = [ours["rows"][0]["answer"]] * len(replies)
+    scores = zip(ours["correct"](replies, answers), ours["brief"](replies), strict=True)
+    with EnvironmentRunner(config=EnvsConfig(environment="verifiers:vf_sums", max_turns=3)) as runner:
+        for reply, (correct, brief) in zip(replies, scores, strict=True):
+            prompt, step = runner.submit(play(runner, {"prompt": "", "task": 0}, reply)).result(60)
+            assert prompt == ours["rows"][0]["prompt"]
+            assert (step.reward, step.done) == (pytest.approx(correct + 0.2 * brief), True), reply
 
 
 @needs("0.4.")
