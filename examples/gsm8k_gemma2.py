@@ -38,7 +38,7 @@ from covey import (
     with_lora,
     write_peft,
 )
-from covey.data import load
+from covey.data import load_data
 from covey.rl.evaluate import evaluate
 
 # --- Settings. Those that a first try on a small machine changes are flags.
@@ -120,7 +120,7 @@ policy = with_lora(reference, LoRAConfig(rank=RANK, alpha=ALPHA, targets=TARGETS
 
 # --- Data: GSM8K's questions, with a system message that asks for <reasoning> and <answer>.
 
-data = load(DataConfig(task="gsm8k", path=given.data, train_fraction=TRAIN_FRACTION, seed=42))
+data = load_data(DataConfig(task="gsm8k", path=given.data, train_fraction=TRAIN_FRACTION, seed=42))
 fits = lambda row: len(tokenizer.encode_prompt(row["prompt"])) <= given.max_prompt_length  # noqa: E731
 train, test = ([row for row in rows if fits(row)] for rows in (data.train, data.test))
 print(f"data: {len(train)} questions to train on, {len(test)} to test; {len(data.train) - len(train)} are too long")

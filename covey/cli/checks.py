@@ -330,7 +330,7 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
 
     if (loaded.data.path or "").startswith(HUBS):
         return {"data": f"{loaded.data.path}, which is not read here"}
-    data = sources.load(loaded.data)
+    data = sources.load_data(loaded.data)
     if isinstance(loaded, recipe.Recipe):
         trains, judged = loaded.rewards, True
     else:

@@ -165,7 +165,7 @@ def _columns_by_prompt(loaded: recipe.Recipe) -> dict[str, tuple[Any, Mapping[st
     from covey.data import sources
     from covey.monitor.formats import prompt_text
 
-    data = sources.load(loaded.data)
+    data = sources.load_data(loaded.data)
     rows = (*data.test, *data.train)
     return {prompt_text(row["prompt"]): (row["prompt"], {k: row[k] for k in row if k != "prompt"}) for row in rows}
 

@@ -3,6 +3,6 @@
 from covey.data.examples import ExampleLoader, as_examples
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_rows
-from covey.data.sources import Dataset, load
+from covey.data.sources import Dataset, load_data
 
-__all__ = ["Dataset", "ExampleLoader", "PromptLoader", "Row", "as_examples", "as_rows", "load"]
+__all__ = ["Dataset", "ExampleLoader", "PromptLoader", "Row", "as_examples", "as_rows", "load_data"]

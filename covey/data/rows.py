@@ -119,7 +119,7 @@ def iter_items(data: Any) -> Iterator[Any]:
         raise DataError(
             f"the data is one text, {data[:80]!r}",
             want="rows, or a list of prompts",
-            fix="for a file: covey.data.load(DataConfig(task='jsonl', path=...)).train",
+            fix="for a file: covey.load_data(DataConfig(task='jsonl', path=...)).train",
         )
     if length_hint(data) > MAX_ROWS:
         raise _endless_error()

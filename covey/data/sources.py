@@ -1,7 +1,7 @@
 """Training and test rows for a `DataConfig`: generated tasks, GSM8K, and any records in files or on a hub.
 
 Rows have prompts, and for supervised training completions. `readers` reads the records. `iter_rows` yields the rows one
-by one, for a look at data of any size; `load` collects them.
+by one, for a look at data of any size; `load_data` collects them.
 """
 
 import logging
@@ -70,7 +70,7 @@ class Task(NamedTuple):
     system: str | None = None
 
 
-def load(config: DataConfig) -> Dataset:
+def load_data(config: DataConfig) -> Dataset:
     """Load the data that `config` names.
 
     Args:

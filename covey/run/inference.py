@@ -43,7 +43,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
 
     Each of several processes samples and evaluates its share of the prompts, with a copy of the model on its devices.
     """
-    held_out = data_source.load(recipe.data).test
+    held_out = data_source.load_data(recipe.data).test
     check_same_inputs(recipe, held_out)
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
@@ -94,7 +94,7 @@ def play(recipe: Recipe, episodes: int) -> None:
     """Sample one completion or episode for each of the first training prompts with the model that `recipe` begins with,
     and print them as turns.
     """
-    rows = data_source.load(recipe.data).train[:episodes]
+    rows = data_source.load_data(recipe.data).train[:episodes]
     with show_log(info=lambda _: None, warning=_echo_to_stderr):
         model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
         with open_environments(recipe.envs) as environments:
@@ -175,7 +175,7 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     """Sample groups for the first `count` training prompts of a run of `recipe`, with its untouched model. As far as
     they are prompts of its first step, these are the completions that the run begins with.
     """
-    rows = data_source.load(recipe.data).train
+    rows = data_source.load_data(recipe.data).train
     check_columns(recipe.rewards, rows)
     with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
         model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))

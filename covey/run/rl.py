@@ -68,7 +68,7 @@ class RLRun(Run[Recipe]):
 
     @classmethod
     def load_data(cls, recipe: Recipe) -> Dataset:
-        data = data_source.load(recipe.data)
+        data = data_source.load_data(recipe.data)
         check_columns(recipe.rewards, data.train)
         check_columns(recipe.rewards, data.test)
         check_evaluation_columns(recipe.evaluation, data.test)

@@ -71,7 +71,7 @@ class SFTRun(Run[SFTRecipe]):
 
     @classmethod
     def load_data(cls, recipe: SFTRecipe) -> Dataset:
-        data = data_source.load(recipe.data)
+        data = data_source.load_data(recipe.data)
         if recipe.evaluation.answers:
             check_evaluation_columns(recipe.evaluation, data.test)
         return data

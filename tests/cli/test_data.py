@@ -8,7 +8,7 @@ import pytest
 
 from covey.cli import main as cli
 from covey.config.schema import SFTDataConfig
-from covey.data import load
+from covey.data import load_data
 from covey.errors import DataError
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
@@ -52,7 +52,7 @@ def test_a_chat_file_with_broken_rows_is_looked_at_to_its_end(capsys: Any) -> No
     ]
     assert [segment["role"] for segment in found["shown"][0]["segments"]][-2:] == ["template", "completion"]
     with pytest.raises(DataError, match=r"^rows\.jsonl:1: is not JSON"):
-        load(SFTDataConfig(path="rows.jsonl"))
+        load_data(SFTDataConfig(path="rows.jsonl"))
 
 
 def test_one_prompt_many_times_is_told_and_shown(capsys: Any) -> None:

@@ -19,7 +19,7 @@ TINY = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with recorded completions of two prompts of the recipe quickstart."""
     monkeypatch.chdir(tmp_path)
-    rows = sources.load(recipe.load("quickstart").data).train[:2]
+    rows = sources.load_data(recipe.load("quickstart").data).train[:2]
     lines = []
     for number, row in enumerate(rows):
         right = f"{row['letter']}ome people like it."
@@ -99,7 +99,7 @@ def test_one_answer_is_scored_by_hand(capsys: Any) -> None:
 
 
 def test_empty_completions_are_marked_and_named(capsys: Any) -> None:
-    rows = sources.load(recipe.load("quickstart").data).train[:4]
+    rows = sources.load_data(recipe.load("quickstart").data).train[:4]
     lines = [
         {"group": n, "prompt": prompt_text(rows[n]["prompt"]), "text": text}
         for n in range(4)

@@ -10,7 +10,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.config.schema import DataConfig, SFTDataConfig
-from covey.data import load
+from covey.data import load_data
 from covey.data.examples import as_example, as_examples
 from covey.data.gsm8k import MARKER_SYSTEM
 from covey.data.rows import FORMS
@@ -141,7 +141,7 @@ def test_the_rows_on_the_page_are_read_as_it_says(capsys: pytest.CaptureFixture[
 
 
 def jsonl(path: str, **settings: Any) -> Any:
-    return load(SFTDataConfig(path=path, **settings))
+    return load_data(SFTDataConfig(path=path, **settings))
 
 
 def test_a_file_may_mix_forms_and_hold_out_its_last_tenth(tmp_path: Path) -> None:
@@ -174,8 +174,10 @@ def test_plain_text_takes_no_system_message(tmp_path: Path) -> None:
 
 
 def test_the_answers_of_arithmetic_are_worth_the_full_reward() -> None:
-    data = load(SFTDataConfig(task="arithmetic"))
-    assert [{k: row[k] for k in row if k != "completion"} for row in data.train] == load(DataConfig("arithmetic")).train
+    data = load_data(SFTDataConfig(task="arithmetic"))
+    assert [{k: row[k] for k in row if k != "completion"} for row in data.train] == load_data(
+        DataConfig("arithmetic")
+    ).train
     for rows in (data.train, data.test):
         completions, answers = [row["completion"] for row in rows], [row["answer"] for row in rows]
         assert set(arithmetic_answer([], completions, answers)) == set(number_only([], completions)) == {1.0}
@@ -191,7 +193,7 @@ def gsm8k(folder: Path, **settings: Any) -> tuple[Any, list[str], list[str]]:
     """Held-out rows, their completions and their answers."""
     write(folder / "train.jsonl", GSM[:30])
     write(folder / "test.jsonl", GSM[30:])
-    rows = load(SFTDataConfig(task="gsm8k", path=str(folder), **settings)).test
+    rows = load_data(SFTDataConfig(task="gsm8k", path=str(folder), **settings)).test
     return rows, [row["completion"] for row in rows], [row["answer"] for row in rows]
 
 
@@ -214,10 +216,10 @@ def test_a_solution_without_an_answer_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"question": "What?", "answer": "no idea"}])
     write(tmp_path / "test.jsonl", GSM[:2])
     with pytest.raises(DataError, match="no #### and answer"):
-        load(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
+        load_data(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
 
 
 def test_a_task_without_answers_says_so() -> None:
     with pytest.raises(DataError, match="no worked answers") as caught:
-        load(SFTDataConfig(task="first-letter"))
+        load_data(SFTDataConfig(task="first-letter"))
     assert "--data.task" in str(caught.value)

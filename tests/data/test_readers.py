@@ -19,7 +19,7 @@ from covey import registry
 from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import DataConfig, SFTDataConfig
-from covey.data import load, readers
+from covey.data import load_data, readers
 from covey.errors import DataError
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
@@ -40,7 +40,7 @@ def as_csv(records: list[dict[str, str]]) -> str:
 
 
 def gsm8k(path: Any, **options: Any) -> Any:
-    return load(DataConfig(task="gsm8k", path=str(path), **options))
+    return load_data(DataConfig(task="gsm8k", path=str(path), **options))
 
 
 PARTS = {"train": PROBLEMS[:20], "test": PROBLEMS[20:]}
@@ -99,8 +99,8 @@ def test_chats_in_files_are_learnt_or_asked(tmp_path: Path, row: dict[str, Any],
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(r) + "\n" for r in rows))
-    learnt = load(SFTDataConfig(path=str(path)))
-    asked = load(DataConfig(task="jsonl", path=str(path)))
+    learnt = load_data(SFTDataConfig(path=str(path)))
+    asked = load_data(DataConfig(task="jsonl", path=str(path)))
     for data in (learnt, asked):
         assert data.train == [{"prompt": [ASKED], "completion": "4", "level": 0}]
         assert [row["level"] for row in data.test] == [1]
@@ -121,7 +121,7 @@ def test_a_run_tells_the_forms_of_its_rows(tmp_path: Path, capsys: pytest.Captur
 
 def test_json_lines_under_the_name_of_a_list_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.json"))).train == [{"prompt": "a"}]
+    assert load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.json"))).train == [{"prompt": "a"}]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
@@ -130,14 +130,14 @@ def test_the_delimiter_of_a_csv_file_is_that_of_its_column_names(tmp_path: Path,
     text, more = "2 + 3, 4; or | and \t?", f"more{delimiter}names"
     rows = [["prompt", "answer", more], *([text, str(n), ""] for n in range(2))]
     (tmp_path / "a.csv").write_text("\n".join(delimiter.join(map(quoted, row)) for row in rows), encoding="utf-8-sig")
-    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [
+    assert load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [
         {"prompt": text, "answer": "0", more: ""}
     ]
 
 
 def test_a_csv_file_of_one_column_needs_no_delimiter(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt\na; b\nc|d\n")
-    assert load(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [{"prompt": "a; b"}]
+    assert load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [{"prompt": "a; b"}]
 
 
 FILE_MISTAKES = {
@@ -177,14 +177,14 @@ FILE_MISTAKES = {
 def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        load(DataConfig(task="jsonl", path=str(tmp_path / name)))
+        load_data(DataConfig(task="jsonl", path=str(tmp_path / name)))
 
 
 def test_parquet_without_its_package_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"needs the package pyarrow[\s\S]*hub"):
-        load(DataConfig(task="jsonl", path=str(tmp_path / "a.parquet")))
+        load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.parquet")))
 
 
 class FakeHub:
@@ -241,12 +241,12 @@ def test_tensorflow_datasets_is_the_same_data_set(install: Install, jsonl: Path)
 def test_any_data_set_of_the_hub_holds_prompts(install: Install) -> None:
     hub = install("datasets", FakeHub())
     hub.splits = {"train": [{"q": f"{n}?", "label": n} for n in range(20)], "validation": [{"q": "v?", "label": 0}]}
-    found = load(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q"))
+    found = load_data(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q"))
     assert hub.asked == [("someone/questions", None, None)]
     assert [r["prompt"] for r in found.test] == ["v?"]
     assert sorted(r["label"] for r in found.train) == list(range(20))
     del hub.splits["validation"]
-    assert len(load(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q")).test) == 2
+    assert len(load_data(DataConfig(task="jsonl", path="hf:someone/questions", prompt_column="q")).test) == 2
 
 
 # --- mistakes

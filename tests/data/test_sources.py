@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.config.schema import DataConfig
-from covey.data import load
+from covey.data import load_data
 from covey.data.gsm8k import final_answer
 from covey.errors import CoveyError, DataError
 from covey.rewards.gsm8k import exact_answer, reference
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def jsonl(path, **options):
-    return load(DataConfig(task="jsonl", path=str(path), **options))
+    return load_data(DataConfig(task="jsonl", path=str(path), **options))
 
 
 # GSM8K
@@ -47,7 +47,7 @@ def gsm8k(folder):
 
 def test_gsm8k_is_read_whole_and_every_answer_is_a_number(gsm8k):
     path, train, test = gsm8k
-    data = load(DataConfig(task="gsm8k", path=str(path)))
+    data = load_data(DataConfig(task="gsm8k", path=str(path)))
     assert (len(data.train), len(data.test)) == (train, test)
     for row in [*data.train, *data.test]:
         assert reference(row["answer"]) is not None, row
@@ -65,37 +65,37 @@ def test_the_reference_solutions_of_gsm8k_score_one_against_themselves(gsm8k):
 
 
 def test_gsm8k_asks_for_the_tags_unless_told_otherwise(folder):
-    data = load(DataConfig(task="gsm8k", path=str(folder)))
+    data = load_data(DataConfig(task="gsm8k", path=str(folder)))
     for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
         assert data.system.count(tag) == 1
     assert data.train[0]["prompt"][0] == {"role": "system", "content": data.system}
-    own = load(DataConfig(task="gsm8k", path=str(folder), system="End with #### and the number."))
+    own = load_data(DataConfig(task="gsm8k", path=str(folder), system="End with #### and the number."))
     assert own.test[0]["prompt"][0]["content"] == "End with #### and the number."
 
 
 def test_training_rows_are_shuffled_by_the_seed_and_test_rows_keep_the_files_order(folder):
     questions = [r["question"] for r in SAMPLE]
-    data = load(DataConfig(task="gsm8k", path=str(folder)))
+    data = load_data(DataConfig(task="gsm8k", path=str(folder)))
     order = [row["question"] for row in data.train]
     expected = questions[:40]
     random.Random(42).shuffle(expected)
     assert order == expected != questions[:40]
     assert [row["question"] for row in data.test] == questions[40:]
-    assert [r["question"] for r in load(DataConfig(task="gsm8k", path=str(folder), seed=1)).train] != order
+    assert [r["question"] for r in load_data(DataConfig(task="gsm8k", path=str(folder), seed=1)).train] != order
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(1.0, 40), (0.5, 20), (0.26, 10), (0.001, 1)])
 def test_a_fraction_is_a_part_of_the_same_order(folder, fraction, count):
-    whole = load(DataConfig(task="gsm8k", path=str(folder)))
-    part = load(DataConfig(task="gsm8k", path=str(folder), train_fraction=fraction))
+    whole = load_data(DataConfig(task="gsm8k", path=str(folder)))
+    part = load_data(DataConfig(task="gsm8k", path=str(folder), train_fraction=fraction))
     assert part.train == whole.train[:count]
     assert part.test == whole.test
 
 
 def test_gsm8k_from_one_file_holds_out_its_last_tenth(folder):
-    data = load(DataConfig(task="gsm8k", path=str(folder / "train.jsonl")))
+    data = load_data(DataConfig(task="gsm8k", path=str(folder / "train.jsonl")))
     assert [row["question"] for row in data.test] == [r["question"] for r in SAMPLE[36:40]]
-    both = load(DataConfig(task="gsm8k", path=str(folder / "train.jsonl"), test_path=str(folder / "test.jsonl")))
+    both = load_data(DataConfig(task="gsm8k", path=str(folder / "train.jsonl"), test_path=str(folder / "test.jsonl")))
     assert (len(both.train), len(both.test)) == (40, 10)
 
 
@@ -184,14 +184,14 @@ def test_wrong_paths_are_answered_with_what_is_there(folder):
     }
     for (task, path), message in cases.items():
         with pytest.raises(DataError, match=message):
-            load(DataConfig(task=task, path=path))
+            load_data(DataConfig(task=task, path=path))
     with pytest.raises(DataError, match=r"data\.test_path[\s\S]*--data\.test-path"):
         jsonl(folder / "train.jsonl", prompt_column="question", test_path=str(folder / "x" / "y.jsonl"))
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():
     with pytest.raises(CoveyError, match="did you mean 'first-letter'"):
-        load(DataConfig(task="first_letter"))  # type: ignore[arg-type]
+        load_data(DataConfig(task="first_letter"))  # type: ignore[arg-type]
 
 
 def test_a_path_that_the_task_would_not_read_is_refused(folder):
@@ -200,7 +200,7 @@ def test_a_path_that_the_task_would_not_read_is_refused(folder):
         with pytest.raises(
             DataError, match=r"data\.\w+ is .*first-letter does not read it\n  wanted: --data.task jsonl"
         ):
-            load(DataConfig(**settings))
+            load_data(DataConfig(**settings))
 
 
 def test_a_file_that_cannot_be_opened_is_told(folder, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from covey.config import recipe
 from covey.config.recipe import SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
-from covey.data import arithmetic, first_letter, load
+from covey.data import arithmetic, first_letter, load_data
 from covey.envs.tool_calls import FORMATS
 from covey.envs.tools import calculator
 from covey.models.scratch_checkpoint import ScratchCheckpoint
@@ -74,7 +74,7 @@ def test_no_problem_of_the_test_is_trained_in_either_order(seed, make):
     ("task", "count", "held_out", "most"), [("arithmetic", 327, 1 / 3, 81), ("sums", 3240, 1 / 5, 99)]
 )
 def test_every_problem_is_there_once_in_each_order_with_its_answer(task, count, held_out, most):
-    data = load(DataConfig(task=task, seed=7))
+    data = load_data(DataConfig(task=task, seed=7))
     problems = [problem(row) for row in [*data.train, *data.test]]
     assert len(problems) == len(set(problems)) == count
     assert len(data.test) / count == pytest.approx(held_out, abs=0.02)
@@ -96,7 +96,7 @@ def test_no_long_sum_of_the_test_is_trained_and_the_shown_call_is_one_that_works
 
 
 def test_the_examples_are_the_problems_with_their_answers():
-    asked, taught = load(DataConfig(task="sums")), load(SFTDataConfig(task="sums"))
+    asked, taught = load_data(DataConfig(task="sums")), load_data(SFTDataConfig(task="sums"))
     for rows, examples in ((asked.train, taught.train), (asked.test, taught.test)):
         assert [row | {"completion": row["answer"]} for row in rows] == examples
 
@@ -104,7 +104,7 @@ def test_the_examples_are_the_problems_with_their_answers():
 def test_both_recipes_hold_the_same_problems_out_and_have_room_for_them():
     first, second = recipe.load("sft-tiny", (), SFTRecipe), recipe.load("arithmetic-tiny")
     assert first.data.seed == second.data.seed
-    data, tokenizer = load(second.data), ScratchCheckpoint(first.model.source).tokenizer
+    data, tokenizer = load_data(second.data), ScratchCheckpoint(first.model.source).tokenizer
     assert len(data.test) >= 300
     for row in [*data.train, *data.test]:
         assert len(tokenizer.encode_prompt(row["prompt"])) <= second.rollout.max_prompt_length
@@ -116,7 +116,7 @@ def test_both_recipes_hold_the_same_problems_out_and_have_room_for_them():
 
 @pytest.mark.parametrize("task", ["first-letter", "arithmetic", "sums"])
 def test_a_seed_fixes_the_data_and_another_changes_it(task):
-    data, again, other = (load(DataConfig(task=task, seed=seed)) for seed in (1, 1, 2))
+    data, again, other = (load_data(DataConfig(task=task, seed=seed)) for seed in (1, 1, 2))
     assert (data.train, data.test) == (again.train, again.test)
     assert data.train != other.train
     assert data.test != other.test
@@ -125,10 +125,10 @@ def test_a_seed_fixes_the_data_and_another_changes_it(task):
 @pytest.mark.parametrize("task", ["first-letter", "arithmetic"])
 def test_the_system_message_stands_first_and_can_be_changed_or_left_out(task):
     def roles(**options):
-        return [m["role"] for m in load(DataConfig(task=task, **options)).train[0]["prompt"]]
+        return [m["role"] for m in load_data(DataConfig(task=task, **options)).train[0]["prompt"]]
 
     assert roles()[0] == "system"
     assert roles()[1:] == roles(system="")
-    own = load(DataConfig(task=task, system="Be kind."))
+    own = load_data(DataConfig(task=task, system="Be kind."))
     assert own.system == "Be kind."
     assert own.train[0]["prompt"][0] == own.test[0]["prompt"][0] == {"role": "system", "content": "Be kind."}

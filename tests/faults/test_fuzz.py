@@ -149,9 +149,11 @@ def test_rows_of_a_file(tmp_path: Path, lines: list[bytes], supervised: bool) ->
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\n".join(lines))
     if supervised:
-        taken_or_refused(lambda: sources.load(SFTDataConfig(task="jsonl", path=str(path))))
+        taken_or_refused(lambda: sources.load_data(SFTDataConfig(task="jsonl", path=str(path))))
     else:
-        taken_or_refused(lambda: as_rows(sources.load(DataConfig(task="jsonl", path=str(path), system="Be.")).train))
+        taken_or_refused(
+            lambda: as_rows(sources.load_data(DataConfig(task="jsonl", path=str(path), system="Be.")).train)
+        )
 
 
 # --- weights
