@@ -15,8 +15,14 @@ from covey.config.schema import RewardSafetyConfig as RewardSafetyConfig
 from covey.config.schema import RLTrainingConfig as RLTrainingConfig
 from covey.config.schema import RolloutConfig as RolloutConfig
 from covey.config.schema import SFTConfig as SFTConfig
+from covey.data.examples import as_examples as as_examples
+from covey.data.loader import PromptLoader as PromptLoader
+from covey.data.rows import as_rows as as_rows
+from covey.data.sources import load_data as load_data
 from covey.envs.protocol import Step as Step
+from covey.envs.protocol import independent as independent
 from covey.envs.runner import EnvironmentRunner as EnvironmentRunner
+from covey.envs.schemas import json_schema as json_schema
 from covey.envs.trl import TrlFactory as TrlFactory
 from covey.errors import CoveyError as CoveyError
 from covey.models.export import write_hf as write_hf
@@ -27,6 +33,7 @@ from covey.monitor.trackers import Tracked as Tracked
 from covey.monitor.trackers import Trackers as Trackers
 from covey.parallel import make_mesh as make_mesh
 from covey.rewards import RewardRunner as RewardRunner
+from covey.rewards import score as score
 from covey.rl.cluster import RLCluster as RLCluster
 from covey.rl.helpers import build_positions_from_mask as build_positions_from_mask
 from covey.rl.helpers import compute_advantages as compute_advantages
@@ -43,7 +50,12 @@ from covey.run.learners import GRPOLearner as GRPOLearner
 from covey.run.learners import PPOLearner as PPOLearner
 from covey.run.learners import SFTLearner as SFTLearner
 from covey.run.learners import train_grpo as train_grpo
+from covey.sampling.engine import Engine as Engine
+from covey.sampling.engine import Request as Request
 from covey.train.checkpoint import Checkpointer as Checkpointer
+from covey.types import Completion as Completion
+from covey.types import FinishReason as FinishReason
+from covey.types import Group as Group
 
 __all__: list[str]
 __version__: str

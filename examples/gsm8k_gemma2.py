@@ -33,13 +33,12 @@ from covey import (
     RolloutConfig,
     Tracked,
     Trackers,
+    load_data,
     make_mesh,
     open_model,
     with_lora,
     write_peft,
 )
-from covey.data import load_data
-from covey.rl.evaluate import evaluate
 
 # --- Settings. Those that a first try on a small machine changes are flags.
 
@@ -149,13 +148,22 @@ cluster = RLCluster(
 
 rewards = ["format_exact", "format_approximate", "answer_ratio", "answer_number"]
 
+# --- The learner, with the evaluation during training.
+
+learner = GRPOLearner(
+    rl_cluster=cluster,
+    reward_fns=rewards,
+    grpo_config=GRPO,
+    eval_config=EvalConfig(prompts=16, preset="greedy", **JUDGES),
+)
+
 # --- Evaluation. Every call draws with the same noise, so before and after differ only by the weights.
 
 
 def judge(when):
     """Evaluate on held-out questions with the chosen preset or each of the three, and print the accuracies."""
     config = EvalConfig(prompts=given.test_batches * BATCH, preset=given.preset, **JUDGES)
-    found = evaluate(cluster, test, config, ROLLOUT, rewards)
+    found = learner.evaluate(test, config=config)
     for name, each in {given.preset: found, **found.others}.items():
         m = each.metrics
         print(
@@ -172,12 +180,6 @@ before = judge("before")
 
 checkpoints = Checkpointer(given.out / "policy", max_to_keep=KEEP)
 trackers = Trackers(["wandb"], Tracked(given.out, {"grpo": vars(GRPO), "rollout": vars(ROLLOUT)}))
-learner = GRPOLearner(
-    rl_cluster=cluster,
-    reward_fns=rewards,
-    grpo_config=GRPO,
-    eval_config=EvalConfig(prompts=16, preset="greedy", **JUDGES),
-)
 
 
 def save(record):
