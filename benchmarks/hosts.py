@@ -9,7 +9,6 @@ to a table of a step, and the share of a processor that the beats cost process 0
 """
 
 import json
-import os
 import resource
 import selectors
 import socket
@@ -132,8 +131,10 @@ def _groups(count: int) -> list[Group]:
 
 
 def _table(number: int, count: int) -> GroupTable:
-    """Return the table of so many groups of another process."""
-    lengths = _lengths(count, number).ravel()
+    """Return the table of so many groups of another process. Numbers that differ in a run are random, so that a message
+    is compressed no better than there.
+    """
+    lengths, rng = _lengths(count, number).ravel(), np.random.default_rng(number)
     nothing: list[Any] = [None] * len(lengths)
     per_group, per_completion = partial(np.full, count), partial(np.full, len(lengths))
     return GroupTable(
@@ -144,12 +145,12 @@ def _table(number: int, count: int) -> GroupTable:
         lengths=lengths,
         sampled=lengths,
         cut=per_completion(False),
-        mass=lengths.astype(float),
+        mass=lengths * rng.random(len(lengths)),
         empty=per_completion(False),
-        characters=5 * lengths,
-        repetition=per_completion(0.0),
-        rewards=per_completion(0.0),
-        keys=np.zeros((len(lengths), 2), np.uint32),
+        characters=5 * lengths + rng.integers(0, 100, len(lengths)),
+        repetition=rng.random(len(lengths)),
+        rewards=rng.integers(0, 2, len(lengths)).astype(float),
+        keys=rng.integers(0, 2**32, (len(lengths), 2), np.uint32),
         by_function={},
         branches=nothing,
         episodes=nothing,
@@ -190,9 +191,11 @@ def control_of(case: str) -> dict[str, float]:
     count, costs = int(case), dict[str, float]()
     server = socket.create_server(("127.0.0.1", 0), backlog=1024)
     command = [sys.executable, "-m", "benchmarks.hosts", "others", f"{count}:{server.getsockname()[1]}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as others, Channel(0, count, 600.0) as between:
+    others = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        between = Channel(0, count, 600.0).__enter__()
         between.accept(server, TOKEN)
-        for name, (value, about) in exchanges(count).items():
+        for name, (value, about) in exchanges(count, 0).items():
             cost = time.process_time()
             for _ in range(ROUNDS):
                 between.compare(value, about) if about == LAUNCH else between.all_gather(value, about)
@@ -202,21 +205,19 @@ def control_of(case: str) -> dict[str, float]:
         cost = time.process_time()
         time.sleep(BEATS_SECONDS)
         costs["beats_cpu_percent"] = 100 * (time.process_time() - cost) / BEATS_SECONDS
-        others.kill()
-        figures = {name: short(value) for name, value in (seconds | costs).items()}
-        print(json.dumps(figures), flush=True)
-        os._exit(0)  # the others do not leave as processes do
-    return figures
+    finally:
+        others.kill()  # the others do not leave as processes do, so that the channel is left open
+    return {name: short(value) for name, value in (seconds | costs).items()}
 
 
 LAUNCH = "a launch"
 
 
-def exchanges(count: int) -> dict[str, tuple[Any, str]]:
-    """Return value and place of what processes exchange in a step: whether a signal came; a launch, which process 0
-    compares, and the same sent to all; and their tables of 1,024 prompts with 16 completions.
+def exchanges(count: int, number: int) -> dict[str, tuple[Any, str]]:
+    """Return value and place of what process `number` exchanges in a step: whether a signal came; a launch, which
+    process 0 compares, and the same sent to all; and its part of a table of 1,024 prompts with 16 completions.
     """
-    table = _table(0, max(1024 // count, 1))
+    table = _table(number, max(1024 // count, 1))
     launch = "0" * 24, "'update' of step 1"
     return {
         "signal": ("", "stop"),
@@ -236,12 +237,13 @@ def be_others(case: str) -> dict[str, float]:
         peer.connection.sendall(TOKEN)
         peer.write(Message(HELLO, str(number), [b"a process"]))
     seconds, exchange = dict[str, list[float]](), 0
-    for name, (value, about) in exchanges(count).items():
-        data = serialize([about, value])
+    of_each = [exchanges(count, number) for number in range(1, count)]
+    for name, about in {name: about for name, (_, about) in of_each[0].items()}.items():
+        messages = [serialize([about, values[name][0]]) for values in of_each]
         for _ in range(ROUNDS):
             exchange += 1
             started = time.perf_counter()
-            for peer in peers:
+            for peer, data in zip(peers, messages, strict=True):
                 peer.write(Message(VALUES, f"/{exchange}", [data]))
             for peer in peers:
                 while _skip(peer) not in (VALUES, ANSWER):

@@ -52,6 +52,7 @@ from covey.parallel.wire import (
     PeerLostError,
     Verdict,
     deserialize,
+    join_values,
     serialize,
     split,
     split_values,
@@ -69,6 +70,8 @@ SILENT_SECONDS = 18.0
 REPORT_SECONDS = 60.0
 """Seconds that a process waits for the others before it says so."""
 OTHERS = "the other processes"
+NAMED = 8
+"""Most processes that are named of those that are waited for."""
 BLAME_SECONDS = 6.0
 """Seconds that a process whose device program has failed waits for a verdict."""
 END_SECONDS = 5.0
@@ -328,7 +331,8 @@ class Channel:
 
         def late() -> str:
             missing = sorted(set(range(self.count)) - self._values[key].keys())
-            return OTHERS if self.index else f"processes {missing}"
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            return OTHERS if self.index else f"processes {missing[:NAMED]}{more}"
 
         self._add(key, {self.index: data})
         if self.index:
@@ -360,8 +364,7 @@ class Channel:
         that differs, with its number.
         """
         if key not in self._compared:
-            every = [values[number] for number in range(self.count)]
-            return Message(VALUES, key, [json.dumps([len(value) for value in every]).encode(), b"".join(every)])
+            return Message(VALUES, key, join_values([values[number] for number in range(self.count)]))
         other = next((number for number in range(self.count) if values[number] != values[0]), None)
         return Message(ANSWER, key, [] if other is None else [str(other).encode(), values[0], values[other]])
 

@@ -4,14 +4,15 @@ received data cannot run code.
 Supported values are plain ones, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
 enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.
 
-    8 bytes: length of the JSON | JSON, arrays as placeholders | the arrays one by one, as in .npy files
+    8 bytes: length of the JSON | JSON, of arrays the type and shape | the numbers of the arrays, one after the other
 """
 
 import base64
 import dataclasses
-import io
 import json
+import math
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -29,6 +30,8 @@ OURS = "covey."
 Convert = Callable[[Any], Any]
 HELLO, BEAT, VALUES, ANSWER, VERDICT, LEAVES = "hello", "beat", "values", "answer", "verdict", "leaves"
 """Kinds of messages."""
+FAST = 1
+"""Level of compression."""
 
 
 class Message(NamedTuple):
@@ -86,9 +89,18 @@ def split(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
     return (data[start:end] for start, end in pairwise(accumulate(sizes, initial=0)))
 
 
+def join_values(values: Sequence[bytes]) -> list[bytes]:
+    """Return the parts of a message with the values of all processes, in their order.
+
+    Process 0 sends it to each of them: N times what N processes have. Their values are much alike, and so compressed.
+    """
+    sizes = json.dumps([len(value) for value in values]).encode()
+    return [zlib.compress(part, FAST) for part in (sizes, b"".join(values))]
+
+
 def split_values(sizes: bytes, data: bytes) -> dict[int, bytes]:
-    """Return the values of all processes, by process, of their sizes and all of them together."""
-    parts = split(memoryview(data), json.loads(sizes))
+    """Return the values of all processes, by process, from the parts that `join_values` has made."""
+    parts = split(memoryview(zlib.decompress(data)), json.loads(zlib.decompress(sizes)))
     return {number: bytes(part) for number, part in enumerate(parts)}
 
 
@@ -105,11 +117,7 @@ def serialize(value: Any) -> bytes:
     """
     arrays: list[np.ndarray] = []
     text = json.dumps(_describe(value, arrays)).encode()
-    out = io.BytesIO()
-    out.write(len(text).to_bytes(8, "little") + text)
-    for array in arrays:
-        np.lib.format.write_array(out, array, allow_pickle=False)
-    return out.getvalue()
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays)])
 
 
 def deserialize(data: bytes) -> Any:
@@ -117,13 +125,17 @@ def deserialize(data: bytes) -> Any:
 
     Raises:
         CoveyError: the data name a class that is not Covey's.
+        ValueError: they name a type of numbers that is none, such as that of objects.
     """
-    source = io.BytesIO(data)
-    tree = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+    start = 8 + int.from_bytes(data[:8], "little")
+    tree, rest = json.loads(data[8:start]), memoryview(data)[start:]
 
-    def next_array() -> np.ndarray:
-        array: np.ndarray = np.lib.format.read_array(source, allow_pickle=False)
-        return array
+    def next_array(dtype: str, shape: Sequence[int]) -> np.ndarray:
+        nonlocal rest
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        numbers, rest = rest[:size], rest[size:]
+        return np.frombuffer(numbers, kind).reshape(shape).copy()
 
     return _restore(tree, next_array)
 
@@ -137,7 +149,7 @@ def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
         return [inner(item) for item in value]
     if isinstance(value, np.ndarray | np.generic | jax.Array) and not value.dtype.hasobject:
         arrays.append(np.asarray(value))
-        return {"scalar" if isinstance(value, np.generic) else "array": None}
+        return {"scalar" if isinstance(value, np.generic) else "array": [arrays[-1].dtype.str, value.shape]}
     for kind, (fits, describe, _) in KINDS.items():
         if fits(value):
             return {kind: describe(value, inner)}
@@ -148,7 +160,7 @@ def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
     )
 
 
-def _restore(tree: Any, next_array: Callable[[], np.ndarray]) -> Any:
+def _restore(tree: Any, next_array: Callable[[str, Sequence[int]], np.ndarray]) -> Any:
     inner = partial(_restore, next_array=next_array)
     if isinstance(tree, list):
         return [inner(item) for item in tree]
@@ -156,7 +168,8 @@ def _restore(tree: Any, next_array: Callable[[], np.ndarray]) -> Any:
         return tree
     ((kind, content),) = tree.items()
     if kind in ("array", "scalar"):
-        return next_array() if kind == "array" else next_array()[()]
+        array = next_array(*content)
+        return array if kind == "array" else array[()]
     return KINDS[kind].restore(content, inner)
 
 
