@@ -45,7 +45,8 @@ def json_schema(function: Callable[..., Any]) -> Schema:
     ...     Args:
     ...         number: The number.
     ...     '''
-    >>> json_schema(double)["function"]["parameters"]["properties"]
+    >>> description = json_schema(double).get("function")
+    >>> description.get("parameters").get("properties")
     {'number': {'type': 'integer', 'description': 'The number.'}}
 
     Raises:

@@ -19,7 +19,7 @@ from covey.config import recipe
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "parity" / "golden" / "tiny-llama"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
