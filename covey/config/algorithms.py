@@ -34,7 +34,7 @@ OTHERWISE = "otherwise"
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gspo_token", "cispo", "rloo", "reinforce", "sapo", "ppo"
 ]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Correction = Literal["none", "token_truncate", "token_mask", "geometric_truncate", "geometric_mask"]
 MoreThanOne = Annotated[float, Gt(1)]
 if TYPE_CHECKING:
     FromPreset = Annotated[T, "from the preset"]

@@ -128,11 +128,11 @@ def sampler_correction(
     2025, "Your efficient RL framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer −
     logp_sampler), no gradient.
 
-    `..._truncate` is min(ρ, correction_cap); `..._mask` is ρ, and 0 above the cap. `sequence_...` takes the geometric
+    `..._truncate` is min(ρ, correction_cap); `..._mask` is ρ, and 0 above the cap. `geometric_...` takes the geometric
     mean over the completion's tokens, so that ρ does not grow with length.
     """
     level, cut = algorithm.correction.split("_")
-    rho = jax.lax.stop_gradient(RATIOS[level](old_logps, rollout_logps, mask, segment_ids))
+    rho = jax.lax.stop_gradient(CORRECTION_LEVELS[level](old_logps, rollout_logps, mask, segment_ids))
     return jnp.where(rho > algorithm.correction_cap, algorithm.correction_cap if cut == "truncate" else 0.0, rho)
 
 
@@ -322,6 +322,8 @@ RATIOS: dict[str, Ratio] = {
     "sequence": sequence_ratio,
     "sequence_token": sequence_token_ratio,
 }
+CORRECTION_LEVELS: dict[str, Ratio] = {"token": token_ratio, "geometric": sequence_ratio}
+"""Ratio of trainer and sampler by the level of a correction."""
 SURROGATES: dict[str, Surrogate] = {
     "clip": clip,
     "dual_clip": dual_clip,

@@ -96,11 +96,14 @@ KL = {
 }
 
 
+LEVELS = {"token": "token", "geometric": "sequence"}
+
+
 def correction(x: Algorithm, old: Array, sampled: Array, m: Array) -> Array:
     if x.correction == "none":
         return np.ones(len(sampled))
     level, cut = x.correction.split("_")
-    rho = np.real(RATIO[level](stop(old), sampled, m))
+    rho = np.real(RATIO[LEVELS[level]](stop(old), sampled, m))
     return np.minimum(rho, x.correction_cap) if cut == "truncate" else np.where(rho <= x.correction_cap, rho, 0.0)
 
 
@@ -279,7 +282,7 @@ VARIANTS = {
     "kl in the reward": {"kl_in": "reward", "kl": "k1"},
     **{
         f"{correction}, {ratio}": {"correction": correction, "correction_cap": 1.2, "ratio": ratio}
-        for correction in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        for correction in ("token_truncate", "token_mask", "geometric_truncate", "geometric_mask")
         for ratio in ("token", "sequence")
     },
 }
@@ -324,7 +327,7 @@ def test_any_samples_in_any_rows(data: st.DataObject) -> None:
     pick = lambda names: data.draw(st.sampled_from(sorted(names)))  # noqa: E731
     x = replace(
         BASE, ratio=pick(RATIOS), surrogate=pick(SURROGATES), aggregate=pick(AGGREGATES), kl=pick(KLS),
-        entropy_bonus=0.01, correction=pick(["none", "token_truncate", "sequence_mask"]), delta=pick([1.5, 8.0]),
+        entropy_bonus=0.01, correction=pick(["none", "token_truncate", "geometric_mask"]), delta=pick([1.5, 8.0]),
     )  # fmt: skip
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))

@@ -177,8 +177,8 @@ def test_k3_still_pulls_where_the_reference_has_nothing() -> None:
     [
         ("token_truncate", [1.5, 0.5, 1.5, 1.0]),
         ("token_mask", [0.0, 0.5, 0.0, 1.0]),
-        ("sequence_truncate", [1.0, 1.0, 1.5, 1.5]),
-        ("sequence_mask", [1.0, 1.0, 0.0, 0.0]),
+        ("geometric_truncate", [1.0, 1.0, 1.5, 1.5]),
+        ("geometric_mask", [1.0, 1.0, 0.0, 0.0]),
     ],
 )
 def test_corrections_by_hand(name: str, want: list[float]) -> None:
@@ -190,7 +190,7 @@ def test_corrections_by_hand(name: str, want: list[float]) -> None:
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
 
 
-@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "geometric_truncate", "geometric_mask"])
 def test_a_correction_on_its_cap_is_kept(name: str) -> None:
     """Only what is above the cap is masked."""
     x = replace(BASE, correction=name, correction_cap=1.0)

@@ -167,7 +167,7 @@ def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
     assert "clip_ratio/low_mean" in with_ratios
 
 
-@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "geometric_truncate", "geometric_mask"])
 def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
     for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):
         value, grad, metric_sums = single(replace(BASE, correction=name), -1.0, rollout_logps=sampled)
@@ -187,7 +187,7 @@ def test_metrics_have_no_gradient(groups_of: Callable) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> None:
     """Parts are plain sums, the filled-up last one included, so a step may be cut anywhere between rows."""
-    x = replace(algorithm_of(GRPOConfig(name)), correction="sequence_truncate", entropy_bonus=0.01)
+    x = replace(algorithm_of(GRPOConfig(name)), correction="geometric_truncate", entropy_bonus=0.01)
     batch = laid(groups_of, [5, 0, 1, 20, 13, 40, 37, 30], x)
     evaluate = partial(policy_loss, x)
     whole, metric_sums = evaluate(*batch)
@@ -205,7 +205,7 @@ def test_losses_and_shares_of_parts_add_up(groups_of: Callable, name: str) -> No
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token", "cispo"])
 def test_packing_and_meshes_change_nothing(groups_of: Callable, name: str) -> None:
     """Several samples a row on one device, and one a row divided over four: one loss, one gradient."""
-    x = replace(algorithm_of(GRPOConfig(name)), correction="sequence_mask")
+    x = replace(algorithm_of(GRPOConfig(name)), correction="geometric_mask")
     step = jax.jit(jax.value_and_grad(partial(policy_loss, x), has_aux=True))
     lengths, results = [5, 9, 3, 20, 1, 7, 2, 4], []
     for packing, devices in (("groups", 1), ("dense", 4)):

@@ -65,7 +65,7 @@ def algorithm_like(case: Mapping[str, Any]) -> Algorithm:
         sapo_positive=trl["sapo_temperature_pos"],
         sapo_negative=trl["sapo_temperature_neg"],
         # Per sequence TRL was given differences divided by the length, so that its sum is our mean.
-        correction=trl["vllm_importance_sampling_mode"] if trl["use_vllm"] else "none",
+        correction=trl["vllm_importance_sampling_mode"].replace("sequence", "geometric") if trl["use_vllm"] else "none",
         correction_cap=trl["vllm_importance_sampling_clip_max"],
         mask_truncated=trl["mask_truncated_completions"],
     )  # fmt: skip
@@ -173,7 +173,7 @@ def differs(metric: str, algorithm: Algorithm) -> bool:
     """Metrics that are not the same thing: TRL's sequences count once each, ours have all their tokens."""
     by_sequence = {"clip_ratio": algorithm.ratio, "sampling": algorithm.correction}
     return (
-        by_sequence.get(metric.split("/")[0], "").startswith("sequence")
+        by_sequence.get(metric.split("/")[0], "").startswith(("sequence", "geometric"))
         or (metric == "clip_ratio/region_mean" and algorithm.delta is not None)  # ours has what δ cut
     )
 

@@ -68,7 +68,7 @@ CASES = {name: GRPOConfig(algorithm=name) for name in PRESETS if name not in ALI
     ),
     "adapted beta": GRPOConfig(
         advantage="batch_std", surrogate="dual_clip", beta=0.1, kl="k1", kl_in="reward", kl_target=0.1, kl_horizon=32,
-        correction="sequence_truncate", mask_truncated=True,
+        correction="geometric_truncate", mask_truncated=True,
     ),
 }  # fmt: skip
 
