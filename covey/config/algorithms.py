@@ -34,7 +34,15 @@ OTHERWISE = "otherwise"
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gspo_token", "cispo", "rloo", "reinforce", "sapo", "ppo"
 ]
-Correction = Literal["none", "token_truncate", "token_mask", "geometric_truncate", "geometric_mask"]
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
 MoreThanOne = Annotated[float, Gt(1)]
 if TYPE_CHECKING:
     FromPreset = Annotated[T, "from the preset"]
@@ -112,10 +120,15 @@ class GRPOConfig(Config, section="grpo"):
     """Weight of the entropy, which is added to the objective."""
     correction: Reported[FromPreset[Correction]] = from_preset("none")
     """Treatment of tokens where trainer and sampler disagree: weigh them by exp(logp_trainer − logp_sampler), limited
-    to correction_cap (truncate) or left out above it (mask), for each token or each answer (geometric mean).
+    to correction_cap (truncate) or left out beyond it (mask), for each token, for each answer, or for each answer by
+    the geometric mean of its tokens.
     """
     correction_cap: Reported[FromPreset[PositiveFloat]] = from_preset(2.0)
     """Largest weight of the correction."""
+    correction_floor: Reported[NonNegativeFloat | None] = None
+    """Smallest weight of the correction; smaller ones are raised to it (truncate) or left out (mask). When not set it
+    is 1 / correction_cap for a mask, and 0 for truncation.
+    """
     mask_truncated: Reported[FromPreset[bool]] = from_preset(False)
     """Leave completions that a limit of tokens or of time cut out of the loss."""
     overlong_buffer: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
@@ -164,6 +177,12 @@ class GRPOConfig(Config, section="grpo"):
                 f"1, or an algorithm with a ratio: {', '.join(WITH_RATIO)}",
             ),
             *problem_if(
+                a.correction != "none" and a.smallest_correction > a.correction_cap,
+                "correction_floor",
+                f"grpo.correction_floor is {a.smallest_correction:g}, and grpo.correction_cap {a.correction_cap:g}",
+                "a floor that is not above the cap, such as 0.5 beside 5; without one a mask needs a cap of at least 1",
+            ),
+            *problem_if(
                 self.reward_weights is not None and not any(self.reward_weights),
                 "reward_weights",
                 "grpo.reward_weights are all 0: no answer would be scored",
@@ -199,6 +218,12 @@ class Algorithm(PPOConfig):
     def high(self) -> float:
         """Clip range above 1: `epsilon_high`, or `epsilon` if that is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def smallest_correction(self) -> float:
+        """Smallest weight of the correction: `correction_floor`, or what it is where that is not set."""
+        otherwise = 1 / self.correction_cap if self.correction.endswith("mask") else 0.0
+        return otherwise if self.correction_floor is None else self.correction_floor
 
     @property
     def needs_critic(self) -> bool:
@@ -278,7 +303,7 @@ READ_IF: tuple[ReadIf, ...] = (
     ReadIf(
         ("reference_mixing",), lambda a: a.reference_every_n_updates > 0, "a grpo.reference_every_n_updates above 0"
     ),
-    ReadIf(("correction_cap",), lambda a: a.correction != "none", "a grpo.correction"),
+    ReadIf(("correction_cap", "correction_floor"), lambda a: a.correction != "none", "a grpo.correction"),
     ReadIf(("overlong_penalty",), lambda a: a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
     ReadIf(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.needs_critic, "grpo.advantage gae"),
 )

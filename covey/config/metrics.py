@@ -178,6 +178,7 @@ TABLE = (
     Metric("sampling/importance_ratio/max", "", "the largest of these ratios"),
     Metric("sampling/mass_kept", "share", "mean total probability of the tokens that truncation keeps"),
     Metric("sampling/correction/mean", "", "mean weight of `grpo.correction`; if it is set"),
+    Metric("sampling/correction/masked", "share", "tokens that `grpo.correction` leaves out; if it is set"),
     Metric("dynamic_sampling/rounds", "rounds", "prompt batches sampled; if `grpo.max_sampling_rounds` is above 1"),
     Metric("dynamic_sampling/replaced", "groups", "groups of equal rewards that were replaced"),
     Metric("dynamic_sampling/tied", "groups", "groups of equal rewards that were left when the rounds were used up"),

@@ -86,8 +86,9 @@ def policy_loss(
     if surrogate is None and algorithm.surrogate in CLIP_METRICS:
         means |= CLIP_METRICS[algorithm.surrogate](ratio, advantage, algorithm)
     if algorithm.correction != "none":
-        means["sampling/correction/mean"] = sampler_correction(algorithm, old, inputs.rollout_logps, mask, segment_ids)
-        per_token = per_token * means["sampling/correction/mean"]
+        correction = sampler_correction(algorithm, old, inputs.rollout_logps, mask, segment_ids)
+        per_token = per_token * correction
+        means |= {"sampling/correction/mean": correction, "sampling/correction/masked": correction == 0.0}
     if inputs.ref_logps is not None:
         means["kl"] = KLS[algorithm.kl](logps, inputs.ref_logps)
         per_token = per_token + inputs.beta * means["kl"] if algorithm.kl_in == "loss" else per_token
@@ -128,12 +129,15 @@ def sampler_correction(
     2025, "Your efficient RL framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer −
     logp_sampler), no gradient.
 
-    `..._truncate` is min(ρ, correction_cap); `..._mask` is ρ, and 0 above the cap. `geometric_...` takes the geometric
-    mean over the completion's tokens, so that ρ does not grow with length.
+    ρ is that of the token, of the whole completion (`sequence_...`), or the geometric mean over the completion's tokens
+    (`geometric_...`), which does not grow with its length. `..._truncate` clips ρ to [floor, cap]; `..._mask` is ρ, and
+    0 outside (tokens: IcePop, Ling Team, 2025; completions: Liu et al., 2025, "When Speed Kills Stability").
     """
     level, cut = algorithm.correction.split("_")
     rho = jax.lax.stop_gradient(CORRECTION_LEVELS[level](old_logps, rollout_logps, mask, segment_ids))
-    return jnp.where(rho > algorithm.correction_cap, algorithm.correction_cap if cut == "truncate" else 0.0, rho)
+    low, high = algorithm.smallest_correction, algorithm.correction_cap
+    bounded = jnp.where(rho > high, high if cut == "truncate" else 0.0, rho)
+    return jnp.where(rho < low, low if cut == "truncate" else 0.0, bounded) if low else bounded
 
 
 # --- ratios
@@ -155,6 +159,14 @@ def sequence_ratio(
     return _clamped_exp(segment_mean(logps - old, mask, segment_ids))
 
 
+def whole_sequence_ratio(
+    logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]
+) -> PerToken:
+    """Compute the ratio of the probabilities of the whole completion, the product over its tokens, at each of them."""
+    total, _ = _segment_sums(logps - old, mask, segment_ids)
+    return _clamped_exp(total)
+
+
 def sequence_token_ratio(
     logps: PerToken, old: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]
 ) -> PerToken:
@@ -170,9 +182,16 @@ def segment_mean(values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Ar
     It compares all pairs, O(M²) as attention does: this works row by row under any mesh and any vmap, and unlike a
     scatter it adds in the same order every time.
     """
+    total, count = _segment_sums(values, mask, segment_ids)
+    return total / jnp.maximum(count, 1)
+
+
+def _segment_sums(
+    values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]
+) -> tuple[PerToken, Int[Array, "R M"]]:
+    """Compute the sum over the masked tokens of the same segment, and their number, at each token."""
     together = (segment_ids[..., :, None] == segment_ids[..., None, :]) & mask[..., None, :]
-    total = jnp.sum(jnp.where(together, values[..., None, :], 0.0), axis=-1)
-    return total / jnp.maximum(jnp.sum(together, axis=-1), 1)
+    return jnp.sum(jnp.where(together, values[..., None, :], 0.0), axis=-1), jnp.sum(together, axis=-1)
 
 
 # --- surrogates
@@ -322,7 +341,11 @@ RATIOS: dict[str, Ratio] = {
     "sequence": sequence_ratio,
     "sequence_token": sequence_token_ratio,
 }
-CORRECTION_LEVELS: dict[str, Ratio] = {"token": token_ratio, "geometric": sequence_ratio}
+CORRECTION_LEVELS: dict[str, Ratio] = {
+    "token": token_ratio,
+    "sequence": whole_sequence_ratio,
+    "geometric": sequence_ratio,
+}
 """Ratio of trainer and sampler by the level of a correction."""
 SURROGATES: dict[str, Surrogate] = {
     "clip": clip,

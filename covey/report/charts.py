@@ -105,7 +105,7 @@ CHARTS = (
         band=("sampling/importance_ratio/min", "sampling/importance_ratio/max"),
     ),
     Chart("Probability kept by truncation", "Sampler and trainer", ("sampling/mass_kept",)),
-    Chart("Correction weight", "Sampler and trainer", ("sampling/correction/mean",)),
+    Chart("Correction weight", "Sampler and trainer", ("sampling/correction/mean", "sampling/correction/masked")),
     Chart("Loss of the critic", "Critic", ("critic/loss", "critic/value_loss")),
     Chart("Explained variance", "Critic", ("critic/explained_variance",)),
     Chart("Values", "Critic", ("critic/value_mean",)),

@@ -61,6 +61,7 @@ def test_ppo_has_a_config_of_its_own() -> None:
         ({"beta": 0.0, "reference_every_n_updates": 5}, "reference_every_n_updates", "no use"),
         ({"algorithm": "ppo", "num_generations": 1, "credit": "turn"}, "credit", "no use"),
         ({"algorithm": "ppo", "num_generations": 1, "max_sampling_rounds": 2}, "max_sampling_rounds", "always equal"),
+        ({"correction": "token_mask", "correction_cap": 0.5}, "correction_floor", "2, and grpo.correction_cap 0.5"),
         ({"surrogate": "reinforce", "num_iterations": 2, "correction": "token_mask"}, "num_iterations", "has no ratio"),
     ],
 )
@@ -125,6 +126,6 @@ def test_an_algorithm_has_a_value_where_a_config_has_none() -> None:
     """Those that stay None are off, or follow another setting."""
     made = vars(algorithm_of(GRPOConfig()))
     assert {name for name, value in made.items() if value is None} == {
-        "reward_weights", "epsilon_high", "delta", "kl_target"
+        "reward_weights", "epsilon_high", "delta", "kl_target", "correction_floor"
     }  # fmt: skip
     assert made.keys() == vars(PPOConfig()).keys()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from covey.config.algorithms import PRESETS, Algorithm, algorithm_of
+from covey.config.algorithms import PRESETS, Algorithm, Correction, algorithm_of
 from covey.config.base import without_check
 from covey.config.schema import GRPOConfig
-from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
+from covey.losses.policy import AGGREGATES, CORRECTION_LEVELS, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
 STEP, MAX_NEW, ROW = 1e-30, 40, 64
 BASE = algorithm_of(GRPOConfig("grpo"))
@@ -96,15 +97,25 @@ KL = {
 }
 
 
-LEVELS = {"token": "token", "geometric": "sequence"}
+RHO = {
+    "token": lambda d, m: np.exp(d),
+    "sequence": lambda d, m: np.full(len(m), np.exp(np.sum(d[m]))),
+    "geometric": lambda d, m: np.full(len(m), np.exp(np.sum(d[m]) / max(np.sum(m), 1))),
+}
+
+
+CORRECTIONS = [name for name in get_args(Correction) if name != "none"]
 
 
 def correction(x: Algorithm, old: Array, sampled: Array, m: Array) -> Array:
     if x.correction == "none":
         return np.ones(len(sampled))
     level, cut = x.correction.split("_")
-    rho = np.real(RATIO[LEVELS[level]](stop(old), sampled, m))
-    return np.minimum(rho, x.correction_cap) if cut == "truncate" else np.where(rho <= x.correction_cap, rho, 0.0)
+    rho = RHO[level](old - sampled, m)
+    default = 0 if cut == "truncate" else 1 / x.correction_cap
+    low = default if x.correction_floor is None else x.correction_floor
+    inside = (low <= rho) & (rho <= x.correction_cap)
+    return np.clip(rho, low, x.correction_cap) if cut == "truncate" else np.where(inside, rho, 0.0)
 
 
 AGGREGATE: dict[str, Callable[[Array, Array], float]] = {
@@ -248,8 +259,8 @@ def some_rows(count: int, seed: int = 0) -> list[list[int]]:
 
 def test_the_oracle_knows_every_name() -> None:
     """A function that is added must be added here too."""
-    assert [RATIO.keys(), SURROGATE.keys(), KL.keys(), AGGREGATE.keys()] == [
-        RATIOS.keys(), SURROGATES.keys(), KLS.keys(), AGGREGATES.keys(),
+    assert [RATIO.keys(), SURROGATE.keys(), KL.keys(), AGGREGATE.keys(), RHO.keys()] == [
+        RATIOS.keys(), SURROGATES.keys(), KLS.keys(), AGGREGATES.keys(), CORRECTION_LEVELS.keys(),
     ]  # fmt: skip
 
 
@@ -282,8 +293,12 @@ VARIANTS = {
     "kl in the reward": {"kl_in": "reward", "kl": "k1"},
     **{
         f"{correction}, {ratio}": {"correction": correction, "correction_cap": 1.2, "ratio": ratio}
-        for correction in ("token_truncate", "token_mask", "geometric_truncate", "geometric_mask")
+        for correction in CORRECTIONS
         for ratio in ("token", "sequence")
+    },
+    **{
+        f"{name}, two bounds": {"correction": name, "correction_cap": 1.2, "correction_floor": 0.9}
+        for name in CORRECTIONS
     },
 }
 
@@ -327,7 +342,7 @@ def test_any_samples_in_any_rows(data: st.DataObject) -> None:
     pick = lambda names: data.draw(st.sampled_from(sorted(names)))  # noqa: E731
     x = replace(
         BASE, ratio=pick(RATIOS), surrogate=pick(SURROGATES), aggregate=pick(AGGREGATES), kl=pick(KLS),
-        entropy_bonus=0.01, correction=pick(["none", "token_truncate", "geometric_mask"]), delta=pick([1.5, 8.0]),
+        entropy_bonus=0.01, correction=pick(["none", *CORRECTIONS]), delta=pick([1.5, 8.0]),
     )  # fmt: skip
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))

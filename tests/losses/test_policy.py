@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.config.algorithms import algorithm_of
+from covey.config.algorithms import Correction, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import (
     AGGREGATES,
     CLIP_METRICS,
+    CORRECTION_LEVELS,
     KLS,
     MAX_EXPONENT,
     RATIOS,
@@ -31,6 +32,7 @@ from covey.losses.policy import (
 )
 
 BASE = algorithm_of(GRPOConfig("grpo"))
+CORRECTIONS = [name for name in get_args(Correction) if name != "none"]
 POLICIES = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 
 
@@ -173,26 +175,40 @@ def test_k3_still_pulls_where_the_reference_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "want"),
+    ("name", "floor", "want"),
     [
-        ("token_truncate", [1.5, 0.5, 1.5, 1.0]),
-        ("token_mask", [0.0, 0.5, 0.0, 1.0]),
-        ("geometric_truncate", [1.0, 1.0, 1.5, 1.5]),
-        ("geometric_mask", [1.0, 1.0, 0.0, 0.0]),
+        ("token_truncate", None, [1.5, 0.5, 1.5, 1.0]),
+        ("token_truncate", 0.75, [1.5, 0.75, 1.5, 1.0]),
+        ("token_mask", None, [0.0, 0.0, 0.0, 1.0]),
+        ("token_mask", 0.5, [0.0, 0.5, 0.0, 1.0]),
+        ("sequence_truncate", None, [1.0, 1.0, 1.5, 1.5]),
+        ("sequence_mask", None, [1.0, 1.0, 0.0, 0.0]),
+        ("geometric_truncate", None, [1.0, 1.0, 1.5, 1.5]),
+        ("geometric_mask", None, [1.0, 1.0, 0.0, 0.0]),
+        ("geometric_mask", 1.25, [0.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_corrections_by_hand(name: str, want: list[float]) -> None:
-    """ρ = 2 and ½ in one answer (geometric mean 1), 4 and 1 in the other (2); the cap is 1.5."""
-    x = replace(BASE, correction=name, correction_cap=1.5)
+def test_corrections_by_hand(name: str, floor: float | None, want: list[float]) -> None:
+    """ρ = 2 and ½ in one completion (product and geometric mean 1), 4 and 1 in the other (4 and 2); the cap is 1.5."""
+    x = replace(BASE, correction=name, correction_cap=1.5, correction_floor=floor)
     old, segment_ids = in_row(list(np.log([2, 0.5, 4, 1]))), jnp.array([[1, 1, 2, 2]])
     weights = lambda old: sampler_correction(x, old, jnp.zeros((1, 4)), segment_ids > 0, segment_ids)  # noqa: E731
     np.testing.assert_allclose(weights(old)[0], want, rtol=1e-6)
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
 
 
-@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "geometric_truncate", "geometric_mask"])
-def test_a_correction_on_its_cap_is_kept(name: str) -> None:
-    """Only what is above the cap is masked."""
+def test_only_the_ratio_of_the_whole_sequence_grows_with_its_length() -> None:
+    segment_ids = jnp.ones((1, 4), jnp.int32)
+    of_level = {
+        level: ratio(in_row([np.log(2)] * 4), jnp.zeros((1, 4)), segment_ids > 0, segment_ids)[0, 0]
+        for level, ratio in CORRECTION_LEVELS.items()
+    }
+    assert of_level == pytest.approx({"token": 2, "sequence": 16, "geometric": 2})
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_on_its_bounds_is_kept(name: str) -> None:
+    """Only what is beyond the cap or the floor is masked."""
     x = replace(BASE, correction=name, correction_cap=1.0)
     segment_ids = jnp.ones((1, 2), jnp.int32)
     assert sampler_correction(x, in_row([-1, -2]), in_row([-1, -2]), segment_ids > 0, segment_ids).tolist() == [

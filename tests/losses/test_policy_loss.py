@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from covey.config.algorithms import PRESETS, Algorithm, algorithm_of
+from covey.config.algorithms import PRESETS, Algorithm, Correction, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
 from covey.packing.rows import pack, scatter_to_rows, split_micro_batches, unpack
@@ -167,7 +167,7 @@ def test_a_surrogate_of_ones_own(groups_of: Callable) -> None:
     assert "clip_ratio/low_mean" in with_ratios
 
 
-@pytest.mark.parametrize("name", ["token_truncate", "token_mask", "geometric_truncate", "geometric_mask"])
+@pytest.mark.parametrize("name", [name for name in get_args(Correction) if name != "none"])
 def test_corrections_of_samplers_that_are_far_off_stay_finite(name: str) -> None:
     for sampled, finite in ((-1e4, 0.0 if name.endswith("mask") else -2.0), (1e4, 0.0)):
         value, grad, metric_sums = single(replace(BASE, correction=name), -1.0, rollout_logps=sampled)

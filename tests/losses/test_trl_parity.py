@@ -64,9 +64,9 @@ def algorithm_like(case: Mapping[str, Any]) -> Algorithm:
         beta=trl["beta"],
         sapo_positive=trl["sapo_temperature_pos"],
         sapo_negative=trl["sapo_temperature_neg"],
-        # Per sequence TRL was given differences divided by the length, so that its sum is our mean.
-        correction=trl["vllm_importance_sampling_mode"].replace("sequence", "geometric") if trl["use_vllm"] else "none",
+        correction=trl["vllm_importance_sampling_mode"] if trl["use_vllm"] else "none",
         correction_cap=trl["vllm_importance_sampling_clip_max"],
+        correction_floor=0.0,
         mask_truncated=trl["mask_truncated_completions"],
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
     inputs = LossInputs(
         advantage=at_tokens(ARRAYS[f"{name}/advantages"][:, None]),
         weight=at_tokens(weight[:, None]),
-        rollout_logps=at_tokens(x["sampled"]),
+        rollout_logps=at_tokens(sampler_of(name)),
         beta=jnp.full((P * G, 1), algorithm.beta),
         old_logps=None if on_policy else at_tokens(x["old"]),
         ref_logps=at_tokens(x["ref"]) if algorithm.beta and algorithm.kl_in == "loss" else None,
@@ -102,6 +102,17 @@ def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
 
     (value, shares), gradient = jax.value_and_grad(loss, has_aux=True)(at_tokens(x["logps"]))
     return float(value), np.asarray(gradient), shares
+
+
+def sampler_of(name: str) -> np.ndarray:
+    """The sampler's log-probs as TRL got them: per sequence with differences divided by the length, so that the ratios
+    of whole completions are not all beyond the cap.
+    """
+    x, trl = drawn(name), CASES[name]["settings"]
+    if not (trl.get("use_vllm") and trl["vllm_importance_sampling_mode"].startswith("sequence")):
+        return x["sampled"]
+    old = np.float64(x["logps" if trl["num_iterations"] == 1 else "old"])
+    return old + (x["sampled"] - old) / x["lengths"][:, None]
 
 
 def case_is_rloo(name: str) -> bool:
@@ -173,7 +184,7 @@ def differs(metric: str, algorithm: Algorithm) -> bool:
     """Metrics that are not the same thing: TRL's sequences count once each, ours have all their tokens."""
     by_sequence = {"clip_ratio": algorithm.ratio, "sampling": algorithm.correction}
     return (
-        by_sequence.get(metric.split("/")[0], "").startswith(("sequence", "geometric"))
+        by_sequence.get(metric.split("/")[0], "").startswith("sequence")
         or (metric == "clip_ratio/region_mean" and algorithm.delta is not None)  # ours has what δ cut
     )
 
