@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from covey.config.base import check_keywords, suggest
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
 from covey.config.schema import (
     DataConfig,
@@ -271,6 +272,7 @@ def train_grpo(
         )
         learner.history["reward"]
     """
+    _check_options(options)
     sources.check_source(model)
     with _naming("train_dataset"):
         rows = read_rows(train_dataset)
@@ -295,6 +297,12 @@ def train_grpo(
     )
     learner.train(rows, held_out, out=out)
     return learner
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse a keyword that neither `train_grpo` nor the loading of a model has, before anything is read."""
+    known = ["model", "train_dataset", *(train_grpo.__kwdefaults__ or ()), *DecoderOptions.__annotations__]
+    check_keywords("train_grpo", options, dict.fromkeys(known), partial(suggest, object, more=known))
 
 
 def _read_held_out(data: Any, functions: Sequence[RewardFn], config: EvalConfig | None) -> list[Row]:

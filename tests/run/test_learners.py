@@ -164,7 +164,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "file": ({"train_dataset": "none.jsonl"}, "train_dataset: data.path: there is no none.jsonl"),
     "column": ({"reward_funcs": "exact_answer"}, "train_dataset: .*'exact_answer' asks for 'answer'"),
     "held-out column": ({"eval_config": EvalConfig(accuracy="exact_answer"), "eval_dataset": HELD_OUT}, "eval_dataset"),
-    "keyword": ({"peft_config": 1}, "lora=LoRAConfig"),
+    "keyword": ({"peft_config": 1}, "train_grpo has no keyword 'peft_config'"),
 }
 
 
