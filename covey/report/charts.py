@@ -130,6 +130,8 @@ MAIN = {
 }
 """Titles of the main charts by training method; the first `MAIN_COUNT` that were measured stand at the top."""
 MAIN_COUNT = 4
+ROUNDING = {"loss": 1e-6, "kl": 1e-6}
+"""Differences that are rounding alone, by metric, where its scale is 1 and not that of its values."""
 OTHER = "Other metrics"
 """Section of the metrics that no chart names."""
 
@@ -137,8 +139,9 @@ OTHER = "Other metrics"
 def charts_for(names: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
     """Return the charts of the metrics `names` of runs by `methods`, in the form that the page reads.
 
-    Each has title, section, main (whether it stands at the top), and its series: name, label, unit, meaning, and the
-    names of the ends of its band (`low`, `high`) or of its standard error (`error`) where they are measured.
+    Each has title, section, main (whether it stands at the top), and its series: name, label, unit, meaning, the
+    difference that is `rounding` alone, and the names of the ends of its band (`low`, `high`) or of its standard error
+    (`error`) where they are measured.
     """
     measured = dict.fromkeys(names)
     charts: list[dict[str, Any]] = []
@@ -168,7 +171,8 @@ def _series(chart: Chart, pattern: str, name: str, measured: Mapping[str, None])
 
 def _described(name: str, label: str) -> dict[str, Any]:
     row = metric(name)
-    return {"name": name, "label": label, "unit": row.unit if row else "", "meaning": row.meaning if row else ""}
+    described = {"name": name, "label": label, "unit": row.unit if row else "", "meaning": row.meaning if row else ""}
+    return described | ({"rounding": ROUNDING[name]} if name in ROUNDING else {})
 
 
 def _matching(pattern: str, names: Iterable[str]) -> Iterator[str]:

@@ -12,10 +12,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from covey.files import is_count, number, open_below, replace_file
 from covey.report import completions, evaluation
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
+from covey.report.marks import marks
 from covey.report.results import as_text, settings_table
 from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
 from covey.report.texts import script_json, size_of
@@ -45,9 +46,9 @@ FACTS = {
 }
 """Entries of the summary that the page shows, with their labels."""
 SECTIONS = {
-    "diagnosis": "Diagnosis",
     "overview": "Overview",
     "curves": "Curves",
+    "diagnosis": "Diagnosis",
     "evaluation": "Before and after",
     "completions": "Completions",
     "recipe": "Recipe",
@@ -60,29 +61,20 @@ SCRIPTS = ("charts", "overview", "evaluation", "tokens", "completions", "recipe"
 """Names of the further scripts of a report."""
 
 
-def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Finding] | None = None) -> int:
+def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Sequence[Finding]] | None = None) -> int:
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
 
     Args:
-        findings: findings at the top; those of the diagnosis of each run when not given.
+        findings: findings on each run; those of its diagnosis when not given.
 
     Raises:
         CoveyError: one of `folders` is no run folder; or something else than a report is at `out`.
     """
     runs = [read_run(folder) for folder in folders]
-    page = build_page(runs, diagnose_runs(runs) if findings is None else findings)
+    page = build_page(runs, [diagnose(RunHistory.of(run)) for run in runs] if findings is None else findings)
     check_replaceable(out)
     replace_file(out, page)
     return len(page)
-
-
-def diagnose_runs(runs: Sequence[RunData]) -> list[Finding]:
-    """Return the findings on `runs`, run by run; the titles name the run if there are several."""
-    findings = [diagnose(RunHistory.of(run)) for run in runs]
-    if len(runs) == 1:
-        return findings[0]
-    named = zip(_names(runs), findings, strict=True)
-    return [replace(finding, title=f"{name}: {finding.title}") for name, of_run in named for finding in of_run]
 
 
 def check_replaceable(out: Path) -> None:
@@ -101,8 +93,8 @@ def check_replaceable(out: Path) -> None:
                 raise CoveyError("this file is no report of Covey", fix="--out ANOTHER, or move it", where=str(out))
 
 
-def build_page(runs: Sequence[RunData], findings: Sequence[Finding] = ()) -> bytes:
-    """Return the page of `runs` in UTF-8."""
+def build_page(runs: Sequence[RunData], findings: Sequence[Sequence[Finding]] = ()) -> bytes:
+    """Return the page of `runs` in UTF-8, with the findings on each."""
     unreadable = [dict(run.unreadable) for run in runs]
     texts = [_texts(run, len(runs), counts) for run, counts in zip(runs, unreadable, strict=True)]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
@@ -180,21 +172,29 @@ def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
 
 
 def page_data(
-    runs: Sequence[RunData], findings: Sequence[Finding] = (), unreadable: Sequence[Mapping[str, int]] = ()
+    runs: Sequence[RunData],
+    findings: Sequence[Sequence[Finding]] = (),
+    unreadable: Sequence[Mapping[str, int]] = (),
 ) -> dict[str, Any]:
-    """Return the data of the page of `runs` without the texts; `unreadable` counts the lines left out of each run."""
+    """Return the data of the page of `runs` without the texts; `findings` has those on each run, and `unreadable` the
+    lines left out of it by file name.
+    """
     longest = max((len(run.steps) for run in runs), default=0)
     limit = points_per_series(sum(len(run.series) for run in runs), longest)
     names = dict.fromkeys(name for run in runs for name in _series_of(run))
+    numbers = count(1)
+    numbered = [{next(numbers): finding for finding in some} for some in findings or [()] * len(runs)]
     data = {
         "covey": __version__,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [{**asdict(finding), "run": i} for i, some in enumerate(numbered) for finding in some.values()],
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
         "runs": [
-            _run_data(run, limit) | {"name": name, "unreadable": left_out}
-            for run, name, left_out in zip(runs, _names(runs), unreadable or [{}] * len(runs), strict=True)
+            _run_data(run, limit, about) | {"name": name, "unreadable": left_out}
+            for run, about, name, left_out in zip(
+                runs, numbered, _names(runs), unreadable or [{}] * len(runs), strict=True
+            )
         ],
     }
     return dict(mask_secrets(data))
@@ -206,10 +206,8 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     return [run.name if counts[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
-def _run_data(run: RunData, limit: int) -> dict[str, Any]:
-    total = run.settings.get("training.max_steps")
-    series = {name: reduce_series(series, limit) for name, series in _series_of(run).items()}
-    clocks = {name: reduce_series(clock, limit) for name, clock in clocks_of(run).items()}
+def _run_data(run: RunData, limit: int, findings: Mapping[int, Finding]) -> dict[str, Any]:
+    total, measured = run.settings.get("training.max_steps"), _series_of(run)
     return {
         "recipe": str(run.settings.get("name", "")),
         "method": run.method,
@@ -217,9 +215,10 @@ def _run_data(run: RunData, limit: int) -> dict[str, Any]:
         "state": run.state,
         "steps": [len(run.steps), run.steps[-1] if run.steps else 0, total if is_count(total) else None],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
-        "clocks": {name: [list(clock.steps), _rounded(clock.values)] for name, clock in clocks.items()},
+        "clocks": {name: _points(clock, limit) for name, clock in clocks_of(run).items()},
+        "marks": marks(measured, findings),
         "points": limit,
-        "series": {name: [list(curve.steps), _rounded(curve.values)] for name, curve in series.items()},
+        "series": {name: _points(series, limit) for name, series in measured.items()},
         "figures": evaluation.figures(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
@@ -231,6 +230,12 @@ def clocks_of(run: RunData) -> Mapping[str, Series]:
     counted = run.series.get("num_tokens")
     tokens = {"tokens": Series(counted.steps, list(accumulate(counted.values)))} if counted else {}
     return {"time": Series(run.steps, run.seconds), **tokens}
+
+
+def _points(series: Series, limit: int) -> list[list[Any]]:
+    """Return at most about `limit` points of a series as the page has them: steps and values."""
+    reduced = reduce_series(series, limit)
+    return [list(reduced.steps), _rounded(reduced.values)]
 
 
 def facts(run: RunData) -> list[list[str]]:

@@ -246,5 +246,5 @@ def compared_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "change the rewards")
     hacked = Finding("Two parts move apart", "", "steps 1 to 5", "", samples=("step 1: a → b", "step 2: c → d"))
     note = Finding("Nothing wrong was found", "", "steps 1 to 5", "", level="note")
-    write_report(place / "report.html", folders, [finding, hacked, note])
+    write_report(place / "report.html", folders, [[finding, hacked], [note]])
     return place / "report.html"

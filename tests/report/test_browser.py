@@ -21,6 +21,14 @@ DRAWN = """figure => {
   return colours.size;
 }"""
 """Number of colours on the canvas of a chart."""
+MARKED = """figure => {
+  const { bbox: { top, height }, ctx } = figure.chart.u, below = Math.round(top + height) + 4;
+  const { data } = ctx.getImageData(0, below, ctx.canvas.width, 14);
+  let red = 0;
+  for (let i = 0; i < data.length; i += 4) red += data[i] > 150 && data[i + 1] < 80 && data[i + 3] > 200;
+  return red;
+}"""
+"""Number of pixels in the colour of findings under the plot of a chart."""
 RANGE = "figure => [figure.chart.u.scales.x.min, figure.chart.u.scales.x.max]"
 Open = Callable[..., Any]
 
@@ -79,15 +87,18 @@ def test_real_runs_are_drawn_with_every_chart(
     assert figures.count() >= charts
     page.evaluate("document.querySelectorAll('figure.chart').forEach(one => one.chart.draw())")
     assert min(figures.evaluate_all(f"all => all.map({DRAWN})")) > 5  # text, grid and line
-    page.get_by_label("Find").fill("grad_norm")
-    assert page.locator("figure.chart:visible").count() == 1
     if name == "quickstart":
+        flat = chart(page, "Probability kept by truncation")
+        assert flat.locator(".value").inner_text() == "100\u202f%, constant"
+        assert flat.evaluate("one => [one.chart.u.scales.y.min, one.chart.u.scales.y.max]") == [0, 2]
         labels = "one => [one.chart.u.axes[1]._size, ...one.chart.u.axes[1]._values.map(text => text.length)]"
         width, *lengths = chart(page, "Probability ratio").evaluate(labels)
         assert width >= 6 * max(lengths) + 12
         page.locator("#completions").get_by_label("Step", exact=True).select_option("all")
         page.locator("#completions").get_by_label("Search").fill("lions")
         wait_for_count(page.locator("#completions .group"), 1)
+    page.get_by_label("Find").fill("grad_norm")
+    assert page.locator("figure.chart:visible").count() == 1
 
 
 def test_charts_zoom_and_show_values_together(opened: Open, long_report: Path) -> None:
@@ -201,12 +212,14 @@ def test_settings_are_shown_against_defaults_and_the_built_in_recipe(opened: Ope
 def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:
     page = opened(compared_report)
     assert page.get_by_role("heading", name="2 runs compared").is_visible()
-    assert page.locator("#diagnosis .findings > li").first.inner_text().startswith("The reward is constant")
+    assert "first: The reward is constant" in page.locator("#diagnosis .findings > li").first.inner_text()
     assert "steps 1 to 5" in page.locator("#diagnosis .findings > li").first.inner_text()
     (table,) = page.get_by_role("region", name="Settings that differ").all()
     assert table.locator("tbody tr").all_inner_texts() == ["seed\t0\t7"]
     assert chart(page, "Reward").locator(".legend").inner_text().split()[::4][:1] == ["first"]
     assert chart(page, "Reward").locator(".swatch").count() == 2
+    assert chart(page, "Reward").evaluate(MARKED) > 50
+    assert page.get_by_label("Marks on the axis").locator("li").count() == 3  # two problems, evaluations
     page.locator("#completions").get_by_label("Run").select_option("1")
     assert page.locator("#completions .group").count() == 2
 

@@ -111,7 +111,7 @@ def test_hostile_texts_stay_texts(make_run: Any, made: SimpleNamespace) -> None:
     (folder / "recipe.yaml").write_text(re.sub("description: .*", "description: '</script><b>'", recipe))
     (folder / "metrics.jsonl").write_text('{"step": 1, "</script><img src=x>": 3.0}\n')
     named = folder.rename(folder.with_name("<img src=x>\u202e"))
-    page = parsed(named, findings=[Finding("</script>", "<b>", "\u2028", "&lt;")])
+    page = parsed(named, findings=[[Finding("</script>", "<b>", "\u2028", "&lt;")]])
     assert [tag for tag, _ in page.tags].count("script") == 4
     assert "img" not in {tag for tag, _ in page.tags}
     data = data_of(page)
@@ -164,7 +164,11 @@ def test_the_diagnosis_has_its_place(make_run: Any) -> None:
         assert found["title"]
         assert found["evidence"]
     finding = Finding("The reward is constant", "reward_std is 0 in 5 steps", "steps 1 to 5", "rewards")
-    assert data_of(parsed(folder, findings=[finding]))["findings"] == [vars(finding) | {"samples": []}]
+    data = data_of(parsed(folder, findings=[[finding]]))
+    assert data["findings"] == [vars(finding) | {"samples": [], "run": 0}]
+    about = {"number": 1, "text": finding.title}
+    evaluations = [{"kind": "evaluation", "first": step, "last": step} for step in (0, 12)]
+    assert data["runs"][0]["marks"] == [*evaluations, {"kind": "finding", "first": 1, "last": 5, **about}]
 
 
 def test_the_command_says_that_the_page_holds_data(make_run: Any, capsys: Any) -> None:

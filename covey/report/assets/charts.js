@@ -1,4 +1,7 @@
 // Charts of metrics by step, time or tokens: uPlot, with zoom, synchronised values, smoothing, keys and touch.
+//
+// A run here is {name, series: {metric: [steps, values]}, clocks: {time: [steps, seconds], tokens: [steps, tokens so far]},
+// marks: [{kind, first, last, number}]}. Other pages use showCurves, chartGrid and growCharts.
 
 const view = { axis: 'step', smooth: 0, range: null };
 const drawn = new Set();
@@ -8,13 +11,20 @@ let colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const value = (name) => style.getPropertyValue(name).trim();
-  colours = { text: value('--muted'), line: value('--line'), series: Array.from({ length: 8 }, (_, i) => value('--series-' + (i + 1))) };
+  colours = { text: value('--muted'), line: value('--line'), bad: value('--bad'), surface: value('--surface'), series: Array.from({ length: 8 }, (_, i) => value('--series-' + (i + 1))) };
 }
 
 const colourOf = (number) => colours.series[number % colours.series.length];
 const faint = (colour, alpha) => colour + Math.round(255 * alpha).toString(16).padStart(2, '0');
 
-// The place of a step of a run on the axis: itself, or the seconds of training or the tokens up to it.
+// Horizontal axes: name, label of a tick, and a position in words.
+const AXES = {
+  step: ['steps', (value) => (Number.isInteger(value) ? whole(value) : ''), (value) => 'step ' + whole(value)],
+  time: ['time of training', (value, ticks) => clockText(value, ticks), (value) => duration(value)],
+  tokens: ['tokens', (value) => shortCount(value), (value) => shortCount(value) + ' tokens'],
+};
+
+// The position of a step of a run on the axis: the step itself, or seconds or tokens up to it.
 function placeOf(run, step) {
   if (view.axis === 'step') return step;
   const [steps, passed] = run.clocks[view.axis];
@@ -39,19 +49,20 @@ function smoothed(values, weight) {
 class ChartView {
   constructor(chart, runs) {
     this.chart = chart;
-    this.lines = [];
-    runs.forEach((run, r) => chart.series.forEach((series, s) => {
-      const points = run.series[series.name];
-      if (points && points[0].length) this.lines.push({ run, r, series, s, steps: points[0], values: points[1] });
-    }));
+    this.runs = runs;
     this.several = runs.length > 1;
-    this.measureEnds();
+    this.lines = this.collect();
     this.figure = this.build();
   }
 
-  // The ranges of several runs would hide each other; standard errors are what their comparison needs.
-  measureEnds() {
-    for (const line of this.lines) line.ends = this.several && !line.series.error ? null : ends(line.run, line.series);
+  // The metrics of the chart that each run has.
+  collect() {
+    const lines = this.runs.flatMap((run, r) => this.chart.series.map((series, s) => ({ run, r, series, s, points: run.series[series.name] })));
+    return lines.filter(({ points }) => points && points[0].length).map(({ run, r, series, s, points: [steps, values] }) => ({
+      run, r, series, s, steps, values, note: constancy(values, series.rounding),
+      // The ranges of several runs would hide each other; standard errors are what their comparison needs.
+      ends: this.several && !series.error ? null : ends(run, series),
+    }));
   }
 
   get unit() { return this.chart.series[0].unit; }
@@ -90,7 +101,7 @@ class ChartView {
     const { title, series } = this.chart;
     const about = this.lines.map((line) => {
       const [first, last] = [line.values[0], line.values[line.values.length - 1]].map((value) => inUnit(value, line.series.unit));
-      return this.label(line) + ' from ' + first + ' to ' + last;
+      return this.label(line) + (line.note ? ' ' + last + line.note : ' from ' + first + ' to ' + last);
     });
     return 'Line chart of ' + escapedLine(title) + (this.unit ? ' in ' + this.unit : '') + ': ' + about.join('; ') +
       '. Arrow keys read values, plus and minus zoom, 0 resets.';
@@ -101,8 +112,7 @@ class ChartView {
     const headings = [this.several ? 'run and metric' : 'metric', 'first', 'last', 'lowest', 'highest', 'points'].map((h, i) => (i ? numeric(h) : h));
     const rows = this.lines.map((line) => {
       const { values, series: { unit } } = line;
-      let low = Infinity, high = -Infinity;
-      for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+      const [low, high] = extremes(values);
       const name = (this.several ? escapedLine(line.run.name) + ' ' : '') + line.series.name;
       return [element('code', {}, escapedLine(name)), ...[values[0], values[values.length - 1], low, high].map((value) => numeric(inUnit(value, unit))), numeric(whole(values.length))];
     });
@@ -140,15 +150,15 @@ class ChartView {
         bands.push({ series: [series.length - 1, series.length - 2], fill: () => faint(colourOf(number), 0.14) });
       }
     }
-    const size = this.size();
+    const strip = this.runs.some((run) => (run.marks || []).length) ? MARKS_HEIGHT : 0;
     this.u = new uPlot({
-      ...size, series, bands, legend: { show: false }, padding: [8, 20, 0, 0],
-      scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(low, high, this.unit) } },
+      ...this.size(), series, bands, legend: { show: false }, padding: [8, 20, 0, 0],
+      scales: { x: { time: false, range: (u, low, high) => this.rangeX(low, high) }, y: { range: (u, low, high) => rangeY(u, low, high, this.chart.series[0].rounding) } },
       axes: [
-        { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, size: 28, font: '11px system-ui, sans-serif',
-          values: (u, splits) => splits.map((value) => (view.axis === 'time' ? clockText(value, splits) : Number.isInteger(value) ? (value < 1e5 ? whole(value) : brief(value / 1e6) + ' M') : '')) },
+        { stroke: () => colours.text, grid: { show: false }, ticks: { stroke: () => colours.line, size: 4 }, gap: 5 + strip, size: 28 + strip, font: '11px system-ui, sans-serif',
+          values: (u, ticks) => ticks.map((value) => AXES[view.axis][1](value, ticks)) },
         { stroke: () => colours.text, grid: { stroke: () => colours.line, width: 1 }, ticks: { show: false }, size: (u, labels) => axisWidth(labels), font: '11px system-ui, sans-serif',
-          values: (u, splits) => splits.map((value) => axisValue(value, this.unit, splits)) },
+          splits: ticksY, values: (u, ticks) => ticks.map((value) => axisValue(value, this.unit, ticks)) },
       ],
       cursor: {
         drag: { x: true, y: false, setScale: false }, y: false,
@@ -157,7 +167,7 @@ class ChartView {
         dataIdx: (u, i, near) => nearest(u.data[i], near),
         bind: { dblclick: () => () => { zoom(null); return null; } },
       },
-      hooks: { setCursor: [() => this.showValues()], setSelect: [(u) => this.select(u)] },
+      hooks: { setCursor: [() => this.showValues()], setSelect: [(u) => this.select(u)], draw: [(u) => drawMarks(u, this.runs)] },
     }, this.data(), this.plot);
     touch(this);
     drawn.add(this);
@@ -205,7 +215,7 @@ class ChartView {
         const high = this.u.data[this.columns[i] + 3][j];
         if (high !== undefined && high !== null) text += ' \u00b1\u202f' + inUnit(high - value, line.series.unit, 2);
       }
-      this.values[i].textContent = text;
+      this.values[i].textContent = text + line.note;
     });
     if (at && this.u.cursor.idx !== null && this.u.cursor.event) showPosition(this.u.data[0][this.u.cursor.idx]);
     else if (!at) showPosition(null);
@@ -237,6 +247,7 @@ class ChartView {
   }
 
   update() {
+    this.lines = this.collect();
     if (!this.u) return;
     this.u.setData(this.data(), true);
     this.showValues();
@@ -262,21 +273,38 @@ function dedupe(xs) {
 // Room for the longest label of the vertical axis, in pixels: its letters are about 6.2 wide.
 const axisWidth = (labels) => Math.max(54, 14 + 6.2 * Math.max(0, ...(labels || []).map((label) => String(label ?? '').length)));
 
-function rangeY(low, high, unit) {
+function extremes(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { if (value < low) low = value; if (value > high) high = value; }
+  return [low, high];
+}
+
+// Values that are equal but for rounding are drawn as a flat line in the middle: the axis does not magnify it.
+const ROUNDING = 1e-5;
+const isFlat = (low, high, rounding = 0) => high - low <= Math.max(rounding, ROUNDING * Math.max(Math.abs(low), Math.abs(high)));
+
+// Words for a series whose values are all equal; empty for others.
+function constancy(values, rounding) {
+  const [low, high] = extremes(values);
+  return values.length < 2 || !isFlat(low, high, rounding) ? '' : low === high ? ', constant' : ', constant but for rounding';
+}
+
+function rangeY(u, low, high, rounding) {
+  u.flat = false;
   if (low === null || high === null || low === undefined) return [0, 1];
-  if (low === high && (low === 0 || (low === 1 && unit === 'share'))) return [0, 1];
-  if (low === high) return [low - Math.abs(low) * 0.1, high + Math.abs(low) * 0.1];
+  if (isFlat(low, high, rounding)) {
+    const middle = (low + high) / 2, isZero = Math.abs(middle) <= (rounding || 0), half = isZero ? 1 : Math.abs(middle);
+    u.flat = true;
+    return isZero ? [-1, 1] : [middle - half, middle + half];
+  }
   const room = (high - low) * 0.06;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
-// Points were added to the series of the runs, in place.
+// Points or marks were added to the runs, in place.
 function growCharts() {
   everything = null;
-  for (const chart of drawn) {
-    chart.measureEnds();
-    chart.update();
-  }
+  for (const chart of drawn) chart.update();
 }
 
 // Forget all charts, before those of other runs are made.
@@ -285,6 +313,51 @@ function clearCharts() {
   drawn.clear();
   everything = null;
   view.range = null;
+}
+
+// Multiples of the increment; of a flat line its value alone.
+function ticksY(u, axis, low, high, increment) {
+  if (u.flat) return [(low + high) / 2];
+  const first = Math.ceil(low / increment - ROUNDING), count = Math.floor(high / increment + ROUNDING) - first + 1;
+  return Array.from({ length: Math.max(0, count) }, (_, i) => (first + i) * increment);
+}
+
+// Evaluations and findings in a strip under the plot: a diamond at a step, a numbered bar over a range of steps.
+const MARKS_HEIGHT = 14;
+function drawMarks(u, runs) {
+  const { ctx, bbox: { left, top, width, height } } = u, scale = devicePixelRatio, middle = top + height + (4 + MARKS_HEIGHT / 2) * scale;
+  const inside = (x) => Math.min(left + width, Math.max(left, x));
+  ctx.save();
+  for (const run of runs) for (const { kind, first, last, number } of run.marks || []) {
+    const [from, to] = [first, last].map((step) => u.valToPos(placeOf(run, step), 'x', true));
+    if (to < left - scale || from > left + width + scale) continue;
+    if (kind === 'finding') drawFinding(ctx, inside(from), inside(to), middle, number, scale);
+    else drawDiamond(ctx, from, middle, 3.5 * scale);
+  }
+  ctx.restore();
+}
+
+function drawDiamond(ctx, x, y, size) {
+  ctx.fillStyle = colours.text;
+  ctx.beginPath();
+  ctx.moveTo(x, y - size);
+  for (const [dx, dy] of [[size, 0], [0, size], [-size, 0]]) ctx.lineTo(x + dx, y + dy);
+  ctx.closePath();
+  ctx.fill();
+}
+
+function drawFinding(ctx, from, to, y, number, scale) {
+  const middle = (from + to) / 2;
+  ctx.fillStyle = colours.bad;
+  ctx.fillRect(from, y - 1.5 * scale, to - from, 3 * scale);
+  ctx.beginPath();
+  ctx.arc(middle, y, MARKS_HEIGHT / 2 * scale, 0, 2 * Math.PI);
+  ctx.fill();
+  ctx.fillStyle = colours.surface;
+  ctx.font = '600 ' + 10 * scale + 'px system-ui, sans-serif';
+  ctx.textAlign = 'center';
+  ctx.textBaseline = 'middle';
+  ctx.fillText(number, middle, y + 0.5 * scale);
 }
 
 let everything = null;
@@ -328,7 +401,7 @@ function lastIndex(values) {
 }
 const lastOf = (values) => values[lastIndex(values)];
 
-const positionText = (x) => ({ step: () => 'step ' + whole(x), time: () => duration(x), tokens: () => count(x, 'token') })[view.axis]();
+const positionText = (x) => AXES[view.axis][2](x);
 const showPosition = (x) => { const shown = byId('position'); if (shown) shown.textContent = x === null ? 'last step' : positionText(x); };
 
 function axisValue(value, unit, splits) {
@@ -389,7 +462,7 @@ function showCurves(body) {
     view.smooth = Number(event.target.value);
     for (const chart of drawn) chart.update();
   } });
-  const axes = [['step', 'steps'], ['time', 'time of training'], ['tokens', 'tokens']].filter(([name]) => name === 'step' || runs.every((run) => run.clocks[name]));
+  const axes = Object.entries(AXES).filter(([name]) => name === 'step' || runs.every((run) => run.clocks[name])).map(([name, [text]]) => [name, text]);
   const axis = choice(axes, view.axis, (value) => {
     view.axis = value;
     view.range = null;
@@ -400,7 +473,7 @@ function showCurves(body) {
   body.append(element('div', { class: 'tools' }, labelled('Smoothing', smooth), labelled('Along', axis), labelled('Find', search),
     element('button', { type: 'button', id: 'reset-zoom', disabled: true, onclick: () => zoom(null) }, 'Reset zoom'),
     element('span', { class: 'muted position' }, 'Values: ', element('span', { id: 'position' }, 'last step'))));
-  body.append(chartGrid(DATA.charts.filter((chart) => chart.main), runs));
+  body.append(...marksKey(runs), chartGrid(DATA.charts.filter((chart) => chart.main), runs));
   const others = DATA.charts.filter((chart) => !chart.main);
   for (const section of new Set(others.map((chart) => chart.section))) {
     const here = others.filter((chart) => chart.section === section);
@@ -409,6 +482,14 @@ function showCurves(body) {
   }
   body.append(element('p', { class: 'hint muted' }, 'Drag over a chart to zoom, double-click to see all again. With the keyboard: arrows read values, + and \u2212 zoom, 0 resets.'));
   return true;
+}
+
+// What the marks on the axis stand for.
+function marksKey(runs) {
+  const marks = runs.flatMap((run) => (run.marks || [])), findings = new Map(marks.filter(({ kind }) => kind === 'finding').map((mark) => [mark.number, mark]));
+  const entries = [...findings.values()].map(({ number, text }) => element('li', {}, element('span', { class: 'mark-number', 'aria-hidden': 'true' }, number), element('a', { href: '#finding-' + number }, readable(text))));
+  if (marks.some(({ kind }) => kind === 'evaluation')) entries.push(element('li', {}, element('span', { 'aria-hidden': 'true' }, '\u25c6 '), 'evaluation'));
+  return entries.length ? [element('ul', { class: 'marks', 'aria-label': 'Marks on the axis' }, entries)] : [];
 }
 
 function filterCharts(body, text) {

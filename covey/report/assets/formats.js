@@ -12,6 +12,12 @@ function brief(value, digits = 4) {
   return minus(rounded.toLocaleString('en-US', { maximumFractionDigits: 9 }));
 }
 
+// A large number in three digits: 12.3k, 4.56M.
+function shortCount(value) {
+  const [factor, suffix] = value < 1e3 ? [1, ''] : value < 1e6 ? [1e3, 'k'] : value < 1e9 ? [1e6, 'M'] : [1e9, 'G'];
+  return brief(value / factor, 3) + suffix;
+}
+
 // A value of a metric in its unit.
 function inUnit(value, unit, digits) {
   if (value === null || value === undefined || Number.isNaN(value)) return '\u2013';

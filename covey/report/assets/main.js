@@ -17,5 +17,5 @@ addEventListener('beforeprint', () => {
 });
 
 showTop();
-showSections({ diagnosis: showDiagnosis, overview: showOverview, curves: showCurves, evaluation: showEvaluation,
+showSections({ overview: showOverview, curves: showCurves, diagnosis: showDiagnosis, evaluation: showEvaluation,
   completions: showCompletions, recipe: showRecipe, record: showRecord });
