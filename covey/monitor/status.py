@@ -122,13 +122,14 @@ class WatchedRun:
 
         The state is read first, so that all rows are there when the run is seen to have ended.
         """
-        self._read_state()
+        self.read_state()
         rows = []
         for line in self._metrics.read():
             row = parse_line(line) or {}
             if is_count(step := row.get("step")) and step > self._step:
                 self._step = step
-                rows.append({name: value for name, raw in row.items() if (value := number(raw)) is not None})
+                values = {name: value for name, raw in row.items() if (value := number(raw)) is not None}
+                rows.append(values | {"step": step})
         return rows
 
     def new_samples(self) -> Iterator[Mapping[str, Any]]:
@@ -139,7 +140,8 @@ class WatchedRun:
         """Return the content of `summary.json`; empty while there is none."""
         return read_object(self.folder / SUMMARY) or {}
 
-    def _read_state(self) -> None:
+    def read_state(self) -> None:
+        """Read the heartbeat and the lock, and no rows."""
         beat = read_heartbeat(self.folder)
         if beat is not None and (self.heartbeat is None or beat.now != self.heartbeat.now):
             age = max(time.time() - beat.now, 0.0) if self.heartbeat is None else 0.0
