@@ -98,7 +98,7 @@ def build_page(runs: Sequence[RunData], findings: Sequence[Sequence[Finding]] = 
     unreadable = [dict(run.unreadable) for run in runs]
     texts = [_texts(run, len(runs), counts) for run, counts in zip(runs, unreadable, strict=True)]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
-    library, style = _asset(f"{UPLOT}.min.js"), _asset(f"{UPLOT}.min.css")
+    library, style = asset(f"{UPLOT}.min.js"), asset(f"{UPLOT}.min.css")
     return fill_page(title, SECTIONS, page_data(runs, findings, unreadable), SCRIPTS, texts, library, style)
 
 
@@ -121,9 +121,9 @@ def fill_page(
         texts: further data as JSON, in elements of their own.
         library, style: script and style of a library.
     """
-    own = "".join(_asset(f"{name}.js") for name in (*COMMON, *scripts))
+    own = "".join(asset(f"{name}.js") for name in (*COMMON, *scripts))
     code = [script for script in (library, f"(() => {{\n'use strict';\n{own}}})();\n") if script]
-    style += _asset("page.css")
+    style += asset("page.css")
     elements = [f'<script type="application/json" id="texts-{i}">{json}</script>' for i, json in enumerate(texts)]
     content = {
         "POLICY": content_security_policy(code, (style,)),
@@ -138,7 +138,7 @@ def fill_page(
         "TEXTS": "\n".join(elements),
         "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in code),
     }
-    return re.sub(r"@([A-Z]+)@", lambda match: content[match[1]], _asset("page.html")).encode("utf-8")
+    return re.sub(r"@([A-Z]+)@", lambda match: content[match[1]], asset("page.html")).encode("utf-8")
 
 
 def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
@@ -182,22 +182,31 @@ def page_data(
     longest = max((len(run.steps) for run in runs), default=0)
     limit = points_per_series(sum(len(run.series) for run in runs), longest)
     names = dict.fromkeys(name for run in runs for name in _series_of(run))
-    numbers = count(1)
-    numbered = [{next(numbers): finding for finding in some} for some in findings or [()] * len(runs)]
+    shown, marked = findings_data(runs, findings or [()] * len(runs))
     data = {
         "covey": __version__,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "findings": [{**asdict(finding), "run": i} for i, some in enumerate(numbered) for finding in some.values()],
+        "findings": shown,
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
         "runs": [
-            _run_data(run, limit, about) | {"name": name, "unreadable": left_out}
-            for run, about, name, left_out in zip(
-                runs, numbered, _names(runs), unreadable or [{}] * len(runs), strict=True
+            _run_data(run, limit) | {"name": name, "marks": some, "unreadable": left_out}
+            for run, some, name, left_out in zip(
+                runs, marked, _names(runs), unreadable or [{}] * len(runs), strict=True
             )
         ],
     }
     return dict(mask_secrets(data))
+
+
+def findings_data(
+    runs: Sequence[RunData], findings: Sequence[Sequence[Finding]]
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Return the findings on all runs, each with the index of its run, and the marks of each run."""
+    numbers = count(1)
+    numbered = [{next(numbers): finding for finding in some} for some in findings]
+    shown = [{**asdict(finding), "run": i} for i, some in enumerate(numbered) for finding in some.values()]
+    return shown, [marks(_series_of(run), some) for run, some in zip(runs, numbered, strict=True)]
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
@@ -206,7 +215,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     return [run.name if counts[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
-def _run_data(run: RunData, limit: int, findings: Mapping[int, Finding]) -> dict[str, Any]:
+def _run_data(run: RunData, limit: int) -> dict[str, Any]:
     total, measured = run.settings.get("training.max_steps"), _series_of(run)
     return {
         "recipe": str(run.settings.get("name", "")),
@@ -216,7 +225,6 @@ def _run_data(run: RunData, limit: int, findings: Mapping[int, Finding]) -> dict
         "steps": [len(run.steps), run.steps[-1] if run.steps else 0, total if is_count(total) else None],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
         "clocks": {name: _points(clock, limit) for name, clock in clocks_of(run).items()},
-        "marks": marks(measured, findings),
         "points": limit,
         "series": {name: _points(series, limit) for name, series in measured.items()},
         "figures": evaluation.figures(run),
@@ -281,5 +289,6 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file of the page: a script, a style or the page without its content."""
     return (files("covey.report") / "assets" / name).read_text(encoding="utf-8")

@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunData:
         CoveyError: it is no run folder: it has no `recipe.yaml`, or one that is not readable as YAML.
     """
     recipe.require_run(folder)
-    settings = _settings(folder)
+    settings = read_settings(folder)
     unreadable: dict[str, int] = {}
     curves = Curves(read_lines(folder / METRICS, unreadable))
     return RunData(
@@ -149,8 +149,12 @@ def built_in_settings(name: str) -> Mapping[str, Any]:
     return flatten(asdict(recipe.read_built_in(name))) if name in recipe.names() else {}
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """Read the settings without checking them: an older or a newer Covey may have written them."""
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Read the resolved recipe of a run by dotted name. It is not checked: another Covey may have written it.
+
+    Raises:
+        CoveyError: it is not readable as YAML.
+    """
     path = folder / RECIPE
     tree = strict_yaml.read_file(path).tree
     if not isinstance(tree, dict):

@@ -463,6 +463,7 @@ function showCurves(body) {
     for (const chart of drawn) chart.update();
   } });
   const axes = Object.entries(AXES).filter(([name]) => name === 'step' || runs.every((run) => run.clocks[name])).map(([name, [text]]) => [name, text]);
+  if (!axes.some(([name]) => name === view.axis)) view.axis = 'step';
   const axis = choice(axes, view.axis, (value) => {
     view.axis = value;
     view.range = null;

@@ -120,7 +120,7 @@ function groupArticle(run, { step, group: [number, prompt, samples], hits }, wan
   return element('article', { class: 'group' },
     element('header', {}, element('h3', {}, 'Step ' + whole(step) + ', group ' + number),
       element('span', { class: 'muted' }, rewards.length ? 'mean reward ' + brief(mean) + (samples.some(([, , advantage]) => advantage) ? '' : ' \u00b7 advantages all 0: no signal') : 'not scored'),
-      others ? element('button', { type: 'button', class: 'quiet', onclick: () => follow(prompt) }, 'Same prompt at other steps') : null),
+      others && follow ? element('button', { type: 'button', class: 'quiet', onclick: () => follow(prompt) }, 'Same prompt at other steps') : null),
     element('div', { class: 'prompt' }, turnsOf.length > SHORT_CHAT
       ? [turns([last], wanted.text), element('details', {}, element('summary', {}, 'Whole prompt (' + turnsOf.length + ' turns)'), turns(turnsOf, wanted.text))]
       : turns(turnsOf, wanted.text)),
