@@ -21,6 +21,7 @@ ROLES = {
     "launch": "several processes, here or on a cluster",
     "plan": "what a run needs, from its compiled programs",
     "run": "a run folder: start, resume, export",
+    "board": "all runs of a folder as a local web page",
     "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",

@@ -463,10 +463,29 @@ The exit code is 0 when the run is finished (with --once: or goes on), and 75 wh
 
 examples
   covey watch runs/quickstart-1
-  covey watch runs/quickstart-1 --once --json""",
+  covey watch runs/quickstart-1 --once --json
+  covey watch runs/quickstart-1 --web""",
             options=(
                 Option("--once", help="show the present state and end"),
                 Option("--json", help="print each new state as one line of JSON"),
+                Option("--web", help="show it as a local web page instead, as covey board does, until Ctrl-C"),
+            ),
+        ),
+        Command(
+            "board", "covey.cli.board:board", "[RUNS]", "all runs of a folder, live, as a local web page",
+            """\
+Shows the runs of a folder (runs, when none is named) as a local web page that follows them: which go on, are finished
+or failed, and what the diagnosis found; curves of several runs over each other by step, tokens or time; completions
+of the same prompt side by side. Only this machine can ask for the page, and it changes nothing. It asks for nothing
+from elsewhere. Ctrl-C ends it. It needs the extra 'serve'.""",
+            """\
+examples
+  covey board
+  covey board experiments --port 9000 --no-browser""",
+            least=0,
+            options=(
+                Option("--port", "N", "port of the page; 8421 or the next free one when not given, any free one for 0"),
+                Option("--no-browser", help="open no browser; the address is printed in any case"),
             ),
         ),
         Command(

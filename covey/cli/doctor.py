@@ -148,6 +148,7 @@ EXTRAS = {
     "hub": "hf:org/name models and data sets, Parquet files",
     "math": "mathematical answers compared as mathematics",
     "openenv": "environments of OpenEnv servers",
+    "serve": "covey board, a local web page of runs",
     "tfds": "GSM8K and others from TensorFlow Datasets",
     "track": "experiment trackers",
     "verifiers": "environments of the library verifiers",

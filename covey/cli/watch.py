@@ -19,7 +19,7 @@ from covey.cli.parse import Line
 from covey.config import recipe, strict_yaml
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
-from covey.errors import STOPPED
+from covey.errors import STOPPED, CoveyError
 from covey.files import is_count, number
 from covey.monitor.displays import SampleLine
 from covey.monitor.formats import duration
@@ -103,8 +103,17 @@ class WatchedProgress(Progress):
 
 
 def watch_command(line: Line) -> int:
-    """Execute `covey watch RUN [--once] [--json]`."""
-    return watch(Path(line.arguments[0]).expanduser(), "--once" in line.options, "--json" in line.options)
+    """Execute `covey watch RUN [--once] [--json] [--web]`."""
+    folder = Path(line.arguments[0]).expanduser()
+    if "--web" not in line.options:
+        return watch(folder, "--once" in line.options, "--json" in line.options)
+    if len(line.options) > 1:
+        raise CoveyError("--web stands beside --once or --json", want="one of them")
+    recipe.require_run(folder)
+    from covey.cli.board import show_board  # late: the terminal needs it not
+
+    show_board(folder)
+    return 0
 
 
 def watch(folder: Path, once: bool = False, as_json: bool = False, console: Console | None = None) -> int:
