@@ -299,7 +299,7 @@ def _translate(
                 key,
                 what,
                 _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind),
-                _nearest_choice(kind, entry),
+                _fix(owner, name, entry),
                 tuple(loc),
                 basic=True,
             )
@@ -563,6 +563,13 @@ def _range_in_words(kind: Any, error: ErrorDetails) -> str:
 
 def _classes(kind: Any) -> str:
     return " or ".join(f"{cls.__name__}(...)" for cls in classes_in(kind))
+
+
+def _fix(owner: type[Config], name: str, error: ErrorDetails) -> str:
+    """Return advice about the wrong value of the setting `name` of `owner`; "" if there is none."""
+    if error["input"] is None and defaults(owner).get(name) == "":
+        return 'write "" for none'
+    return _nearest_choice(owner.kinds[name], error)
 
 
 def _nearest_choice(kind: Any, error: ErrorDetails) -> str:

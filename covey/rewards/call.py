@@ -163,9 +163,14 @@ def check_evaluation_columns(config: EvalConfig, rows: Sequence[Mapping[str, Any
         try:
             check_columns([name], rows)
         except RewardError as error:
-            where = f"evaluation.{setting}"
-            fix = f"{error.fix}; or another function in {where}, or none: {where}="
-            raise RewardError(error.what, want=error.want, fix=fix, where=where) from None
+            raise of_evaluation(error, setting) from None
+
+
+def of_evaluation(error: RewardError, setting: str) -> RewardError:
+    """Return the error about a function that `evaluation.<setting>` names, with that place."""
+    where = f"evaluation.{setting}"
+    fix = f"{error.fix}; or another function in {where}, or none: {where}="
+    return RewardError(error.what, want=error.want, fix=fix, where=where)
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:

@@ -36,7 +36,8 @@ def _malformed(summary: "DataSummary") -> Iterator[Finding]:
 
 def _missing(summary: "DataSummary") -> Iterator[Finding]:
     for error in summary.missing:
-        yield _finding(error.what, f"there are {error.want}", error.fix or "--rewards with another function")
+        title = f"{error.where}: {error.what}" if error.where else error.what
+        yield _finding(title, f"there are {error.want}", error.fix or "--rewards with another function")
 
 
 def _too_long(summary: "DataSummary") -> Iterator[Finding]:

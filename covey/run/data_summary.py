@@ -22,7 +22,7 @@ from covey.data.sources import iter_rows, num_held_out
 from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
 from covey.report.diagnosis import Finding
-from covey.rewards.call import argument_names
+from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
 from covey.run.data_findings import find_problems
 from covey.run.load_model import abstract_for
@@ -189,17 +189,18 @@ def _columns(
     The judges of an evaluation get held-out rows alone, and reward functions get both.
     """
     trains = recipe.rewards if isinstance(recipe, Recipe) else ()
-    judges = recipe.evaluation.judges.values() if isinstance(recipe, Recipe) or recipe.evaluation.answers else ()
+    judges = recipe.evaluation.judges if isinstance(recipe, Recipe) or recipe.evaluation.answers else {}
     whole = [f"environment {recipe.envs.environment}"] if isinstance(recipe, Recipe) and recipe.envs.environment else []
     readers, missing = {name: dict.fromkeys(whole) for name in train.present}, dict[str, RewardError]()
-    calls = [*((name, train) for name in trains), *((name, held_out) for name in (*trains, *judges))]
-    for function, scan in calls if train.present else ():
+    calls = [(name, scan, "") for scan in (train, held_out) for name in trains]
+    calls += [(name, held_out, setting) for setting, name in judges.items()]
+    for function, scan, setting in calls if train.present else ():
         names = [name for name in scan.present if name != "prompt"]
         try:
             for name in argument_names(function, resolve(function), names):
                 readers.get(name, {})[function] = None
         except RewardError as error:
-            missing[function] = error
+            missing.setdefault(function, of_evaluation(error, setting) if setting else error)
     filled = {name: train.present[name] - train.empty[name] for name in readers}
     columns = [Column(name, filled[name], len(train) - filled[name], list(by)) for name, by in readers.items()]
     return columns, missing

@@ -75,9 +75,11 @@ def test_one_prompt_many_times_is_told_and_shown(capsys: Any) -> None:
 
 def test_a_column_that_a_reward_needs_is_missing(capsys: Any) -> None:
     settings = write(*[{"prompt": f"{n}?\x1b[2J", "solution": "4"} for n in range(10)])
-    assert cli.main(["data", "arithmetic-smollm2", *settings]) == 2
+    assert cli.main(["data", "arithmetic-smollm2", *settings, "--evaluation.format", "starts_with_letter"]) == 2
     shown = capsys.readouterr().out
-    assert "asks for 'answer', which no data column gives" in " ".join(shown.split())  # lines end at the width
+    text = " ".join(shown.split())  # lines end at the width
+    assert "asks for 'answer', which no data column gives" in text
+    assert "evaluation.format: the reward function 'starts_with_letter' asks for 'letter'" in text
     assert "\x1b[2J" not in shown
 
 

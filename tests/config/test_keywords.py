@@ -84,6 +84,10 @@ def test_a_wrong_keyword_of_load_is_refused_before_anything_is_loaded() -> None:
     assert "a rank of 1 or more" in refused(load, actor="no/such", lora=covey.LoRAConfig())
 
 
+def test_nothing_in_place_of_empty_text_is_answered_with_it() -> None:
+    assert refused(covey.EvalConfig, format=None).endswith('wanted: text\n  fix: write "" for none')
+
+
 def test_a_learner_takes_no_keyword_that_only_its_base_has() -> None:
     assert "GRPOLearner has no keyword 'config'" in refused(covey.GRPOLearner, rl_cluster=None, config=None)
 
