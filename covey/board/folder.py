@@ -110,7 +110,8 @@ class BoardRun:
         """Return what was read, without the answers to held-out prompts. Its curves grow with the next rows."""
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
-        return RunData(self.name, self.folder, method, settings, curves.steps, curves.seconds, curves.series, summary)
+        read = curves.steps, curves.seconds, curves.series, summary
+        return RunData(self.name, self.folder, method, settings, *read, status=self._watched.state)
 
     def groups(self) -> Sequence[Location]:
         """Return where each group of completions lies that was written until now."""

@@ -160,6 +160,13 @@ class WatchedRun:
         return FINISHED if isinstance(self.summary().get("after"), dict) else DEAD
 
 
+def read_state(folder: Path) -> str:
+    """Return the state of the run in `folder` at this moment; see `WatchedRun.state`."""
+    run = WatchedRun(folder)
+    run.read_state()
+    return run.state
+
+
 class NewLines:
     """Complete lines of a file that grows. When a resumed run has cut the file, it is read from its beginning again.
 

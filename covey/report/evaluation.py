@@ -5,33 +5,71 @@ right otherwise. Rows of runs from before that was recorded have the training re
 worse or equal by its mean.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.config.metrics import metric
 from covey.files import number
+from covey.report.changes import Questions, direction, error_of_change, questions_of
 from covey.report.run_data import Row, RunData
 from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""
+Figures = Mapping[str, float]
+"""Figures of an evaluation by name."""
 SAMPLES = 4
 """Number of completions kept per question and evaluation; all of them are counted."""
 
 
-def figures(run: RunData) -> list[dict[str, Any]]:
-    """Return the metrics of the evaluations before and after training: name, unit, meaning, both values."""
+def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
+    """Return the metrics of the evaluations before and after training: name, name of the curve, unit, meaning, which
+    direction is `better` (1, -1 or 0), both values, and the change with its standard error (None if it is not known).
+
+    Args:
+        first: another run; the difference to its evaluation after training is added as `against_first`.
+    """
     before, after = run.evaluation("before"), run.evaluation("after")
+    questions, change = _all_questions(after, run.after), _change_from(before, run.before)
+    against_first = _change_from(first.evaluation("after"), first.after) if first else None
     rows = []
     for name in {**before, **after}:
         row = metric(f"eval/{name.rpartition('/')[2]}")
         if name not in COUNTS and (row or "/" in name):
-            unit, meaning, lower = (row.unit, row.meaning, row.lower_is_better) if row else ("", "", False)
-            values = {"before": before.get(name), "after": after.get(name)}
-            rows.append({"name": name, "unit": unit, "meaning": meaning, "lower": lower, **values})
+            described = {
+                "name": name,
+                "curve": f"eval/{name}",
+                "unit": row.unit if row else "",
+                "meaning": row.meaning if row else "",
+            }
+            values = {"before": before.get(name), "after": after.get(name), "change": change(name, after, questions)}
+            values |= {"against_first": against_first(name, after, questions)} if against_first else {}
+            rows.append({**described, "better": direction(name, row), **values})
     return rows
+
+
+def _change_from(old: Figures, rows: Sequence[Row]) -> Callable[[str, Figures, Questions], list[float | None] | None]:
+    """Return the function that compares a figure of a later evaluation with that of an earlier one: `[difference,
+    standard error]`.
+    """
+    asked = _all_questions(old, rows)
+
+    def change(name: str, new: Figures, questions: Questions) -> list[float | None] | None:
+        if name not in old or name not in new:
+            return None
+        error = error_of_change(name, asked, questions)
+        if error is None and name == "accuracy" and "error" in old and "error" in new:
+            error = math.hypot(old["error"], new["error"])
+        return [new[name] - old[name], error]
+
+    return change
+
+
+def _all_questions(figures: Figures, rows: Sequence[Row]) -> Questions:
+    """Return the completions of an evaluation by prompt; none if `rows` are not all of them."""
+    return questions_of(rows) if figures.get("samples") == len(rows) else {}
 
 
 def counts(run: RunData) -> dict[str, Any]:
@@ -51,7 +89,7 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
             reward, right]`. Those that changed come first where not all fit.
         total: number of questions.
     """
-    before, after = _by_question(run.before), _by_question(run.after)
+    before, after = questions_of(run.before), questions_of(run.after)
     compared = any(is_right(row) is not None for row in (*run.before, *run.after))
     state = _verdict if compared else _mean_reward
     pairs = [(before.get(key, []), after.get(key, [])) for key in {**before, **after}]
@@ -80,16 +118,6 @@ def is_right(row: Row) -> bool | None:
     correct = row.get("correct")
     accuracy = correct.get("accuracy") if isinstance(correct, dict) else None
     return accuracy if isinstance(accuracy, bool) else None
-
-
-def _by_question(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return rows by prompt: `group` numbers may differ between evaluations of different sizes."""
-    questions: dict[str, list[Row]] = {}
-    repeated: Counter[str] = Counter()
-    for (_, prompt), group in groupby(rows, key=lambda row: (row.get("group"), str(row.get("prompt", "")))):
-        repeated[prompt] += 1
-        questions[f"{repeated[prompt]} {prompt}"] = list(group)
-    return questions
 
 
 def _verdict(rows: Sequence[Row]) -> str | None:

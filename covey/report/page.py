@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import accumulate, count
@@ -24,6 +24,7 @@ from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
 from covey.report import completions, evaluation
+from covey.report.changes import trends
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.marks import marks
@@ -61,16 +62,20 @@ SCRIPTS = ("charts", "overview", "evaluation", "tokens", "completions", "recipe"
 """Names of the further scripts of a report."""
 
 
-def write_report(out: Path, folders: Sequence[Path], findings: Sequence[Sequence[Finding]] | None = None) -> int:
+def write_report(
+    out: Path, folders: Sequence[Path], findings: Sequence[Sequence[Finding]] | None = None, status: str = ""
+) -> int:
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
 
     Args:
         findings: findings on each run; those of its diagnosis when not given.
+        status: state of the runs; as their folders tell it when not given.
 
     Raises:
         CoveyError: one of `folders` is no run folder; or something else than a report is at `out`.
     """
     runs = [read_run(folder) for folder in folders]
+    runs = [replace(run, status=status or run.status) for run in runs]
     page = build_page(runs, [diagnose(RunHistory.of(run)) for run in runs] if findings is None else findings)
     check_replaceable(out)
     replace_file(out, page)
@@ -190,7 +195,8 @@ def page_data(
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
         "runs": [
-            _run_data(run, limit) | {"name": name, "marks": some, "unreadable": left_out}
+            _run_data(run, limit, None if run is runs[0] else runs[0])
+            | {"name": name, "marks": some, "unreadable": left_out}
             for run, some, name, left_out in zip(
                 runs, marked, _names(runs), unreadable or [{}] * len(runs), strict=True
             )
@@ -215,19 +221,20 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     return [run.name if counts[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
-def _run_data(run: RunData, limit: int) -> dict[str, Any]:
+def _run_data(run: RunData, limit: int, first: RunData | None) -> dict[str, Any]:
     total, measured = run.settings.get("training.max_steps"), _series_of(run)
     return {
         "recipe": str(run.settings.get("name", "")),
         "method": run.method,
         "algorithm": str(run.settings.get("grpo.algorithm", "")) if run.method == "rl" else "supervised",
-        "state": run.state,
+        "status": run.status,
         "steps": [len(run.steps), run.steps[-1] if run.steps else 0, total if is_count(total) else None],
         "seconds": number(run.summary.get("seconds")) or (run.seconds[-1] if run.seconds else 0.0),
         "clocks": {name: _points(clock, limit) for name, clock in clocks_of(run).items()},
         "points": limit,
         "series": {name: _points(series, limit) for name, series in measured.items()},
-        "figures": evaluation.figures(run),
+        "figures": evaluation.figures(run, first),
+        "trends": trends(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
     }

@@ -21,7 +21,7 @@ from covey.config.schema import PPOConfig
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_or_empty, parse_line
 from covey.monitor.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
-from covey.monitor.status import read_object
+from covey.monitor.status import FINISHED, read_object, read_state
 
 Row = Mapping[str, Any]
 
@@ -59,6 +59,7 @@ class RunData:
         summary: content of `summary.json`; empty when there is none yet.
         before, after: rows of the completions of held-out prompts; empty when there are none.
         unreadable: number of lines left out, by file name.
+        status: one of the states of `covey.monitor.status`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class RunData:
     before: Sequence[Row] = ()
     after: Sequence[Row] = ()
     unreadable: Mapping[str, int] = field(default_factory=dict)
+    status: str = FINISHED
 
     @property
     def samples(self) -> Path:
@@ -103,6 +105,7 @@ def read_run(folder: Path) -> RunData:
     settings = read_settings(folder)
     unreadable: dict[str, int] = {}
     curves = Curves(read_lines(folder / METRICS, unreadable))
+    summary = read_object(folder / SUMMARY) or {}
     return RunData(
         name=folder.resolve().name,
         path=folder,
@@ -111,10 +114,11 @@ def read_run(folder: Path) -> RunData:
         steps=curves.steps,
         seconds=curves.seconds,
         series=curves.series,
-        summary=read_object(folder / SUMMARY) or {},
+        summary=summary,
         before=list(read_lines(folder / BEFORE, unreadable)),
         after=list(read_lines(folder / AFTER, unreadable)),
         unreadable=unreadable,
+        status=FINISHED if "after" in summary else read_state(folder),
     )
 
 

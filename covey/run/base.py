@@ -32,6 +32,7 @@ from covey.models.dtypes import AUTO, resolve_compute_dtype
 from covey.monitor.progress import Progress
 from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
+from covey.monitor.status import STOPPED
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
 from covey.parallel import distributed, mesh_from_config
@@ -305,7 +306,7 @@ class Run(ABC, Generic[RecipeT]):
         if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
-            self.reports.write()
+            self.reports.write(STOPPED)
             raise Stopped(name)
         if due:
             self.save()

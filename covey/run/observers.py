@@ -145,13 +145,13 @@ class ReportWriter:
         if time.monotonic() >= self._due:
             self.write()
 
-    def write(self) -> bool:
-        """Write the report now; return whether that was done. A failure is logged once."""
+    def write(self, status: str = "") -> bool:
+        """Write the report now, of a run in this state; return whether that was done. A failure is logged once."""
         if not self._folder.writes:
             return False
         begun = time.monotonic()
         try:
-            write_report(self._folder.path / REPORT, [self._folder.path])
+            write_report(self._folder.path / REPORT, [self._folder.path], status=status)
         except Exception as error:  # a report is a by-product, and the run goes on without it
             failure = f"{REPORT} could not be written: {type(error).__name__}: {error}"
             if failure != self._failure:

@@ -11,7 +11,7 @@ import pytest
 
 from covey.monitor.writer import sample_rows
 from covey.report.completions import collect, keep_token_values, locate
-from covey.report.evaluation import questions
+from covey.report.evaluation import figures, questions
 from covey.report.run_data import read_run
 from covey.report.texts import completion_form, prompt_turns, shortened
 from covey.types import Completion, Episode, FinishReason, Group
@@ -148,6 +148,20 @@ def test_questions_are_compared_by_whether_they_are_right(make_run: Any) -> None
     prompt, was, now, before, after = found["rows"][0]
     assert found["prompts"][prompt] == [["", "Held-out 0"]]
     assert (was, now, before, after) == ("right", "wrong", [["old 0", 1.0, True]], [["new 0", 0.0, False]])
+
+
+def test_a_change_has_the_error_of_its_differences_by_prompt(make_run: Any) -> None:
+    """Six prompts, of which one got worse, one stayed right and four got better."""
+    folder = make_run()
+    (accuracy,) = (row for row in figures(read_run(folder)) if row["name"] == "accuracy")
+    assert accuracy["change"] == pytest.approx([0.5, np.std([-1, 0, 1, 1, 1, 1], ddof=1) / 6**0.5])
+    assert accuracy["better"] == 1
+    first = read_run(make_run("first"))
+    (accuracy,) = (row for row in figures(read_run(folder), first) if row["name"] == "accuracy")
+    assert accuracy["against_first"] == [0, 0]
+    (folder / "after.jsonl").write_text("")  # without completions: as of two independent evaluations
+    (accuracy,) = (row for row in figures(read_run(folder)) if row["name"] == "accuracy")
+    assert accuracy["change"] == pytest.approx([0.5, 2**0.5 * 0.1])
 
 
 def test_questions_of_older_runs_are_compared_by_reward(made: SimpleNamespace, make_run: Any) -> None:

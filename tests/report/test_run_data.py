@@ -31,8 +31,9 @@ def test_a_run_that_has_just_begun_is_read(make_run: Any) -> None:
     folder = make_run(steps=2)
     for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "before.jsonl", "after.jsonl"):
         (folder / name).unlink()
+    (folder / "heartbeat.json").write_text('{"ended": "stopped", "reason": "SIGTERM", "now": 1.0}')
     run = read_run(folder)
-    assert (run.state, list(run.steps), run.series) == ("not started", [], {})
+    assert (run.state, run.status, list(run.steps), run.series) == ("not started", "stopped", [], {})
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=0.0, cost=0.0, written=[])
     monkeypatch.setattr(observers.time, "monotonic", lambda: clock.now)
 
-    def write(out: Path, folders: list[Path]) -> None:
+    def write(out: Path, folders: list[Path], status: str) -> None:
         clock.written.append(clock.now)
         clock.now += clock.cost
 

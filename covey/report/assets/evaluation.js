@@ -22,8 +22,8 @@ function figuresTable(runs) {
     const found = runs.map((run) => run.figures.find((figure) => figure.name === name));
     const known = found.find(Boolean);
     const cells = several
-      ? found.map((figure) => numeric(figure ? inUnit(figure.before, figure.unit) + ' \u2192 ' + inUnit(figure.after, figure.unit) : '\u2013'))
-      : [withError(known, runs[0], 0), withError(known, runs[0], 1), changeOf(known)].map(numeric);
+      ? found.map((figure) => numeric(figure ? [element('div', {}, fromTo(figure)), ...changes(figure)] : '\u2013'))
+      : [withError(known, runs[0], 0), withError(known, runs[0], 1), changeNodes(known.change, known.unit, known.better)].map(numeric);
     return [[element('span', { title: known.meaning }, escapedLine(name.replaceAll('_', ' ')))], ...cells];
   });
   const notes = runs.map((run) => {
@@ -34,19 +34,18 @@ function figuresTable(runs) {
     return (several ? escapedLine(run.name) + ': ' : '') + text;
   });
   return [table(['Held-out prompts', ...columns], rows, { label: 'Figures before and after training' }),
-    element('p', { class: 'muted note' }, 'Measured on ' + notes.join('; ') + '. \u00b1 is the standard error over prompts.')];
+    element('p', { class: 'muted note' }, 'Measured on ' + notes.join('; ') + '. \u00b1 is the standard error over prompts; that of a change is of the differences of each prompt.')];
+}
+
+// The change by training and, of all runs but the first, the difference to that one after training.
+function changes(figure) {
+  const against = figure.against_first ? element('div', { class: 'small' }, 'against ' + escapedLine(DATA.runs[0].name) + ' ', changeNodes(figure.against_first, figure.unit, figure.better)) : null;
+  return [element('div', { class: 'small' }, changeNodes(figure.change, figure.unit, figure.better)), against];
 }
 
 function withError(figure, run, which) {
   const value = which ? figure.after : figure.before, error = run.counts.error && run.counts.error[which];
   return inUnit(value, figure.unit) + (figure.name === 'accuracy' && error && value !== null ? ' \u00b1\u202f' + inUnit(error, 'share', 2) : '');
-}
-
-function changeOf(figure) {
-  if (figure.before === null || figure.after === null) return '\u2013';
-  const by = figure.after - figure.before;
-  if (figure.unit === 'share') return (by > 0 ? '+' : by < 0 ? '\u2212' : '') + (Math.abs(100 * by)).toLocaleString('en-US', { maximumFractionDigits: 1 }) + (by ? ' points' : '');
-  return signed(by);
 }
 
 const changeText = ([was, now]) => (was ? (was === now ? 'still ' + was : was + ' \u2192 ' + now) : now);
