@@ -109,7 +109,14 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("covey-*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    others = ("config/recipes/*.yaml", "report/assets/*", "envs/python_tool/*.bpf", "py.typed", "__init__.pyi")
+    others = (
+        "config/recipes/*.yaml",
+        "report/assets/*",
+        "board/assets/*",
+        "envs/python_tool/*.bpf",
+        "py.typed",
+        "__init__.pyi",
+    )
     wanted = [*PACKAGE, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
     assert len(wanted) > len(PACKAGE) + 20
     assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()

@@ -89,7 +89,8 @@ function showList() {
   items.hidden = !shown.length;
   byId('choose-none').disabled = !list.chosen.length;
   const full = list.chosen.length >= MOST ? ' ' + MOST + ' runs can be shown together.' : '';
-  note.textContent = !list.runs.length ? '' : whole(shown.length) + ' of ' + count(list.runs.length, 'run') + (list.chosen.length ? ', ' + whole(list.chosen.length) + ' shown below.' : '. Choose one or several to see their curves and completions.') + full;
+  const text = !list.runs.length ? '' : whole(shown.length) + ' of ' + count(list.runs.length, 'run') + (list.chosen.length ? ', ' + whole(list.chosen.length) + ' shown below.' : '. Choose one or several to see their curves and completions.') + full;
+  if (note.textContent !== text) note.textContent = text; // it is read aloud when it changes
 }
 
 function showEmpty(folder) {
@@ -236,7 +237,9 @@ function pointTo(item, i) {
 
 // --- the beginning
 
+let timer = 0;
 async function look() {
+  timer = 0;
   let pause = document.hidden ? HIDDEN_PAUSE : PAUSE;
   try {
     const answer = await ask('/runs', []);
@@ -249,7 +252,7 @@ async function look() {
   } catch (error) {
     note.textContent = 'The board does not answer (' + error.message + '). It is asked again and again.';
   }
-  setTimeout(look, pause);
+  timer = setTimeout(look, pause);
 }
 
 function repaint() {
@@ -259,7 +262,13 @@ function repaint() {
 
 onTheme.push(repaint);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
-document.addEventListener('visibilitychange', () => { if (!document.hidden) repaint(); });
+document.addEventListener('visibilitychange', () => {
+  if (document.hidden) return;
+  repaint();
+  if (!timer) return; // it looks at this moment
+  clearTimeout(timer);
+  look();
+});
 addEventListener('hashchange', () => choose(chosenByAddress()));
 // The address names the chosen runs: a link within the page scrolls, and leaves it as it is.
 document.addEventListener('click', (event) => {
