@@ -111,6 +111,8 @@ def test_fifty_runs_are_listed_compared_and_followed(
     assert first["x"] < second["x"]
     page.locator("#diagnosis").get_by_role("button", name="Completions of step").first.click()
     expect(groups.first).not_to_contain_text(f"Step {step},")
+    page.locator("#completions").get_by_label("Search").fill("no such text")
+    expect(page.locator("#completions")).to_contain_text("No completion of this step has this text.")
     assert page.evaluate("window.broken") is None
 
     # In the dark, on a phone, for everybody; and without a word or a request to elsewhere.

@@ -184,17 +184,17 @@ function showBeside(body) {
     element('button', { type: 'button', 'aria-label': 'Previous step', onclick: () => move(-1) }, '\u2190'),
     element('button', { type: 'button', 'aria-label': 'Next step', onclick: () => move(1) }, '\u2192'),
     element('button', { type: 'button', onclick: () => attempt(showStep(null)) }, 'Newest step'),
-    labelled('Mark', element('input', { type: 'search', placeholder: 'text', value: beside.text, oninput: (event) => { beside.text = event.target.value.toLowerCase(); drawGroups(); } }))), beside.box);
+    labelled('Search', element('input', { type: 'search', placeholder: 'prompt or completion', value: beside.text, oninput: (event) => { beside.text = event.target.value.toLowerCase(); drawGroups(); } }))), beside.box);
   attempt(showStep(null));
   return true;
 }
 
 // Ask for the completions of a step; of the last one that all chosen runs have if it is null.
-async function showStep(step) {
+async function showStep(step, pointed = null) {
   const names = list.chosen;
   const found = await ask('/completions', names, step === null ? [] : [['step', step]]);
   if (names !== list.chosen || !DATA.runs.length) return;
-  beside.step = found.step;
+  Object.assign(beside, { step: found.step, pointed });
   beside.steps.replaceChildren(...found.steps.map((one) => element('option', { value: one, selected: one === found.step }, whole(one))));
   found.runs.forEach((completions, r) => { DATA.runs[r].completions = completions; });
   drawGroups();
@@ -202,25 +202,41 @@ async function showStep(step) {
 
 // A row for each prompt, a column for each run: what the same prompt got from each.
 function drawGroups() {
-  const columns = DATA.runs.map((run) => (run.completions.steps.length ? run.completions.steps[0][2] : []));
-  const promptOf = (r, group) => JSON.stringify(DATA.runs[r].completions.prompts[group[1]]);
   const byPrompt = new Map();
-  columns.forEach((groups, r) => groups.forEach((group) => {
-    const key = promptOf(r, group), cells = byPrompt.get(key) || [];
-    (cells[r] = cells[r] || []).push(group);
+  DATA.runs.forEach((run, r) => groupsOf(run).forEach((group) => {
+    const key = JSON.stringify(run.completions.prompts[group[1]]), cells = byPrompt.get(key) || DATA.runs.map(() => []);
+    cells[r].push(group);
     byPrompt.set(key, cells);
   }));
-  const wanted = { text: beside.text, colouring: '' };
-  const cell = (r, groups) => (groups || []).map((group) => {
-    const article = groupArticle(DATA.runs[r], { step: beside.step, group, hits: null }, wanted, null);
-    article.classList.toggle('pointed', beside.pointed === group[0]);
-    return article;
-  });
+  const wanted = [...byPrompt.values()].filter((cells) => cells.some((groups, r) => groups.some((group) => hasText(DATA.runs[r], group))));
+  const pointed = (cells) => Number(cells.some((groups, r) => groups.some((group) => isPointed(r, group))));
+  wanted.sort((a, b) => pointed(b) - pointed(a));
   const names = DATA.runs.map((run, r) => element('h3', {}, element('span', { class: 'swatch swatch-' + (r + 1) }), ' ', readable(run.name)));
-  const cells = [...byPrompt.values()].flatMap((of) => DATA.runs.map((run, r) => (of[r] ? element('div', {}, cell(r, of[r])) : element('p', { class: 'lacking muted' }, 'This prompt was not sampled here at step ' + whole(beside.step) + '.'))));
-  const grid = element('div', { class: 'beside' }, DATA.runs.length > 1 ? names : null, cells);
-  grid.style.setProperty('--runs', DATA.runs.length);
-  beside.box.replaceChildren(byPrompt.size ? grid : element('p', { class: 'muted' }, 'No completions were written yet.'));
+  const none = byPrompt.size ? 'No completion of this step has this text.' : 'No completions were written yet.';
+  beside.box.replaceChildren(...(wanted.length ? [DATA.runs.length > 1 ? columns(names) : '', ...paged(wanted, GROUPS_SHOWN, (cells) => columns(cells.map(cellOf)), 'prompts')] : [element('p', { class: 'muted' }, none)]));
+}
+
+const isPointed = (r, [number]) => beside.pointed !== null && beside.pointed.run === r && beside.pointed.group === number;
+const groupsOf = (run) => (run.completions.steps.length ? run.completions.steps[0][2] : []);
+
+function hasText(run, [, prompt, samples]) {
+  const texts = [...run.completions.prompts[prompt].map(([, text]) => text), ...samples.map(([text]) => text)];
+  return !beside.text || texts.some((text) => plainText(text).toLowerCase().includes(beside.text));
+}
+
+function columns(cells) {
+  const row = element('div', { class: 'beside' }, cells);
+  row.style.setProperty('--runs', cells.length);
+  return row;
+}
+
+function cellOf(groups, r) {
+  if (!groups.length) return element('p', { class: 'lacking muted' }, 'This prompt was not sampled here at step ' + whole(beside.step) + '.');
+  return element('div', {}, groups.map((group) => {
+    const article = groupArticle(DATA.runs[r], { step: beside.step, group, hits: null }, { text: beside.text, colouring: '' }, null);
+    article.classList.toggle('pointed', isPointed(r, group));
+    return article;
+  }));
 }
 
 // Beside a finding stands the way to what it points at: the completions of a step.
@@ -229,8 +245,7 @@ function pointTo(item, i) {
   const sample = /^step (\d+), group (\d+)/.exec(samples[0] || ''), step = sample ? Number(sample[1]) : mark && mark.last;
   if (!step) return;
   item.append(element('p', {}, element('button', { type: 'button', onclick: async () => {
-    beside.pointed = sample ? Number(sample[2]) : null;
-    await attempt(showStep(step));
+    await attempt(showStep(step, sample && { run, group: Number(sample[2]) }));
     byId('completions').scrollIntoView();
   } }, 'Completions of step ' + whole(step))));
 }
