@@ -8,7 +8,7 @@ is untrusted. A name of a run is looked up among those that are there, and never
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,10 +213,12 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _try(run: BoardRun, step: Any) -> bool:
-    """Take a step with a run; return its result. An error is shown in the list, and the other runs go on."""
+def _try(run: BoardRun, method: Callable[[], bool | None]) -> bool:
+    """Call a method of a run; return its result. An error is shown in the list, and the other runs are read all the
+    same.
+    """
     try:
-        more, run.error = step(), ""
+        more, run.error = method(), ""
     except (CoveyError, OSError) as error:
         more, run.error = False, str(error)
     return bool(more)

@@ -33,8 +33,7 @@ def test_what_comes_from_elsewhere_is_refused(serve: Serve, runs: Path) -> None:
         assert board.ask(f"/data?run={name}").status == 404
     for path in ("/../secret/run/recipe.yaml", "/b/recipe.yaml", "/..%2fsecret/run/recipe.yaml", "/board.html"):
         assert board.ask(path).status == 404
-    for query in ("", "?run=b" * 1 + "&run=b" * 8, "?run="):
-        assert board.ask(f"/data{query}").status in (400, 404)
+    assert board.ask("/data").status == board.ask("/data?" + "&".join(["run=b"] * 9)).status == 400
     assert board.ask("/points?run=b&after=x").status == board.ask("/points?run=b").status == 400
 
 

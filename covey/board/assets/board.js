@@ -288,8 +288,8 @@ addEventListener('hashchange', () => choose(chosenByAddress()));
 // The address names the chosen runs: a link within the page scrolls, and leaves it as it is.
 document.addEventListener('click', (event) => {
   const link = event.target.closest('a[href^="#"]'), target = link && byId(link.hash.slice(1));
+  if (link) event.preventDefault();
   if (!target) return;
-  event.preventDefault();
   target.scrollIntoView();
   target.tabIndex = -1;
   target.focus({ preventScroll: true });
