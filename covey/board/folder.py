@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from covey.config import recipe
 from covey.errors import CoveyError
-from covey.files import is_count
+from covey.files import is_count, parse_line
 from covey.monitor.run_files import HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.monitor.status import RUNNING, WatchedRun
+from covey.monitor.status import RUNNING, NewLines, WatchedRun
 from covey.report.completions import Location, locate
 from covey.report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
 from covey.report.results import FIGURES
@@ -64,7 +64,8 @@ class BoardRun:
     def __init__(self, name: str, folder: Path):
         self.name, self.folder, self.error = name, folder, ""
         self.findings: Sequence[Finding] = ()
-        self._watched, self._curves, self._index = WatchedRun(folder), Curves(), list[Location]()
+        self._watched, self._lines = WatchedRun(folder), NewLines(folder / METRICS)
+        self._curves, self._index = Curves(), list[Location]()
         self._settings: Mapping[str, Any] = {}
         self._stamps = [Stamp()] * 3
         self._unread, self._undiagnosed, self._diagnose_from = True, True, 0.0
@@ -90,8 +91,8 @@ class BoardRun:
         self._settings = self._settings or read_settings(self.folder)
         if self._unread:
             self._unread = False
-            for row in self._watched.look():
-                self._curves.add(row)
+            for line in self._lines.read():
+                self._curves.add(parse_line(line) or {})
         if self._diagnosis_is_due():
             self._diagnose()
 
