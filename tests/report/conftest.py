@@ -191,7 +191,7 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A report in the browser: its page, what its console said, and what it asked for."""
 
-    def __init__(self, browser: Any, file: Path, drawn: str = "figure.chart canvas", **options: Any):
+    def __init__(self, browser: Any, file: Path, drawn: str = "figure.chart canvas", address: str = "", **options: Any):
         self.page = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options)).new_page()
         self.said: list[str] = []
         self.requests: list[str] = []
@@ -199,7 +199,7 @@ class Opened:
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(file.resolve().as_uri())
+        self.page.goto(file.resolve().as_uri() + address)
         self.page.wait_for_selector(drawn)
 
     def close(self) -> None:

@@ -191,6 +191,39 @@ def test_completions_are_found_by_step_text_prompt_and_reward(opened: Open, long
     assert "0 groups" in section.get_by_role("status").inner_text()
 
 
+def test_groups_are_folded_followed_compared_and_addressed(opened: Open, make_run: Any, made: SimpleNamespace) -> None:
+    """Equal completions are one card; a prompt has its course; best and worst are a diff; an address opens a group."""
+    folder = make_run()
+    texts = ["It is 77.", "It is 77.", "It is <b>78</b>, I think.", "It is 77."]
+    same = {"prompt": "Held-out 0", "rewards": {}, "turns": None}
+    rows = [
+        made.sample(step, group, i, text, **same, reward=float("77" in text), advantage=0.5)
+        for step in (1, 5)
+        for group in range(8)
+        for i, text in enumerate(texts)
+    ]
+    made.write_lines(folder / "samples.jsonl", rows)
+    write_report(folder / "report.html", [folder])
+    page = opened(folder / "report.html", drawn="figure.chart", address="#step=1&group=7")
+    linked = page.locator(".group.linked")
+    assert "Step 1, group 7" in linked.inner_text()
+    assert linked.evaluate("one => Math.abs(one.getBoundingClientRect().top) < innerHeight / 2")
+    cards = [" ".join(one.inner_text().split()) for one in linked.locator(".sample").all()]
+    assert cards == ["3 × 1 advantage +0.5 It is 77. 9 tokens", "0 advantage +0.5 It is <b>78</b>, I think. 9 tokens"]
+    linked.locator(".compared summary").click()
+    difference = linked.locator(".compared .text")
+    assert difference.locator("ins").all_inner_texts() == ["77"]
+    assert difference.locator("del").all_inner_texts() == ["<b>78</b>, I think"]
+    page.locator("#completions").get_by_label("Prompt").select_option(index=1)
+    (course,) = page.get_by_role("region", name="One prompt over the steps").all()
+    assert course.locator("tbody tr").count() == 18  # before, sixteen groups, after
+    assert course.locator("tbody tr").nth(1).inner_text() == (
+        "step 1, group 0\t0.75\t3 × It is 77. · It is <b>78</b>, I think."
+    )
+    course.get_by_role("link", name="step 5, group 2").click()
+    assert "Step 5, group 2" in page.locator(".group.linked").inner_text()
+
+
 def test_questions_are_chosen_by_change(opened: Open, long_report: Path) -> None:
     page = opened(long_report)
     section = page.locator("#evaluation")

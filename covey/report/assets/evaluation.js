@@ -59,26 +59,29 @@ function questionBrowser(run) {
     onclick: (event) => toggle(event.currentTarget, [was, now]) }, changeText([was, now]) + ' ', element('strong', {}, whole(number))));
   const inOrder = [...questions.rows].sort((a, b) => isSame(a) - isSame(b));
   let chosen = null;
+  const search = element('input', { type: 'search', placeholder: 'prompt or completion', oninput: () => show() });
+  const texts = (row) => [...questions.prompts[row[0]].map(([, text]) => text), ...row[3].map(([text]) => text), ...row[4].map(([text]) => text)];
   const toggle = (button, change) => {
     chosen = chosen && chosen.join() === change.join() ? null : change;
     for (const other of buttons) other.setAttribute('aria-pressed', String(chosen !== null && other === button));
     show();
   };
   const show = () => {
-    const rows = inOrder.filter(([, was, now]) => !chosen || (was === chosen[0] && now === chosen[1]));
+    const wanted = search.value.toLowerCase();
+    const rows = inOrder.filter((row) => (!chosen || (row[1] === chosen[0] && row[2] === chosen[1])) && (!wanted || texts(row).some((text) => plainText(text).toLowerCase().includes(wanted))));
     const kept = questions.rows.length < questions.total ? ' The text of ' + whole(questions.rows.length) + ' of ' + count(questions.total, 'question') + ' is on this page; the counts are of all.' : '';
     results.replaceChildren(element('p', { class: 'muted note', role: 'status' }, count(rows.length, 'question') + ' shown.' + kept +
       (questions.judged ? '' : ' The run did not record which completions are right, so rewards are compared.')), ...paged(rows, 12, (row) => question(row, questions), 'questions'));
   };
   show();
-  return [element('div', { class: 'tools', role: 'group', 'aria-label': 'Questions by change' }, buttons), results];
+  return [element('div', { class: 'tools' }, element('div', { class: 'tools', role: 'group', 'aria-label': 'Questions by change' }, buttons), labelled('Search', search)), results];
 }
 
 function question([prompt, was, now, before, after], questions) {
   const tone = now === 'right' || now === 'better' ? (was === 'right' ? '' : 'good') : (was === 'right' || now === 'worse') ? 'bad' : '';
-  const side = (title, some) => element('div', {}, element('h5', {}, title), some.length ? some.map(([text, reward, right]) => element('div', { class: 'answer' },
+  const side = (title, some) => element('div', {}, element('h5', {}, title), some.length ? foldedSamples(some).map(({ sample: [text, reward, right], indices }) => element('div', { class: 'answer' },
     completionBlock(text, '', 'completion ' + title), element('p', { class: 'muted' },
-      [right === null ? null : right ? 'right' : 'wrong', reward === null ? null : 'reward ' + brief(reward)].filter(Boolean).join(' \u00b7 ')))) : element('p', { class: 'muted' }, 'not asked'));
+      [indices.length > 1 ? indices.length + ' \u00d7' : null, right === null ? null : right ? 'right' : 'wrong', reward === null ? null : 'reward ' + brief(reward)].filter(Boolean).join(' \u00b7 ')))) : element('p', { class: 'muted' }, 'not asked'));
   const turnsOf = questions.prompts[prompt], last = turnsOf[turnsOf.length - 1];
   return element('article', { class: 'question' }, element('div', {}, element('h4', {}, element('span', { class: 'change ' + tone }, changeText([was, now]))),
     textBlock(last[1], '', 'question'), turnsOf.length > 1 ? element('details', {}, element('summary', {}, 'whole prompt'), turns(turnsOf)) : null), side('before', before), side('after', after));

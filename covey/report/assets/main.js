@@ -19,3 +19,5 @@ addEventListener('beforeprint', () => {
 showTop();
 showSections({ overview: showOverview, curves: showCurves, diagnosis: showDiagnosis, evaluation: showEvaluation,
   completions: showCompletions, recipe: showRecipe, record: showRecord });
+addEventListener('hashchange', openAddress);
+openAddress();
