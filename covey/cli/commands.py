@@ -374,6 +374,7 @@ examples
   covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
   covey plan gsm8k-gemma2 --on v5e:2x2 --samples runs/mine
   covey plan gsm8k-gemma2 --on v5e:2x2 --advise
+  covey plan gsm8k-gemma2 --on h100:4 --price-per-hour 2.5
   covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
 
 The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
@@ -401,6 +402,7 @@ its files are read. docs/calibration.md holds plans against published runs.""",
                     "last with the same probability. With several numbers, lengths that are equally frequent",
                 ),
                 Option("--samples", "RUN", "take the lengths from a run folder, or from its samples.jsonl"),
+                Option("--price-per-hour", "PRICE", "tell what the run costs, at this price of an hour of one device"),
             ),
             settings_of=("train", "sft"),
         ),

@@ -103,7 +103,8 @@ def _resources(source: str, files: str, outline: "Outline") -> Iterator[str]:
 
 
 def plan(line: Line) -> None:
-    """Execute `covey plan NAME_OR_YAML [--on MACHINE] [--advise] [--json] [--here] [--quick] [settings]`."""
+    """Execute `covey plan NAME_OR_YAML [--on MACHINE] [--advise] [--json] [--here] [--quick] [--price-per-hour X]
+    [settings]`."""
     from covey.plan.machines import parse_target
 
     if len(chosen := [f for f in ("--quick", "--here", "--advise") if f in line.options]) > 1:
@@ -112,10 +113,18 @@ def plan(line: Line) -> None:
     samples = Path(line.options["--samples"]) if "--samples" in line.options else None
     if samples and completions:
         raise CoveyError("--samples beside --completion-tokens", want="one of them", fix="leave one of them out")
+    price = line.positive_number("--price-per-hour")
+    if price and (without := [flag for flag in ("--quick", "--advise") if flag in line.options]):
+        raise CoveyError(
+            f"--price-per-hour beside {without[0]}",
+            want="a plan with the seconds of a step",
+            fix=f"leave {without[0]} out",
+        )
     target = parse_target(line.options.get("--on", "cpu"))
     check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
     from covey.plan import command
 
     options: dict[str, Any] = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
     options |= {"prompt": prompt, "completions": completions, "samples": samples, "as_json": "--json" in line.options}
+    options["price"] = price
     command.plan(line.arguments[0], line.settings, target, **options)

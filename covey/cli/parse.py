@@ -1,6 +1,8 @@
 """Read the words of a command line by the table of commands: arguments, options, and settings of a recipe."""
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from covey.cli.commands import COMMANDS, Command, OptionsT
@@ -35,6 +37,19 @@ class Line(NamedTuple):
         if value is not None and not _is_count(value):
             raise CoveyError(f"{flag} is {value!r}", want="a whole number from 1 up")
         return None if value is None else int(value)
+
+    def positive_number(self, flag: str) -> float | None:
+        """Return the value of the option `flag` as a number above 0; None if it is not given.
+
+        Raises:
+            CoveyError: the value is no such number.
+        """
+        if (text := self.options.get(flag)) is None:
+            return None
+        with suppress(ValueError):
+            if 0 < (value := float(text)) < math.inf:
+                return value
+        raise CoveyError(f"{flag} is {text!r}", want="a number above 0, as in 2.5")
 
     def whole_numbers(self, flag: str) -> tuple[int, ...]:
         """Return the value of the option `flag` as whole numbers with commas between them; none if it is not given.

@@ -44,6 +44,7 @@ def plan(
     here: bool = False,
     quick: bool = False,
     advise: bool = False,
+    price: float | None = None,
 ) -> None:
     """Print the plan of the recipe `source` for `target`.
 
@@ -54,6 +55,7 @@ def plan(
         here: also run two steps on this machine, and print measured beside predicted memory.
         quick: print the outline, and compile nothing.
         advise: print the meshes of these devices instead, the fastest first.
+        price: of an hour of one device, if the cost of the run is to be told.
 
     Raises:
         CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
@@ -64,6 +66,7 @@ def plan(
 
     from covey.plan import here as measuring
     from covey.plan import memory, table
+    from covey.plan.cost import cost_of
     from covey.plan.lengths import expected_lengths
     from covey.plan.plan import make_plan, outline_for
 
@@ -87,6 +90,8 @@ def plan(
         show_first = partial(_show_first, status) if not as_json else lambda first: None
         needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
         figures = table.as_json(needs)
+        cost = cost_of(needs, ready, price) if price else None
+        figures |= {"cost": cost.to_json()} if cost else {}
         if here:
             _tell(console, status, "running two steps")
             figures["measured"] = measuring.measure(load(measuring.overrides(ready)))
@@ -94,6 +99,8 @@ def plan(
         print(json.dumps(figures))
         return
     table.show(needs, make_console())
+    if cost:
+        make_console().print(cost.in_words(), soft_wrap=True, highlight=False, markup=False)
     if here:
         measuring.show(figures, make_console())
 

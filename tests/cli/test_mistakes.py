@@ -36,6 +36,8 @@ MORE = [
     ("covey watch a --twice 2", "watch has no setting --twice"),
     ("covey plan quickstart --completion-tokens -1", "wanted: a whole number from 1 up"),
     ("covey plan quickstart --on v5e:1x1 --here", "--here measures this machine"),
+    ("covey plan quickstart --price-per-hour free", "wanted: a number above 0, as in 2.5"),
+    ("covey plan quickstart --price-per-hour 2 --quick", "fix: leave --quick out"),
 ]
 """Further commands, each with a part of its answer."""
 

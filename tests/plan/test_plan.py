@@ -22,6 +22,7 @@ from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import abstract
 from covey.plan import command, here, plan, roofline, table
 from covey.plan.compiled import Collective, CompiledProgram, compile_program
+from covey.plan.cost import cost_of
 from covey.plan.lengths import Lengths
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
@@ -97,6 +98,9 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert "decode steps in 2 chunks until the longest completion ends" in out
     assert found["rollout"]["longest"] == 8
     assert all(sum(one["expected_parts"].values()) == one["expected_seconds"] for one in found["phases"])
+    priced = cost_of(made, load(("training.num_epochs=2", "grpo.num_iterations=3", "training.max_steps=null")), 1.5)
+    assert (priced.devices, priced.steps) == (1, 1296 // 2 * 2 * 3)
+    assert priced.total == pytest.approx(1.5 * 1296 * found["step_seconds"]["expected"] / 3600)
     small = replace(made, machine=replace(made.machine, memory=1.0), trials=())
     table.show(small, Console(width=120))
     assert "does not fit: peak" in capsys.readouterr().out
