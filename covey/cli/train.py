@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.cli.checks import (
     check_not_model,
@@ -18,6 +18,9 @@ from covey.cli.parse import Line, missing_argument
 from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError
+
+if TYPE_CHECKING:
+    from covey.run.base import Run
 
 
 def train(line: Line) -> None:
@@ -56,7 +59,13 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
             out = stack.enter_context(reserve_run_folder(settings))
         out = channel.broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
-        run.train(settings, out)
+        run.train(settings, out, _announcing)
+
+
+def _announcing(kind: type["Run[Any]"]) -> type["Run[Any]"]:
+    from covey.plan.expect import announcing  # late: it needs JAX
+
+    return announcing(kind)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:

@@ -222,8 +222,8 @@ def make_outline(
     return Outline(
         {role: held.most() for role, held in residents._asdict().items() if held},
         _step(recipe),
-        _total_bytes(trained),
-        _checkpoints(recipe),
+        checkpoint_bytes(trained),
+        num_checkpoints(recipe),
         not_counted,
     )
 
@@ -242,14 +242,14 @@ def _step(recipe: Recipe | SFTRecipe) -> dict[str, int]:
     }
 
 
-def _checkpoints(recipe: Recipe | SFTRecipe) -> int:
+def num_checkpoints(recipe: Recipe | SFTRecipe) -> int:
     """Return the number of checkpoints that are kept: the latest ones, and the best one if there is one."""
     training = recipe.training
     return training.max_to_keep + bool(training.keep_best) if training.checkpoint_every_n_steps else 1
 
 
-def _total_bytes(tree: Any) -> int:
-    """Return the bytes of arrays or shapes over all devices."""
+def checkpoint_bytes(tree: Any) -> int:
+    """Return the bytes of a checkpoint of these arrays or shapes, over all devices."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 

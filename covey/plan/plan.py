@@ -30,7 +30,7 @@ from covey.plan.compiled import CompiledProgram, compile_program, process_memory
 from covey.plan.lengths import Lengths, expected_lengths
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Outline, Residents, RunResidents, make_outline, nbytes, run_residents
-from covey.plan.roofline import PhaseTime, Rates, machine_peaks, phase_time
+from covey.plan.roofline import CPU_SHARE, PhaseTime, Rates, machine_peaks, phase_time
 from covey.plan.search import Trial, search
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey.plan.work import Sizes, step_phases
@@ -46,8 +46,6 @@ from covey.text.tokenizer import Tokenizer
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""
-CPU_SHARE = 0.4
-"""Share of the roofline that a phase reaches on CPUs: 39 to 57 per cent in updates, 56 to 74 in decoding (measured)."""
 
 Load = Callable[[Sequence[str]], Recipe | SFTRecipe]
 """Function that loads the recipe with further settings, as on the command line."""

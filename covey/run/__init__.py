@@ -1,6 +1,6 @@
 """Execute whole runs from their recipes, and use finished ones. The class of the recipe decides what is run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,17 @@ RUNS: dict[type, type[Run[Any]]] = {Recipe: RLRun, SFTRecipe: SFTRun}
 """Class of the recipe → class of its run."""
 
 
-def train(recipe: Recipe | SFTRecipe, out: Path) -> dict[str, Any]:
-    """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
-    return RUNS[type(recipe)].start(recipe, out)
+def train(
+    recipe: Recipe | SFTRecipe,
+    out: Path,
+    extend: Callable[[type[Run[Any]]], type[Run[Any]]] = lambda kind: kind,
+) -> dict[str, Any]:
+    """Run `recipe` in the new folder `out`; return the content of `summary.json`.
+
+    Args:
+        extend: returns the class of the run, from that of its method.
+    """
+    return extend(RUNS[type(recipe)]).start(recipe, out)
 
 
 def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`covey train … --dry-run`: what it shows is what the run then does, and it writes nothing."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def test_the_run_does_what_a_dry_run_and_the_rewards_have_shown(capsys: Any) -> 
     signal = json.loads(capsys.readouterr().out)
     assert cli.main(["train", *words]) == 0
     out = Path(found["out"])
+    line = capsys.readouterr().out
+    expected = re.search(r"expected: \S+ or more, .* of memory or more, (.*) MB of disk \(1 step of", line)
+    files = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
+    assert files == pytest.approx(float(expected[1]) * 1e6, rel=0.3)
     assert {one.rstrip("/") for one in found["files"]} == {path.name for path in out.iterdir()}
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
