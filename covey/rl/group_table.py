@@ -31,7 +31,6 @@ class GroupTable:
         owner: index of the process that has sampled the group.
         prompts: tokens of the prompt.
         sizes: completions of the group.
-        distinct: fraction of its completions that differ from each other.
         lengths: tokens of the completion.
         sampled: tokens of it that the model generated.
         cut: whether a limit ended it.
@@ -39,6 +38,7 @@ class GroupTable:
         empty: whether its text is empty or white space.
         characters: characters of its text.
         repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
+        first_equal: number within the group of the first completion with the same tokens.
         rewards: reward; NaN where no function scored the completion.
         by_function: the same of each reward function, and of the length penalty.
         keys: random key of the completion; 0 without one, because another engine drew it.
@@ -49,7 +49,6 @@ class GroupTable:
     owner: Int[np.ndarray, "P"]
     prompts: Int[np.ndarray, "P"]
     sizes: Int[np.ndarray, "P"]
-    distinct: Float[np.ndarray, "P"]
     lengths: Int[np.ndarray, "B"]
     sampled: Int[np.ndarray, "B"]
     cut: Bool[np.ndarray, "B"]
@@ -57,6 +56,7 @@ class GroupTable:
     empty: Bool[np.ndarray, "B"]
     characters: Int[np.ndarray, "B"]
     repetition: Float[np.ndarray, "B"]
+    first_equal: Int[np.ndarray, "B"]
     rewards: Float[np.ndarray, "B"]
     by_function: Mapping[str, Float[np.ndarray, "B"]]
     keys: UInt32[np.ndarray, "B 2"]
@@ -127,7 +127,7 @@ class GroupTable:
 
 
 NO_KEY = np.zeros(2, np.uint32)
-BY_GROUP = ("owner", "prompts", "sizes", "distinct")
+BY_GROUP = ("owner", "prompts", "sizes")
 """Columns with one entry per group."""
 HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
 """Factors by which a sequence of as many tokens becomes one number."""
@@ -147,7 +147,6 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         owner=np.full(len(groups), distributed.index()),
         prompts=column(int, (len(group.prompt_tokens) for group in groups)),
         sizes=column(int, (len(group.completions) for group in groups)),
-        distinct=column(float, map(_distinct_fraction, groups)),
         lengths=column(int, (len(c.tokens) for c in completions)),
         sampled=column(int, (c.num_sampled for c in completions)),
         cut=column(bool, (c.finish.was_cut for c in completions)),
@@ -155,6 +154,7 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
         empty=column(bool, (not c.text.strip() for c in completions)),
         characters=column(int, (len(c.text) for c in completions)),
         repetition=column(float, map(_repeated_fraction, completions)),
+        first_equal=column(int, chain.from_iterable(map(_first_equal, groups))),
         rewards=_concatenated(rewards),
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
         keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
@@ -181,8 +181,9 @@ def gather_table(groups: Sequence[Group]) -> GroupTable:
     return join(channel.all_gather(table_of(groups), "groups"))
 
 
-def _distinct_fraction(group: Group) -> float:
-    return len({c.tokens.tobytes() for c in group.completions}) / len(group.completions)
+def _first_equal(group: Group) -> list[int]:
+    first: dict[bytes, int] = {}
+    return [first.setdefault(c.tokens.tobytes(), i) for i, c in enumerate(group.completions)]
 
 
 def _repeated_fraction(completion: Completion) -> float:

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from covey.losses.advantages import has_reward_variance
 from covey.rl.group_table import OVERLONG, GroupTable
@@ -17,6 +17,8 @@ from covey.sampling.model_runner import SamplerStats
 
 ROUNDING = 1e-9
 """Relative difference below which two values are equal."""
+MIN_EQUAL = 8
+"""Smallest number of completions, beyond the first of their tokens, from which the noise of rewards is measured."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     """
     rewards = table.reward_table
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
+    equal = table.split(table.first_equal)
     metrics = {
         "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
         "reward_std": float(np.mean([_std(row) for row in rewards])),
@@ -63,9 +66,10 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
         "completions/min_length": float(table.sampled.min()),
         "completions/max_length": float(table.sampled.max()),
         "completions/clipped_ratio": float(table.cut.mean()),
-        "completions/distinct_ratio": float(np.mean(table.distinct)),
+        "completions/distinct_ratio": float(np.mean([len({*row}) / len(row) for row in equal])),
         "completions/empty_ratio": float(table.empty.mean()),
         "completions/repetition": float(table.repetition.mean()),
+        "completions/scored_ratio": float((~np.isnan(table.rewards)).mean()),
     }
     for name, values in table.by_function.items():
         scored = values[~np.isnan(values)]
@@ -74,7 +78,20 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     drawn = ~np.isnan(table.mass)
     if drawn.any():
         metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
-    return metrics | correlation_metrics(table) | episode_metrics(table)
+    return metrics | noise_metrics(table) | correlation_metrics(table) | episode_metrics(table)
+
+
+def noise_metrics(table: GroupTable) -> dict[str, float]:
+    """Compute the variance of the rewards of completions with equal tokens as a share of the variance within groups;
+    nothing where fewer than `MIN_EQUAL` completions say so.
+    """
+    scored, groups = ~np.isnan(table.rewards), np.repeat(np.arange(len(table)), table.sizes)
+    variances = []
+    for labels in (groups, groups * table.sizes.max(initial=1) + table.first_equal):
+        freedom = scored.sum() - np.unique(labels[scored]).size
+        variances.append((_centred(table.rewards, labels) ** 2).sum() / freedom if freedom >= MIN_EQUAL else np.nan)
+    within, of_equal = variances
+    return {"reward_noise": float(of_equal / within)} if within > 0 and not np.isnan(of_equal) else {}
 
 
 def correlation_metrics(table: GroupTable) -> dict[str, float]:
@@ -89,7 +106,7 @@ def correlation_metrics(table: GroupTable) -> dict[str, float]:
     for (first, a), (second, b) in combinations(scored.items(), 2):
         pairs[f"rewards/{first}/correlation/{second}"] = a, b
     correlations = {name: _correlation(table, *pair) for name, pair in pairs.items()}
-    rewarded = empty[_centred(table, table.rewards) > 0]
+    rewarded = empty[_centred(table.rewards, _labels(table)) > 0]
     return {
         **({"completions/rewarded_empty_ratio": float(rewarded.mean())} if rewarded.size else {}),
         **{name: correlation for name, correlation in correlations.items() if correlation is not None},
@@ -113,18 +130,22 @@ def _correlation(table: GroupTable, first: np.ndarray, second: np.ndarray) -> fl
     not vary there.
     """
     unknown = np.isnan(first) | np.isnan(second)
-    x, y = (_centred(table, np.where(unknown, np.nan, values)) for values in (first, second))
+    x, y = (_centred(np.where(unknown, np.nan, values), _labels(table)) for values in (first, second))
     return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1, 1)) if x.any() and y.any() else None
 
 
-def _centred(table: GroupTable, values: np.ndarray) -> Float[np.ndarray, "B"]:
-    """Return values of all completions less the mean of their group, or of the step where no group has two; 0 for NaN
-    and for differences that are rounding.
+def _labels(table: GroupTable) -> Int[np.ndarray, "B"]:
+    """Return the number of the group of each completion; 0 where no group has two."""
+    return np.repeat(np.arange(len(table)), table.sizes) * int(table.sizes.max(initial=0) > 1)
+
+
+def _centred(values: np.ndarray, labels: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
+    """Return values of all completions less the mean of those with the same label; 0 for NaN and for differences that
+    are rounding.
     """
-    groups = np.repeat(np.arange(len(table)), table.sizes) * (table.sizes.max(initial=0) > 1)
     known, values = ~np.isnan(values), np.nan_to_num(values)
-    means = np.bincount(groups, values, len(table)) / np.maximum(np.bincount(groups, known, len(table)), 1)
-    centred = np.where(known, values - means[groups], 0.0)
+    means = np.bincount(labels, values) / np.maximum(np.bincount(labels, known), 1)
+    centred = np.where(known, values - means[labels], 0.0)
     return np.where(np.abs(centred) > ROUNDING * np.abs(values).max(initial=0.0), centred, 0.0)
 
 

@@ -68,6 +68,7 @@ def test_every_name_and_value_by_hand() -> None:
         "completions/empty_ratio": 1.0,
         "completions/rewarded_empty_ratio": 1.0,
         "completions/repetition": (4 / 5 + 2 / 3) / 4,
+        "completions/scored_ratio": 1.0,
         "reward_correlation/repetition": -0.4 / np.sqrt(0.5 * (0.32 + 2 / 9)),
         "rewards/right/mean": 0.75,
         "rewards/right/std": 0.5,
@@ -111,6 +112,10 @@ CASES = {
     "completions of equal tokens, which are one": (
         [group([1.0] * 4, [3, 3, 5, 3]), group([1.0] * 4, [1, 1, 1, 1])],
         {"completions/distinct_ratio": (2 / 4 + 1 / 4) / 2},
+    ),
+    "equal tokens with other rewards, 8 of whose differences are free, and 9 of those within groups": (
+        [group([1.0, 1.0, -1.0, -1.0], [3, 3, 3, 3])] * 2 + [group([0.0] * 4, [2, 3, 2, 2])],
+        {"reward_noise": (8 / 8) / (8 / 9)},
     ),
     "ties, whatever rounding does to their mean": (
         [group([0.1] * 3, [1] * 3), group([0.7] * 3, [1] * 3)],
