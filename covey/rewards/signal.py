@@ -20,8 +20,11 @@ TOTAL = "reward"
 """Name of the row of the weighted total."""
 LENGTH, EMPTY = "length", "empty"
 """Names of what scores are correlated with beside each other: characters of a completion, and whether it has none."""
-EXPLAINED, SAME = 0.9, 0.99
-"""Correlations from which a reward is explained by the length, and from which two functions are called the same."""
+EXPLAINED, SAME = 0.9, 0.98
+"""Correlations within groups from which one figure explains a reward, and from which two are the same but for their
+scale."""
+ROUNDING = 1e-9
+"""Relative difference below which two values are equal."""
 MIN_COMPLETIONS = 16
 """Smallest number of completions whose correlations are judged."""
 MAX_BARS = 8
@@ -40,8 +43,8 @@ class FunctionSignal:
         scored: number of completions that it scored.
         failed: number of completions for which it failed.
         histogram: number of scores for each value, or from each value up to the next.
-        correlations: with the other functions, the length and the emptiness of a completion, by name; those that are
-            not constant.
+        correlations: within groups with the other functions, the length and the emptiness of a completion, by name;
+            those that are not constant.
     """
 
     name: str
@@ -162,11 +165,26 @@ def _explain(total: np.ndarray, measured: Mapping[str, np.ndarray], rows: Sequen
         )
 
 
-def _correlate(scores: np.ndarray, other: np.ndarray) -> float | None:
-    """Return Pearson's correlation of two arrays [N] where both are known; None if one is constant there."""
-    known = ~(np.isnan(scores) | np.isnan(other))
-    a, b = scores[known], other[known]
-    return round(float(np.corrcoef(a, b)[0, 1]), 4) if a.size > 1 and np.ptp(a) and np.ptp(b) else None
+def labels_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the number of the group of each completion, int [B], given their sizes; 0 where no group has two."""
+    return np.repeat(np.arange(len(sizes)), sizes) * int(max(sizes, default=0) > 1)
+
+
+def centre(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return values [B] less the mean of those with the same label; 0 for NaN and for differences that are rounding."""
+    known, values = ~np.isnan(values), np.nan_to_num(values)
+    means = np.bincount(labels, values) / np.maximum(np.bincount(labels, known), 1)
+    centred = np.where(known, values - means[labels], 0.0)
+    return np.where(np.abs(centred) > ROUNDING * np.abs(values).max(initial=0.0), centred, 0.0)
+
+
+def correlate(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> float | None:
+    """Return the correlation within groups of two values [B] of the completions that have both; None if one of them
+    does not vary there.
+    """
+    unknown = np.isnan(first) | np.isnan(second)
+    x, y = (centre(np.where(unknown, np.nan, values), labels) for values in (first, second))
+    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1, 1)) if x.any() and y.any() else None
 
 
 def _histogram(scores: np.ndarray) -> dict[float, int]:
@@ -189,7 +207,8 @@ def _describe(
         failed: number of failures.
         columns: the scores of all functions, the length and the emptiness by name, float64 [N] each.
     """
-    pairs = {other: _correlate(columns[name], values) for other, values in columns.items() if other != name}
+    labels = labels_of([len(values) for values in scores])
+    pairs = {other: correlate(columns[name], values, labels) for other, values in columns.items() if other != name}
     known = [values[~np.isnan(values)] for values in scores]
     everything = np.concatenate([np.zeros(0), *known])
     spreads = [float(values.std(ddof=1)) for values in known if values.size > 1]
@@ -201,7 +220,7 @@ def _describe(
         int(everything.size),
         failed,
         _histogram(everything),
-        {other: value for other, value in pairs.items() if value is not None},
+        {other: round(value, 4) for other, value in pairs.items() if value is not None},
     )
 
 

@@ -9,14 +9,13 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from covey.losses.advantages import has_reward_variance
+from covey.rewards.signal import ROUNDING, centre, correlate, labels_of
 from covey.rl.group_table import OVERLONG, GroupTable
 from covey.sampling.model_runner import SamplerStats
 
-ROUNDING = 1e-9
-"""Relative difference below which two values are equal."""
 MIN_EQUAL = 8
 """Smallest number of completions, beyond the first of their tokens, from which the noise of rewards is measured."""
 
@@ -89,7 +88,7 @@ def noise_metrics(table: GroupTable) -> dict[str, float]:
     variances = []
     for labels in (groups, groups * table.sizes.max(initial=1) + table.first_equal):
         freedom = scored.sum() - np.unique(labels[scored]).size
-        variances.append((_centred(table.rewards, labels) ** 2).sum() / freedom if freedom >= MIN_EQUAL else np.nan)
+        variances.append((centre(table.rewards, labels) ** 2).sum() / freedom if freedom >= MIN_EQUAL else np.nan)
     within, of_equal = variances
     return {"reward_noise": float(of_equal / within)} if within > 0 and not np.isnan(of_equal) else {}
 
@@ -105,8 +104,9 @@ def correlation_metrics(table: GroupTable) -> dict[str, float]:
     scored = {name: values for name, values in table.by_function.items() if name != OVERLONG}
     for (first, a), (second, b) in combinations(scored.items(), 2):
         pairs[f"rewards/{first}/correlation/{second}"] = a, b
-    correlations = {name: _correlation(table, *pair) for name, pair in pairs.items()}
-    rewarded = empty[_centred(table.rewards, _labels(table)) > 0]
+    labels = labels_of(table.sizes)
+    correlations = {name: correlate(*pair, labels) for name, pair in pairs.items()}
+    rewarded = empty[centre(table.rewards, labels) > 0]
     return {
         **({"completions/rewarded_empty_ratio": float(rewarded.mean())} if rewarded.size else {}),
         **{name: correlation for name, correlation in correlations.items() if correlation is not None},
@@ -123,30 +123,6 @@ def _tied_fractions(rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
     is_best = near(best) & (best > min(worst, 0))
     fractions = {"zero_std": tied, "all_best": tied & is_best, "all_worst": tied & near(worst) & ~is_best}
     return {f"frac_reward_{name}": float(of_groups.mean()) for name, of_groups in fractions.items()}
-
-
-def _correlation(table: GroupTable, first: np.ndarray, second: np.ndarray) -> float | None:
-    """Return the correlation within groups of two values of the completions that have both; None if one of them does
-    not vary there.
-    """
-    unknown = np.isnan(first) | np.isnan(second)
-    x, y = (_centred(np.where(unknown, np.nan, values), _labels(table)) for values in (first, second))
-    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1, 1)) if x.any() and y.any() else None
-
-
-def _labels(table: GroupTable) -> Int[np.ndarray, "B"]:
-    """Return the number of the group of each completion; 0 where no group has two."""
-    return np.repeat(np.arange(len(table)), table.sizes) * int(table.sizes.max(initial=0) > 1)
-
-
-def _centred(values: np.ndarray, labels: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
-    """Return values of all completions less the mean of those with the same label; 0 for NaN and for differences that
-    are rounding.
-    """
-    known, values = ~np.isnan(values), np.nan_to_num(values)
-    means = np.bincount(labels, values) / np.maximum(np.bincount(labels, known), 1)
-    centred = np.where(known, values - means[labels], 0.0)
-    return np.where(np.abs(centred) > ROUNDING * np.abs(values).max(initial=0.0), centred, 0.0)
 
 
 def episode_metrics(table: GroupTable) -> dict[str, float]:
