@@ -1,0 +1,157 @@
+"""What the diagnosis says of runs, while they train and at their ends, and their records for the tests."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.diagnosis.cases import Case
+from covey.report.diagnosis import PROBLEM, WITHDRAWN, LiveDiagnosis, RunHistory, diagnose
+
+HALVES = ("first", "second")
+Record = Mapping[str, Any]
+"""A run as `record` returns it."""
+
+
+class Verdict(NamedTuple):
+    """What the diagnosis says of a run.
+
+    Attributes:
+        found: name of the rule of the first finding at the end; "" if no problem was found.
+        others: names of the rules of the other problems at the end.
+        told: steps at which problems were told while the run trained, and the names of their rules.
+        withdrawn: names of those that were withdrawn.
+    """
+
+    found: str
+    others: list[str]
+    told: list[tuple[int, str]]
+    withdrawn: list[str]
+
+    def is_right(self, rules: Sequence[str]) -> bool:
+        """Return whether the first finding is one of `rules`; for a sound run, whether nothing was found or told."""
+        return self.found in rules if rules else not (self.found or self.told)
+
+
+def judge(run: Record) -> Verdict:
+    """Judge a recorded run as it was judged step by step, and at its end."""
+    before, after = ({k: v for k, v in (run[when] or {}).items() if v is not None} for when in ("before", "after"))
+    rows, data = rows_of(run), run["data"] or {}
+    history = replace(RunHistory.from_rows(rows, run["method"], run["settings"], before, data), after=after)
+    live = LiveDiagnosis(history.method, history.settings, before, data=data)
+    told = [(row["step"], one) for row in rows for one in live.step(row)]
+    told += [(rows[-1]["step"], one) for one in live.end(history)]
+    found = [one.rule for one in diagnose(history) if one.level == PROBLEM]
+    return Verdict(
+        next(iter(found), ""),
+        found[1:],
+        [(step, one.rule) for step, one in told if one.level == PROBLEM],
+        [one.rule for _, one in told if one.level == WITHDRAWN],
+    )
+
+
+def read_records(file: Path) -> list[Record]:
+    """Return the runs whose records are the lines of `file`."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def rows_of(run: Record) -> list[dict[str, Any]]:
+    """Return the rows of a recorded run, whose metrics have one value for all, a value per row, or pairs of step and
+    value.
+    """
+    rows: list[dict[str, Any]] = [{"step": step} for step in run["steps"]]
+    for metric, packed in run["series"].items():
+        values = packed if isinstance(packed, list) else [packed] * len(rows)
+        pairs = values if isinstance(values[0], list | tuple) else zip(run["steps"], values, strict=True)
+        for step, value in pairs:
+            rows[run["steps"].index(step)][metric] = float(value)
+    return rows
+
+
+def record(case: Case, folder: Path) -> dict[str, Any]:
+    """Return the run of `case` as JSON-serialisable values: its settings, and the metrics that rules read, rounded to
+    three digits.
+    """
+    from covey.report.run_data import read_run
+
+    run = read_run(folder / case.name)
+    series = {name: _packed(run.steps, one) for name, one in run.series.items() if READ.fullmatch(name)}
+    figures = {name: run.summary.get(name) for name in ("before", "after", "data")}
+    settings = {name: value for name, value in run.settings.items() if SETTINGS.fullmatch(name) and value is not None}
+    row = {"name": case.name, "half": case.half, "cause": case.cause, "rules": case.rules, "words": case.words}
+    return row | {"method": run.method, "settings": settings} | figures | {"steps": [*run.steps], "series": series}
+
+
+def _packed(steps: Sequence[int], series: Any) -> Any:
+    """Return the values of `series` by step; one value if all are equal, and pairs if steps lack it."""
+    values = [float(f"{value:.3g}") for value in series.values]
+    if len(values) < len(steps):
+        return [*zip(series.steps, values, strict=True)]
+    return values[0] if len(set(values)) == 1 else values
+
+
+READ = re.compile(
+    "reward|reward_error|reward_std|reward_noise|frac_reward_.*|rewards/.*|entropy|kl|grad_norm|learning_rate|skipped|loss"
+    "|reward_correlation/.*"
+    "|completions/(mean_length|max_length|clipped_ratio|distinct_ratio|empty_ratio|rewarded_empty_ratio|scored_ratio)"
+    "|env/(failed|done|turns|tool_calls|tool_failures)|sampling/(logp_difference/mean|mass_kept|token_agreement)"
+    "|clip_ratio/region_mean|critic/explained_variance|eval/(accuracy|error|format_accuracy|samples|reward|loss)"
+)
+"""Pattern of the metrics that rules read."""
+SETTINGS = re.compile(
+    r"grpo\.(algorithm|advantage|ratio|num_generations|entropy_bonus|beta)|rollout\.(temperature|max_new_tokens)"
+    r"|training\.(prompts_per_step|max_steps|(actor_)?optimizer\.(learning_rate|weight_decay|max_grad_norm))"
+    r"|envs\.(environment|tools)|model\.(dtype|compute_dtype|lora\.rank)"
+)
+"""Pattern of the settings that rules read."""
+
+
+def table(runs: Iterable[Record]) -> str:
+    """Return a table of the causes with the runs of each half and what was said of them, and the recall and the
+    precision of the halves.
+    """
+    judged = [(run, judge(run)) for run in runs]
+    lines = ["| what is wrong | first half | second half |", "|---|---|---|"]
+    for cause in dict.fromkeys(run["cause"] for run, _ in judged):
+        cells = (
+            "<br>".join(_outcome(run, verdict) for run, verdict in judged if _is_in(run, cause, half))
+            for half in HALVES
+        )
+        lines.append(f"| {cause or 'nothing'} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(summary(judged, half) for half in HALVES)])
+
+
+def _is_in(run: Record, cause: str, half: str) -> bool:
+    return bool(run["cause"] == cause and run["half"] == half)
+
+
+def _outcome(run: Record, verdict: Verdict) -> str:
+    """Return the words of a run, and when it was told its cause, or what it was told instead."""
+    step = next((step for step, name in verdict.told if name in run["rules"]), None)
+    others = [f"{name} at step {at}" for at, name in verdict.told if name not in run["rules"]]
+    others = [f"{one}, withdrawn" if one.split(" at step")[0] in verdict.withdrawn else one for one in others]
+    if not run["rules"]:
+        said = "quiet" if verdict.is_right(()) else f"**false alarm**: {', '.join(others) or verdict.found}"
+    elif verdict.is_right(run["rules"]):
+        said = (f"step {step}" if step else "at the end") + (f" (and {', '.join(others)})" if others else "")
+    else:
+        said = f"**missed**: {verdict.found or 'nothing'}" + (f", told {', '.join(others)}" if others else "")
+    words = run["words"].replace("training.actor_optimizer.", "").replace("OWN:", "").replace("FOLDER/", "")
+    return f"`{words}`: {said}"
+
+
+def summary(judged: Sequence[tuple[Record, Verdict]], half: str) -> str:
+    """Return the recall and the precision of a half: how many broken runs have their cause as the first finding, how
+    many of the runs with a finding are among them, and how many sound runs were told nothing.
+    """
+    chosen = [(run["rules"], verdict) for run, verdict in judged if run["half"] == half]
+    broken, sound = ([one for one in chosen if bool(one[0]) == is_broken] for is_broken in (True, False))
+    right = sum(verdict.is_right(rules) for rules, verdict in broken)
+    found = sum(bool(verdict.found or verdict.told) for _, verdict in chosen)
+    quiet = sum(verdict.is_right(rules) for rules, verdict in sound)
+    return (
+        f"{half} half: recall {right} of {len(broken)}, precision {right} of {found}, "
+        f"sound runs that were told nothing {quiet} of {len(sound)}"
+    )
