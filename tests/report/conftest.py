@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.diagnosis.verdicts import rows_of
 from covey.config import recipe
 from covey.config.metrics import TABLE
 from covey.report import Finding, write_report
@@ -98,7 +99,6 @@ def made() -> SimpleNamespace:
     """The functions and texts of this file, for tests that write files of their own."""
     functions = {
         "recorded_run": write_recorded_run,
-        "recorded_rows": recorded_rows,
         "write_lines": write_lines,
         "sample": sample,
     }
@@ -130,24 +130,13 @@ RECORDED = Path(__file__).parent / "recorded_runs.jsonl"
 """Metrics of real runs of a tiny model, some broken on purpose; see `test_recorded_runs.py`."""
 
 
-def recorded_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a recorded run, whose metrics have one value for all, a value per row, or pairs of step and value."""
-    rows: list[dict[str, Any]] = [{"step": step} for step in run["steps"]]
-    for metric, packed in run["series"].items():
-        values = packed if isinstance(packed, list) else [packed] * len(rows)
-        pairs = values if isinstance(values[0], list) else zip(run["steps"], values, strict=True)
-        for step, value in pairs:
-            rows[run["steps"].index(step)][metric] = float(value)
-    return rows
-
-
 def write_recorded_run(folder: Path, name: str) -> Path:
     """Write the recorded run `name` as a folder, without completions."""
     run = next(one for one in map(json.loads, RECORDED.read_text().splitlines()) if one["name"] == name)
     folder.mkdir(parents=True)
     algorithm = ["--grpo.algorithm", run["settings"]["grpo.algorithm"], "--max-steps", str(run["steps"][-1])]
     (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("arithmetic-tiny", algorithm)))
-    write_lines(folder / "metrics.jsonl", recorded_rows(run))
+    write_lines(folder / "metrics.jsonl", rows_of(run))
     (folder / "summary.json").write_text(json.dumps({"before": run["before"], "after": run["after"]}))
     return folder
 

@@ -72,6 +72,8 @@ def history(
     return RunHistory.from_rows(rows, method, SETTINGS | dict(settings or {}))
 
 
+SCALED = re.compile("reward|reward_std|reward_error|rewards/.*/(mean|std)")
+"""Metrics with the unit of a reward."""
 SPREADS: dict[str, Values] = {"rewards__a__std": 0.4, "rewards__b__std": 0.4}
 FLAT: dict[str, Values] = {"reward": 0.5 + wobble(0.02)}
 """A reward that neither rises nor falls."""
@@ -102,6 +104,10 @@ def data(held_out_in_training: int, distinct: int = 500, method: str = "rl") -> 
     return replace(history(N, method), data=rows)
 
 
+def fitted(method: str = "rl", **counts: int) -> RunHistory:
+    return replace(history(N, method), data={"prompts" if method == "rl" else "examples": 600} | counts)
+
+
 def edge(
     metric: str, above: Values, below: Values, settings: Mapping[str, Any] | None = None, method: str = "rl", /,
     before: Mapping[str, float] = MappingProxyType({}), **columns: Values,
@@ -118,8 +124,29 @@ HELD_OUT = np.arange(N) % 10 == 9
 EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
     "updates not finite": edge("skipped", step(0, 1, N - 1), 0.0),
     "sampler and trainer disagree": edge("sampling__logp_difference__mean", 0.051, 0.049),
-    "one training row": (data(0, 1), data(0, 2)),
+    "one training row": (data(0, 1), data(0, 101)),
+    "few distinct rows": (data(0, 100), data(0, 101)),
+    "prompts cut": (fitted(truncated=31), fitted(truncated=30)),
     "held-out rows trained on": (data(6), data(5)),
+    "held-out rows of another kind": edge("reward", 1.01, 0.99, before=BEFORE),
+    "episodes fail": edge("env__failed", 3.3, 3.1),
+    "reward fails": edge("rewards__a__failed", 3.3, 3.1),
+    "few completions scored": edge("completions__scored_ratio", 0.49, 0.51),
+    "noisy reward": edge("reward_noise", 0.51, 0.49, **FLAT),
+    "reward ignores completions": edge("frac_reward_zero_std", 1.0, 0.99, **FLAT),
+    "learning rate of 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), **FLAT),
+    "weight decay too large": edge(
+        "learning_rate", 1.01e-5, 0.99e-5, {"training.actor_optimizer.weight_decay": 200.0}, **FLAT
+    ),
+    "beta too large": (
+        history(N, "rl", {"grpo.beta": 1.0}, **FLAT),
+        history(N, "rl", {"grpo.beta": 0.9}, **FLAT),
+    ),
+    "gradient clipped away": edge("grad_norm", 1.01, 0.99, {"training.actor_optimizer.max_grad_norm": 1e-4}, **FLAT),
+    "tools never called": edge("env__tool_calls", 0.0, 0.01, {"envs.tools": ["calculator"]}, **FLAT),
+    "prompts too easy": edge(
+        "frac_reward_zero_std", 0.81, 0.79, frac_reward_all_best=0.7, frac_reward_all_worst=0.1, **FLAT
+    ),
     "empty completions": edge("completions__empty_ratio", step(0.0, 0.96), step(0.0, 0.94)),
     "no completion scored": edge("reward", NAN, step(NAN, 0.5, 1), reward_error=NAN, reward_std=NAN),
     "constant reward": edge("reward_std", 0.0, step(0.0, 0.1, N - 1), reward=0.3, reward_error=0.0),
@@ -154,12 +181,28 @@ SUPERVISED: dict[str, tuple[RunHistory, RunHistory]] = {
         "eval__loss", np.where(HELD_OUT, step(1.0, 1.06), NAN), np.where(HELD_OUT, step(1.0, 1.04), NAN), {}, "sft"
     ),
     "updates not finite": edge("skipped", step(0, 1, 5), 0.0, {}, "sft"),
-    "one training row": (data(0, 1, "sft"), data(0, 2, "sft")),
+    "one training row": (data(0, 1, "sft"), data(0, 101, "sft")),
+    "few distinct rows": (data(0, 100, "sft"), data(0, 101, "sft")),
+    "prompts cut": (fitted("sft", dropped=601), fitted("sft", dropped=600)),
+    "learning rate of 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), {}, "sft"),
+    "weight decay too large": edge(
+        "learning_rate",
+        1.01e-5,
+        0.99e-5,
+        {"training.optimizer.weight_decay": 200.0},
+        "sft",
+        loss=ramp(1.0, 1.04, noise=0.001),
+    ),
+    "gradient clipped away": edge(
+        "loss", step(2.0, 1.97), ramp(2.0, 1.0), {"training.optimizer.max_grad_norm": 1e-5}, "sft"
+    ),
+    "wrong answers learnt": edge(
+        "eval__accuracy", step(0.6, 0.43), step(0.6, 0.44), {}, "sft", before=BEFORE, eval__error=0.04
+    ),
     "held-out rows trained on": (data(6, method="sft"), data(5, method="sft")),
 }
 NOTED: dict[str, tuple[RunHistory, RunHistory]] = {
     "critic predicts nothing": edge("critic__explained_variance", -0.01, 0.01, {"grpo.algorithm": "ppo"}, **FLAT),
-    "prompts too easy": edge("frac_reward_zero_std", 0.81, 0.79, reward=0.95 + wobble(0.01), reward_std=0.2),
     "part of the reward never reached": edge(
         "rewards__a__mean", 0.0, step(0.0, 0.1, N - 1), rewards__a__std=0.0, rewards__b__mean=0.5, rewards__b__std=0.4
     ),
@@ -364,7 +407,7 @@ def test_no_history_raises(seed: int, n: int, method: str) -> None:
 @given(st.sampled_from(sorted(EDGES)), st.booleans(), st.floats(1e-6, 1e6))
 def test_the_scale_of_a_reward_changes_nothing(rule: str, above: bool, scale: float) -> None:
     found = EDGES[rule][0 if above else 1]
-    scaled = {name: values * scale if name.startswith("reward") else values for name, values in found.columns.items()}
+    scaled = {name: values * scale if SCALED.fullmatch(name) else values for name, values in found.columns.items()}
     before = found.before | ({"reward": found.before["reward"] * scale} if "reward" in found.before else {})
     assert names(replace(found, columns=scaled, before=before)) == names(found)
 
@@ -526,10 +569,10 @@ def test_one_row_that_is_also_held_out_is_told_at_the_first_step() -> None:
 
 def test_a_problem_that_is_refuted_is_withdrawn_aloud() -> None:
     """No reward in the first steps is said at once, and taken back when there is one."""
-    found = history(reward=step(0.0, 0.5, 6), reward_std=step(0.0, 0.4, 6), reward_error=step(0.0, 0.05, 6))
+    found = history(reward=step(0.0, 0.5, 9), reward_std=step(0.0, 0.4, 9), reward_error=step(0.0, 0.05, 9))
     (first, withdrawn) = told(found)
-    assert (first[0], first[1].rule, first[1].level) == (2, "reward never reached", PROBLEM)
-    assert (withdrawn[0], withdrawn[1].level) == (6 + CERTAIN, WITHDRAWN)
+    assert (first[0], first[1].rule, first[1].level) == (7, "reward never reached", PROBLEM)
+    assert (withdrawn[0], withdrawn[1].level) == (9 + CERTAIN, WITHDRAWN)
     assert withdrawn[1].title == "Withdrawn: The reward was never reached"
     live = LiveDiagnosis(found.method, found.settings)
     told(history(7, reward=0.0, reward_std=0.0, reward_error=0.0), live)

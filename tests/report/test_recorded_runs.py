@@ -1,35 +1,36 @@
-"""What the diagnosis says of recorded runs of a tiny model, some broken on purpose (`benchmarks/diagnosis.py`).
+"""What the diagnosis says of recorded runs, some broken on purpose (`python -m benchmarks.diagnosis`).
 
-The thresholds were set on the runs of the half "set"; "judge" and "fresh" judge them. `recorded_runs.jsonl` has their
-metrics as `python -m benchmarks.diagnosis FOLDER --judge --metrics FILE` writes them.
+Rules and thresholds were set on the runs of the half "first"; those of the half "second" judge them.
 """
 
-import json
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from covey.report.diagnosis import NOTE, PROBLEM, LiveDiagnosis, RunHistory, diagnose
+from benchmarks.diagnosis.verdicts import Record, judge, read_records
 
+RUNS = read_records(Path(__file__).parent / "recorded_runs.jsonl")
 MISSED = {"cut-dapo": "reward never reached"}
-"""A penalty for long answers taught it to write none: what is said is true, and not the cause."""
-RUNS = [json.loads(line) for line in (Path(__file__).parent / "recorded_runs.jsonl").read_text().splitlines()]
-NAMES = [run["name"] for run in RUNS]
+"""Names of broken runs whose first finding is another, with that finding."""
+ALARMS: dict[str, str] = {}
+"""Names of sound runs that are told a problem, with the problem."""
 
 
-@pytest.mark.parametrize("run", RUNS, ids=NAMES)
-def test_a_broken_run_gets_its_cause_first_and_a_sound_one_none(run: dict[str, Any], made: Any) -> None:
-    """While it trains a sound run is told nothing, and a broken one its cause, from the first time on."""
-    before, after = ({k: v for k, v in (run[when] or {}).items() if v is not None} for when in ("before", "after"))
-    rows = made.recorded_rows(run)
-    found = replace(RunHistory.from_rows(rows, run["method"], run["settings"], before), after=after)
-    first, missed = diagnose(found)[0], MISSED.get(run["name"])
-    if missed or run["cause"]:
-        assert (first.level, first.rule in (run["cause"] if missed is None else [missed])) == (PROBLEM, True)
+@pytest.mark.parametrize("run", RUNS, ids=[run["name"] for run in RUNS])
+def test_a_broken_run_gets_its_cause_first_and_a_sound_one_none(run: Record) -> None:
+    """At its end, and a sound run while it trains too."""
+    verdict, name = judge(run), run["name"]
+    if name in MISSED:
+        assert verdict.found == MISSED[name]
+    elif name in ALARMS:
+        assert ALARMS[name] in (verdict.found, *(rule for _, rule in verdict.told))
     else:
-        assert first.level == NOTE
-    live = LiveDiagnosis(found.method, found.settings, found.before)
-    told = [one.rule for row in rows for one in live.step(row)]
-    assert told[:1] == [] or told[0] in (*run["cause"], missed)
+        assert verdict.is_right(run["rules"]), verdict
+
+
+def test_the_exceptions_are_few() -> None:
+    made = Counter((run["half"], bool(run["rules"])) for run in RUNS)
+    missed = Counter(run["half"] for run in RUNS if run["name"] in MISSED)
+    assert all(missed[half] <= 0.2 * made[half, True] for half in ("first", "second"))
+    assert ALARMS.keys() | MISSED.keys() <= {run["name"] for run in RUNS}

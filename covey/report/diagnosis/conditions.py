@@ -1,27 +1,32 @@
 """Thresholds, and conditions and texts that several rules of the diagnosis share."""
 
-from covey.report.diagnosis.features import GAIN_ERRORS
+from covey.report.diagnosis.features import GAIN_ERRORS, MOST_TIED, SMALL
 from covey.report.diagnosis.rule import above, at_least, at_most, below, equal
 
 MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
 """Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""
-MANY_SAMPLES, FEW_EMPTY = 100, 5
-"""Number of completions from which what all of them have in common is certain, and number of empty ones from which the
-reward for them is."""
+MANY_SAMPLES, MOST_SAMPLES, FEW_EMPTY = 100, 400, 5
+"""Number of completions from which what all of them have in common is certain; that from which a reward that none of
+them has is, which may be a rare one; and number of empty ones from which the reward for them is."""
 MOST_CUT, NEARLY_ALL_CUT, FEW_CUT = 0.3, 0.8, 0.02
 """Share of completions cut off from which that is a problem if the reward does not rise, from which it is in any case,
 and below which it explains no rewards."""
-MOST_TIED, MOST_TIED_SMALL, SMALL = 0.8, 0.6, 3
-"""Share of groups with equal rewards from which too few have a signal, and that for groups of at most `SMALL`."""
-NEARLY_ALL, EXPLAINED, SAME = 0.95, 0.9, 0.98
-"""Share of completions that is nearly all; correlation from which one figure explains the reward, and from which they
-are the same but for their scale."""
+MOST_TIED_SMALL = 0.5
+"""Share of groups with equal rewards from which too few have a signal if they are small."""
+NEARLY_ALL = 0.95
+"""Share of completions that is nearly all."""
 HOT_SHARE, HOT = 0.5, 2.0
 """Share of the reward before training, at another temperature, below which the sampling temperature is too high, and
 temperature that is too high if nothing is learnt."""
 FEW_DISTINCT, LEAST_KEPT = 1.25, 0.7
 """Number of different completions in a group, on average, below which they are too similar, and share of the
 probability below which top-k, top-p and min-p remove much."""
+MIN_ANSWERS, MOSTLY = 50, 0.6
+"""Number of held-out answers from which it says something that none is right; and share of groups that are all right
+in the first step from which the prompts are too easy."""
+MIN_DIP, GROWN = 0.2, 1.5
+"""Fall of the reward on the way, in units of the spread of completions, that counts where the gradient has grown; and
+factor by which it has."""
 LOSS_RISE, LOSS_TWICE = 0.1, 2.0
 """Share of the lowest loss by which the loss has risen for good, and multiple of the first loss that is a rise however
 much the loss fluctuates."""
@@ -40,6 +45,15 @@ change, in units of the spread of completions, with which a flat reward is calle
 EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
 """Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
 and share of the held-out rows from which it is a problem that they are training rows."""
+FAILED, UNSCORED, NOISY, UNLIKE, FOLLOWS = 0.05, 0.5, 0.5, 0.5, 0.1
+"""Shares of completions and episodes that fail, of completions that are scored, of the rewards' variance that is noise,
+of the reward of training rows that held-out rows get, and of its rise, from or up to which that is a problem."""
+REPEATED, FEW_ROWS, CUT_ROWS, DROPPED_ROWS = 0.2, 100, 0.05, 0.5
+"""Share of distinct rows, and number of them, up to which rows are repeated; and shares of rows from which it is a
+problem that they are cut, and dropped."""
+DECAYED, BETA, CLIPPED_AWAY = 0.002, 1.0, 1e4
+"""Share of a weight that decay takes at a step; weight of the KL; and norm of the gradient in units of its limit, from
+which they are too large where nothing improves."""
 
 BOTH, SFT = ("rl", "sft"), ("sft",)
 LAST, FIRST = "the last quarter of the steps", "the first quarter"
@@ -53,7 +67,7 @@ READ_SAMPLES = "read the completions in samples.jsonl"
 ROSE, NOT_ROSE = equal("reward.rose", True, words="the reward has risen"), equal("reward.rose", False)
 CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
 ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
-MANY = at_least("samples", MANY_SAMPLES)
+MANY, MOST = at_least("samples", MANY_SAMPLES), at_least("samples", MOST_SAMPLES)
 HELD_OUT_FELL = below(
     "held_out_accuracy.errors", -GAIN_ERRORS, words=f"the held-out accuracy fell by {GAIN_ERRORS:g} standard errors"
 )
@@ -89,7 +103,7 @@ HELD_OUT = (
     "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training reward went "
     "{{reward.change}}"
 )
-DULL = ("samples too similar", "groups too small", "entropy collapse", "learning rate too low")
+DULL = ("samples too similar", "groups too small", "entropy collapse", "prompts too easy", "learning rate too low")
 """Rules that a run meets whose completions or rewards are all alike."""
 SPOILED = (
     "empty completions",

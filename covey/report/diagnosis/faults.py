@@ -1,26 +1,38 @@
 """Rules about faults in numbers, data and rewards, which stand before all others."""
 
 from covey.report.diagnosis.conditions import (
+    AND_REWARD,
     BOTH,
+    CRITIC,
+    CUT_ROWS,
     CUT_SHARE,
+    DROPPED_ROWS,
     DULL,
     EMPTY,
-    EXPLAINED,
+    FAILED,
     FEW_CUT,
     FEW_EMPTY,
+    FEW_ROWS,
     FIRST,
     HACKED,
     LAST,
     MANY,
     MANY_SAMPLES,
     MIN_ROWS,
+    MOST,
+    MOST_SAMPLES,
     NEARLY_ALL,
+    NOISY,
     OVERLAP,
     READ_SAMPLES,
-    SAME,
+    REPEATED,
+    ROSE,
+    UNLIKE,
+    UNSCORED,
 )
-from covey.report.diagnosis.features import DISAGREEMENT, EXACT, ROUNDED
+from covey.report.diagnosis.features import DISAGREEMENT, EXACT, FALL_ERRORS, MIN_FALL, ROUNDED
 from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, percent
+from covey.rewards.signal import EXPLAINED, SAME
 
 FAULTS = (
     *(
@@ -65,6 +77,33 @@ FAULTS = (
         explains=("learning rate too high", "KL runaway", "entropy collapse", "updates beyond the clip range"),
     ),
     Rule(
+        "prompts cut",
+        "Rows are too long, and are cut or left out",
+        f"{percent(CUT_ROWS)} of the rows lose their beginning, or {percent(DROPPED_ROWS)} are left out",
+        1,
+        [
+            Case(
+                "{cut_rows:,.0f} rows were cut| of {prompts:,.0f} training rows",
+                [above("cut_rows", CUT_ROWS, "prompts")],
+            ),
+            Case(
+                "{dropped_rows:,.0f} rows were left out|, {prompts:,.0f} training rows are left",
+                [above("dropped_rows", DROPPED_ROWS / (1 - DROPPED_ROWS), "prompts")],
+            ),
+        ],
+        "raise {rollout.max_prompt_length:×2}; {training.too_long} says what happens to a longer row",
+        methods=BOTH,
+        explains=(
+            "one training row",
+            "few distinct rows",
+            "held-out rows trained on",
+            "held-out rows of another kind",
+            "reward never reached",
+            "samples too similar",
+            "groups too small",
+        ),
+    ),
+    Rule(
         "one training row",
         "All training rows are equal",
         "there is one distinct row among several",
@@ -77,6 +116,25 @@ FAULTS = (
         ],
         "train on other rows: {data.path}",
         methods=BOTH,
+    ),
+    Rule(
+        "few distinct rows",
+        "The training rows repeat a few",
+        f"at most {FEW_ROWS} rows are distinct, and they are at most {percent(REPEATED)} of all",
+        1,
+        [
+            Case(
+                "{rows:,.0f} training rows, {distinct_rows:,.0f} distinct",
+                [
+                    above("distinct_rows", 1),
+                    at_most("distinct_rows", FEW_ROWS),
+                    at_most("distinct_rows", REPEATED, "rows"),
+                ],
+            )
+        ],
+        "train on more rows: {data.path}; with as few, {training.max_steps} decides how often each is seen",
+        methods=BOTH,
+        explains=("overfitting",),
     ),
     Rule(
         "held-out rows trained on",
@@ -93,6 +151,54 @@ FAULTS = (
         methods=BOTH,
     ),
     Rule(
+        "held-out rows of another kind",
+        "The model does much worse on held-out rows than on training rows: they are of another kind",
+        f"before training the reward on held-out rows is less than {percent(UNLIKE)} of that of the first step, by "
+        f"{FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} of the spread of single completions",
+        1,
+        [
+            Case(
+                "before training the reward was {held_out_to_training.early.mean:.3g} on held-out rows, and "
+                "{reward.start.mean:.3g} in {reward.start.span}",
+                [
+                    at_least("held_out_to_training.errors", FALL_ERRORS),
+                    at_least("held_out_to_training.difference", MIN_FALL, "reward.spread"),
+                    below("held_out_to_training.early.mean", UNLIKE, "reward.start.mean"),
+                    MANY,
+                ],
+            )
+        ],
+        "compare held-out with training rows (`covey data RECIPE` shows them): {data.test_path}",
+        explains=("overfitting",),
+    ),
+    Rule(
+        "episodes fail",
+        "The environment fails",
+        f"{percent(FAILED)} of the episodes or more end by an error of the environment, or because it took too long",
+        MIN_ROWS,
+        [
+            Case("{failed_episodes:share} of the episodes failed in {num_steps}", [*conditions], rows)
+            for conditions, rows in (
+                ([at_least("failed_episodes", FAILED), MANY], 1),
+                ([at_least("failed_episodes", FAILED)], None),
+            )
+        ],
+        "read the first error that the run printed; then mend {envs.environment}, or raise {envs.timeout:×3}",
+        explains=("no completion scored", "few completions scored", "noisy reward", *HACKED, "possible reward hacking"),
+    ),
+    Rule(
+        "reward fails",
+        "A reward function fails",
+        f"one fails for {percent(FAILED)} of the completions or more",
+        MIN_ROWS,
+        [
+            Case("one failed for {failing:share} of the completions in {num_steps}", [*conditions], rows)
+            for conditions, rows in (([at_least("failing", FAILED), MANY], 1), ([at_least("failing", FAILED)], None))
+        ],
+        "read the first error that the run printed; then mend {rewards}",
+        explains=("no completion scored", "few completions scored", "noisy reward", *HACKED, "possible reward hacking"),
+    ),
+    Rule(
         "no completion scored",
         "No completion was scored",
         f"the reward is missing in every step, {MIN_ROWS} or more, or for {MANY_SAMPLES} completions",
@@ -103,6 +209,59 @@ FAULTS = (
         ],
         "see why the functions of {rewards} return None for every completion",
         explains=("answers cut off", "samples too similar"),
+    ),
+    Rule(
+        "few completions scored",
+        "Few completions are scored",
+        f"at most {percent(UNSCORED)} have a reward; the others teach nothing",
+        1,
+        [
+            Case(
+                "{completions/scored_ratio.whole.mean:share} of the completions have a reward",
+                [at_most("completions/scored_ratio.whole.mean", UNSCORED), above("reward.count", 0), MANY],
+            )
+        ],
+        "see why the functions of {rewards} return None for the others",
+        explains=("noisy reward", *HACKED, "possible reward hacking"),
+    ),
+    Rule(
+        "noisy reward",
+        "Completions that are equal get different rewards",
+        f"the variance of rewards among equal completions of a prompt is {percent(NOISY)} or more of that among all",
+        1,
+        [
+            Case(
+                "the variance of rewards among equal completions is {reward_noise.whole.mean:share} of that among all "
+                "of a prompt" + AND_REWARD,
+                [at_least("reward_noise.whole.mean", NOISY), MANY],
+            )
+        ],
+        "see in samples.jsonl which of the {rewards} gives equal texts different scores: one that draws at random, or "
+        "that mixes up completions",
+        [ROSE],
+        explains=(*HACKED, "possible reward hacking", "reward ignores completions"),
+    ),
+    Rule(
+        "reward ignores completions",
+        "The reward does not depend on what is written",
+        f"all completions of a prompt have one reward though they differ, and prompts differ, in {MOST_SAMPLES} "
+        "completions or more",
+        1,
+        [
+            Case(
+                "all groups| of {group_size}| have equal rewards in {num_steps}, with {distinct_texts.whole.mean:.3g} "
+                "different texts on average, and the rewards of groups differ",
+                [
+                    at_least("frac_reward_zero_std.whole.mean", 1),
+                    at_least("distinct_texts.whole.mean", 2),
+                    above("group_spread.whole.mean", 0),
+                    MOST,
+                ],
+            )
+        ],
+        "let {rewards} read the completions",
+        [CRITIC],
+        explains=HACKED,
     ),
     Rule(
         "possible reward hacking",

@@ -10,6 +10,7 @@ of 8 completions per step and for one of 800.
 """
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ update before explain 0.4 %.
 """
 GROUPS, GROUP_SIZE = "training.prompts_per_step", "grpo.num_generations"
 """Settings with the number of prompts of a step, and of completions of a prompt."""
+MOST_TIED, SMALL = 0.8, 3
+"""Share of groups with equal rewards from which too few have a signal, and size up to which a group is small."""
 EASY_RATIO = 2.0
 """Mean reward in units of its spread from which most groups of equal rewards have the best one."""
 MOST_LEVELS = 200
@@ -186,14 +189,24 @@ class RunHistory:
         up, down = max(((up, down) for up in rises for down in falls if up != down), key=size, default=("", ""))
         return OpposedParts(up, down, rises[up], falls[down]) if up else None
 
-    @property
-    def reward_since_evaluation(self) -> Change | None:
-        """Change of the reward from the evaluation before training to the first window; None if one is unknown."""
-        first, samples = self.metric("reward").first, self.before.get("samples", 0.0)
-        if first is None or samples <= 0 or "reward" not in self.before:
+    def reward_since_evaluation(self, late: Level | None) -> Change | None:
+        """Return the change of the reward from the evaluation before training to `late`; None if one is unknown."""
+        samples = self.before.get("samples", 0.0)
+        if late is None or samples <= 0 or "reward" not in self.before:
             return None
         error = self.before["reward"] / math.sqrt(max(samples, 1.0))
-        return Change(Level(self.before["reward"], error, 0, 0), first)
+        return Change(Level(self.before["reward"], error, 0, 0), late)
+
+    @property
+    def optimizer(self) -> str:
+        """Section of the settings of the optimizer of the model."""
+        return "training.optimizer" if self.method == "sft" else "training.actor_optimizer"
+
+    def largest_share(self, pattern: str) -> float | None:
+        """Return the largest of the metrics whose names match, as a share of the completions; None if there is none."""
+        names = [name for name in self.columns if re.fullmatch(pattern, name)]
+        levels = [level.mean for name in names if (level := self.metric(name).whole)]
+        return max(levels) / size if levels and (size := self.num_samples()) else None
 
     def evaluations(self, name: str) -> list[Level]:
         """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
@@ -299,9 +312,12 @@ class MetricHistory:
         """Clearest fall between two levels of half a window, whether or not it was made up for since."""
         rows = max(MIN_WINDOW, self.run.window // 2)
         stops = (stop for stop in _stops(len(self.run)) if stop >= rows)
-        levels = [level for stop in stops if (level := self.level(stop - rows, stop))]
-        peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
-        return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
+        return _trough([level for stop in stops if (level := self.level(stop - rows, stop))])
+
+    @property
+    def since_peak(self) -> Change | None:
+        """Change to the last window from the level from which it fell most clearly."""
+        return self.since(self.trough.early) if self.trough else None
 
     def since(self, early: Level | None) -> Change | None:
         """Return the change from `early` to the last window."""
@@ -377,6 +393,15 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "num_steps": lambda run: f"{len(run)} step{'s' if len(run) != 1 else ''}",
     "temperature": lambda run: run.numeric_setting("rollout.temperature", 1.0),
     "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
+    "beta": lambda run: run.numeric_setting("grpo.beta", 0.0),
+    "weight_decay": lambda run: run.numeric_setting(f"{run.optimizer}.weight_decay", 0.0),
+    "max_grad_norm": lambda run: run.numeric_setting(f"{run.optimizer}.max_grad_norm", 0.0),
+    # the share of a weight that decay takes at a step
+    "decay": lambda run: (
+        run.feature("weight_decay") * peak.mean if (peak := run.metric("learning_rate").peak) else None
+    ),
+    "failing": lambda run: run.largest_share("rewards/.*/failed"),
+    "failed_episodes": lambda run: run.largest_share("env/failed"),
     # the advantages come from a critic, which learns from groups of equal rewards too
     "has_critic": lambda run: (
         run.settings.get("grpo.algorithm") == "ppo" or run.settings.get("grpo.advantage") == "gae"
@@ -387,6 +412,15 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         or run.settings.get("grpo.ratio") in ("sequence", "sequence_token")
     ),
     "samples": lambda run: run.num_samples(len(run)),
+    "has_tools": lambda run: bool(run.settings.get("envs.tools")),
+    "prompts": lambda run: run.data.get("prompts", run.data.get("examples")),
+    "cut_rows": lambda run: run.data.get("truncated"),
+    "dropped_rows": lambda run: run.data.get("dropped"),
+    # completions without a reward, with those of the evaluation before training if it had none either
+    "unrewarded": lambda run: (
+        (run.num_samples(len(run)) or 0) + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)
+    ),
+    "answers": lambda run: (run.after or run.before).get("samples"),
     "rows": lambda run: run.data.get("rows"),
     "distinct_rows": lambda run: run.data.get("distinct"),
     "held_out_rows": lambda run: run.data.get("held_out"),
@@ -398,8 +432,10 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         None if run.feature("has_critic") else run.feature("frac_reward_zero_std.whole.mean")
     ),
     # in a run of an older version, which lacks these metrics, by the reward: of rewards 0 and 1, 80 % are 1
+    # a pair may be tied at the best reward by chance
     "tied_at_best": lambda run: (
-        best > run.feature("frac_reward_all_worst.last.mean")
+        best > (run.feature("frac_reward_all_worst.last.mean") or 0)
+        and (best >= MOST_TIED or (run.count(GROUP_SIZE) or 0) > SMALL)
         if (best := run.feature("frac_reward_all_best.last.mean")) is not None
         else (run.feature("reward.last.mean") or 0) >= EASY_RATIO * run.metric("reward").spread
     ),
@@ -434,12 +470,17 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     # between the first step, which no update has touched, and the last window
     "jumps": lambda run: [text for case in JUMPS if (text := case.evidence(run))] or None,
     "jump_count": lambda run: len(run.feature("jumps") or ()),
-    "since_evaluation": lambda run: run.reward_since_evaluation,
+    "since_evaluation": lambda run: run.reward_since_evaluation(run.metric("reward").first),
+    # its clearest fall from one evaluation to a later one, and its change from the first to the last
+    "held_out_trough": lambda run: _trough(run.evaluations("accuracy")),
+    "held_out_gain": lambda run: _change(lambda levels, key: levels[0], run.evaluations("accuracy")),
     # from its best to the last evaluation
     "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
     "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),
     "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
     # from the lowest evaluation to the last, to the lower one of the last two, and to the first
+    # from the evaluation before training to the first step, which no update has touched
+    "held_out_to_training": lambda run: run.reward_since_evaluation(run.metric("reward").start),
     "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
     "held_out_loss_rise": lambda run: _change(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
     "held_out_loss_gain": lambda run: _change(min, run.evaluations("loss"), itemgetter(0)),
@@ -499,6 +540,12 @@ def _change(
 ) -> Change | None:
     """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
     return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
+
+
+def _trough(levels: Sequence[Level]) -> Change | None:
+    """Return the clearest fall from a level to a later one; None if there is no level."""
+    peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
+    return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
 
 
 def noise(values: Float[np.ndarray, "n"]) -> float:

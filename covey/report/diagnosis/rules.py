@@ -7,7 +7,6 @@ the first finding. docs/diagnosis.md has the same table, written from this one.
 from covey.report.diagnosis.conditions import (
     AND_REWARD,
     AT_RATE,
-    BONUS_RISE,
     CLIPPED,
     COLLAPSED,
     CRITIC,
@@ -16,17 +15,12 @@ from covey.report.diagnosis.conditions import (
     DULL,
     EASY,
     EMPTY,
-    EVAL_LOSS_NATS,
-    EVAL_LOSS_RISE,
-    EXPLAINED,
     FEW_DISTINCT,
     FIRST,
     FLAT_LOSS,
+    GROWN,
     HELD_OUT,
     HELD_OUT_FELL,
-    HELD_OUT_REWARD_ROSE,
-    HOT,
-    HOT_SHARE,
     KL_FAR,
     KL_GROWTH,
     LAST,
@@ -37,10 +31,12 @@ from covey.report.diagnosis.conditions import (
     MANY,
     MANY_CUT,
     MANY_SAMPLES,
+    MIN_DIP,
     MIN_ROWS,
     MOST_CUT,
-    MOST_TIED,
+    MOST_SAMPLES,
     MOST_TIED_SMALL,
+    MOSTLY,
     NEARLY_ALL,
     NEARLY_ALL_CUT,
     NOT_ROSE,
@@ -49,7 +45,6 @@ from covey.report.diagnosis.conditions import (
     RATE,
     ROSE,
     SFT,
-    SMALL,
     SPOILED,
     STILL,
     STUCK,
@@ -69,71 +64,18 @@ from covey.report.diagnosis.features import (
     KL_HIGH,
     LENGTH_JUMP,
     MIN_FALL,
+    MOST_TIED,
+    SMALL,
     SPIKE,
 )
-from covey.report.diagnosis.rule import NOTE, Case, Rule, above, at_least, at_most, below, differs, equal, percent
+from covey.report.diagnosis.held_out import HELD_OUT_RULES
+from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Rule, above, at_least, at_most, below, equal, percent
+from covey.report.diagnosis.settings import SETTINGS
+from covey.rewards.signal import EXPLAINED
 
 RULES = (
     *FAULTS,
-    Rule(
-        "temperature too high",
-        "The sampling temperature is too high",
-        f"rollout.temperature is above 1, and the reward is less than {percent(HOT_SHARE)} of that of the evaluation "
-        f"before training (3 standard errors); or rollout.temperature is at least {HOT:g}",
-        MIN_ROWS,
-        [
-            Case(
-                "the reward was {since_evaluation.early.mean:.3g} in the evaluation before training and "
-                "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}",
-                [
-                    *conditions,
-                    below("since_evaluation.errors", -3),
-                    below("reward.first.mean", HOT_SHARE, "since_evaluation.early.mean"),
-                    below("reward.last.mean", HOT_SHARE, "since_evaluation.early.mean"),
-                ],
-                rows,
-            )
-            for conditions, rows in (([at_least("temperature", HOT), MANY], 1), ([above("temperature", 1)], None))
-        ]
-        + [
-            Case(
-                "the samples are drawn at temperature {temperature:.3g}, and the reward is "
-                "{reward.last.mean:.3g} in {reward.last.span}",
-                [at_least("temperature", HOT)],
-            ),
-        ],
-        "lower {rollout.temperature:1}, towards 1 or below",
-        [
-            ROSE,
-            at_least(
-                "reward.start.mean",
-                HOT_SHARE,
-                "since_evaluation.early.mean",
-                f"the reward of the first step, at that temperature, is {percent(HOT_SHARE)} of that before training",
-            ),
-        ],
-        explains=("learning rate too high", *SPOILED),
-    ),
-    Rule(
-        "entropy bonus too large",
-        "The entropy bonus is too large",
-        f"the entropy has risen to {BONUS_RISE} times that of {FIRST} ({FALL_ERRORS:g} standard errors) under "
-        "grpo.entropy_bonus",
-        TREND_ROWS,
-        [
-            Case(
-                "the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}" + AND_REWARD,
-                [
-                    at_least("entropy.change.ratio", BONUS_RISE),
-                    at_least("entropy.change.errors", FALL_ERRORS),
-                    differs("entropy_bonus", 0),
-                ],
-            )
-        ],
-        "lower {grpo.entropy_bonus:÷10}, or set it to 0",
-        [ROSE],
-        explains=("learning rate too high", *SPOILED),
-    ),
+    *SETTINGS,
     Rule(
         "samples too similar",
         "The completions of a group are too similar",
@@ -169,23 +111,49 @@ RULES = (
         "learning rate too high",
         "The learning rate is too high",
         f"over {LAST} the reward is lower than at its best by {FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} "
-        "of the spread of single completions; or it has not risen and so fell on the way, or the held-out accuracy is "
-        f"{GAIN_ERRORS:g} standard errors below its best, or two of these jumped, the entropy among them: "
-        f"completions cut off by {percent(JUMP)}, mean length by a factor of {LENGTH_JUMP}, entropy to "
-        f"{ENTROPY_LOW} or {ENTROPY_HIGH:g} times its first value, KL to {KL_HIGH:g} nat per "
-        f"token, gradient norm to {SPIKE:g} times its first value",
+        "of the spread of single completions; or it has not risen and fell so on the way; or it fell by "
+        f"{GAIN_ERRORS:g} errors and {percent(MIN_DIP)}, the gradient norm is {GROWN:g} times its first value, and it "
+        f"is not above the level before; or the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best "
+        f"and the reward has not risen, or fell so on the way and is not {GAIN_ERRORS:g} above the start; or nothing "
+        f"was gained and two of these jumped, the entropy among them: completions cut off by {percent(JUMP)}, mean "
+        f"length by a factor of {LENGTH_JUMP}, entropy to {ENTROPY_LOW} or {ENTROPY_HIGH:g} times its first value, KL "
+        f"to {KL_HIGH:g} nat per token, gradient norm to {SPIKE:g} times its first value",
         TREND_ROWS,
         [
             Case("the mean reward fell {reward.fall}" + AT_RATE + "|; {jumps:; }"),
-            Case(
-                "the mean reward fell {reward.trough} on the way" + AT_RATE + "|; {jumps:; }",
-                [
-                    NOT_ROSE,
-                    at_most("reward.trough.errors", -FALL_ERRORS),
-                    at_least("reward.trough.size", MIN_FALL, "reward.spread"),
-                ],
+            *(
+                Case(
+                    "the mean reward fell {reward.trough} on the way, and is {reward.last.mean:.3g} in "
+                    "{reward.last.span}" + AT_RATE + grown + "|; {jumps:; }",
+                    [
+                        at_most("reward.trough.errors", -errors),
+                        at_least("reward.trough.size", size, "reward.spread"),
+                        *conditions,
+                    ],
+                )
+                for errors, size, grown, conditions in (
+                    (FALL_ERRORS, MIN_FALL, "", [NOT_ROSE]),
+                    (
+                        GAIN_ERRORS,
+                        MIN_DIP,
+                        "; the norm of the gradient was {grad_norm.start.mean:.3g} in the first step, and is "
+                        "{grad_norm.whole.mean:.3g} on average",
+                        [
+                            below("reward.since_peak.errors", GAIN_ERRORS),
+                            at_least("grad_norm.whole.mean", GROWN, "grad_norm.start.mean"),
+                        ],
+                    ),
+                )
             ),
             Case(HELD_OUT.format(name="accuracy") + AT_RATE, [NOT_ROSE, HELD_OUT_FELL]),
+            Case(
+                "the held-out accuracy fell {held_out_trough:share} on the way" + AT_RATE,
+                [
+                    at_most("held_out_trough.errors", -GAIN_ERRORS),
+                    below("held_out_gain.errors", GAIN_ERRORS),
+                    above("held_out_accuracy.errors", -GAIN_ERRORS),
+                ],
+            ),
             *(
                 Case(
                     "nothing was gained| at a learning rate of {learning_rate.peak.mean:.3g}"
@@ -225,7 +193,7 @@ RULES = (
         "lower {training.optimizer.learning_rate:÷5}; then more {training.optimizer.warmup_ratio:0.1}, a lower "
         "{training.optimizer.max_grad_norm:÷3}",
         methods=SFT,
-        explains=("overfitting", "learning rate too low"),
+        explains=("overfitting", "wrong answers learnt", "learning rate too low"),
     ),
     Rule(
         "empty completions",
@@ -275,9 +243,10 @@ RULES = (
                 CUT, [at_least(f"completions/clipped_ratio.{when}.mean", NEARLY_ALL_CUT) for when in ("first", "last")]
             ),
         ],
-        "raise {rollout.max_new_tokens:×2} (or {envs.max_turn_tokens} or {envs.timeout}, if that cuts them); or ask "
-        "for shorter answers, with {grpo.overlong_buffer}; {grpo.mask_truncated:true} leaves cut completions out of "
-        "the loss",
+        "read completions in samples.jsonl: if they have ended before the limit, the model does not know its stop "
+        "token after such a prompt; else raise {rollout.max_new_tokens:×2} (or {envs.max_turn_tokens} or "
+        "{envs.timeout}, if that cuts them); or ask for shorter answers, with {grpo.overlong_buffer}; "
+        "{grpo.mask_truncated:true} leaves cut completions out of the loss",
         [
             at_least(
                 "finished_without_reward",
@@ -296,15 +265,18 @@ RULES = (
         "reward never reached",
         "The reward was never reached",
         "every completion has the reward 0, apart from a penalty by grpo.overlong_buffer, and there are "
-        f"{MANY_SAMPLES} completions or more",
-        1,
+        f"{MANY_SAMPLES} completions or more in {MIN_ROWS} steps; {MOST_SAMPLES}, with those of the evaluation before "
+        "training if it had none either, are certain",
+        MIN_ROWS,
         [
             Case(
                 "{none_of_all} in {num_steps} had a reward other than 0"
                 "|; the success rate is below {success_bound:share} (95 % confidence)"
                 "|; {completions/clipped_ratio.whole.mean:share} of them were cut off",
-                [condition],
+                [condition, number],
+                rows,
             )
+            for number, rows in ((at_least("unrewarded", MOST_SAMPLES), 1), (MANY, None))
             for condition in (equal("only_reward", 0), equal("all_unrewarding", True))
         ],
         "easier prompts ({data.path}), or a reward with steps on the way ({rewards}); more samples "
@@ -355,58 +327,24 @@ RULES = (
         TREND_ROWS,
         [Case("{opposed.up} rose {opposed.rise}, and {opposed.down} fell {opposed.fall}")],
         "read the samples; then correct {rewards}, or their {grpo.reward_weights}; a higher {grpo.beta:0.04}",
-        explains=("length without reward", "overfitting"),
+        explains=("length without reward", "overfitting", "prompts too easy", "learning rate too low"),
     ),
-    *(
-        Rule(
-            "possible reward hacking",
-            f"The reward climbs while the held-out {name} falls (possible reward hacking)",
-            f"the held-out {name} is {GAIN_ERRORS:g} standard errors below its best, and the reward has risen, in "
-            "training and on held-out prompts",
-            TREND_ROWS,
-            [
-                Case(
-                    HELD_OUT.format(name=name),
-                    [ROSE, below(f"held_out_{name}.errors", -GAIN_ERRORS), HELD_OUT_REWARD_ROSE],
-                )
-            ],
-            f"read the samples; then correct {{rewards}}, so that they ask for what {{evaluation.{name}}} measures",
-        )
-        for name in ("accuracy", "format")
-    ),
+    *HELD_OUT_RULES,
     Rule(
-        "overfitting",
-        "Held-out results fall while training rewards rise (overfitting)",
-        f"the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best, and the training reward has risen",
-        TREND_ROWS,
-        [Case(HELD_OUT.format(name="accuracy"), [ROSE, HELD_OUT_FELL])],
-        "more or other prompts ({data.path}); fewer {training.max_steps}; {training.keep_best:eval/accuracy}; a higher "
-        "{grpo.beta:0.04}",
-        [HELD_OUT_REWARD_ROSE],
-    ),
-    Rule(
-        "overfitting",
-        "The held-out loss rises while the training loss falls (overfitting)",
-        f"the last held-out loss is above the lowest by {percent(EVAL_LOSS_RISE)} and "
-        f"{EVAL_LOSS_NATS} nats, and the training loss has fallen since",
-        0,
+        "tools never called",
+        "The tools are never called",
+        f"no completion calls one, of {MANY_SAMPLES} or more",
+        MIN_ROWS,
         [
             Case(
-                "the held-out loss was {held_out_loss.early.mean:.3g} after step {held_out_loss.early.first} and is "
-                "{held_out_loss.late.mean:.3g} after step {held_out_loss.late.first}, while the training loss went "
-                "from {loss_since_best.early.mean:.3g} to {loss_since_best.late.mean:.3g}",
-                [
-                    at_least("held_out_loss_rise.difference", EVAL_LOSS_NATS),
-                    at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss.early.mean"),
-                    at_least("held_out_loss_rise.difference", EVAL_LOSS_RISE, "held_out_loss_gain.difference"),
-                    below("loss.change.difference", 0),
-                    below("loss_since_best.difference", 0),
-                ],
+                "no tool was called in {num_steps}",
+                [at_most("env/tool_calls.whole.mean", 0), equal("has_tools", True), MANY],
             )
         ],
-        "fewer {training.max_steps} or {training.num_epochs}; {training.keep_best:eval/loss}; more examples "
-        "({data.path}); a lower {training.optimizer.learning_rate:÷3}, more {training.optimizer.weight_decay:0.1}",
-        methods=SFT,
+        "see in samples.jsonl how the model writes a call; then {envs.tool_format}, a prompt that shows one, or "
+        "supervised training on calls first",
+        [ROSE],
+        explains=("learning rate too low",),
     ),
     Rule(
         "length without reward",
@@ -438,8 +376,8 @@ RULES = (
                 [at_least("clip_ratio/region_mean.last.mean", CLIPPED)],
             )
         ],
-        f"lower {{{RATE}:÷3}}; fewer {{grpo.num_iterations:1}}; or {{grpo.algorithm:cispo}} or sapo, which do not set "
-        "gradients to 0",
+        f"lower {{{RATE}:÷3}}; fewer {{grpo.num_iterations:1}}; {{grpo.epsilon:0.2}}, if it is far below that; or "
+        "{grpo.algorithm:cispo} or sapo, which do not set gradients to 0",
         [equal("has_sequence_ratio", True, words="the ratio is that of a whole sequence")],
     ),
     Rule(
@@ -514,15 +452,19 @@ RULES = (
         level=NOTE,
         live=False,
     ),
-    Rule(
-        "prompts too easy",
-        "Most groups are tied, most of them at the best reward: the prompts are too easy",
-        "as many groups have equal rewards, and more of them have the best reward of the step than the worst",
-        MIN_ROWS,
-        [Case(TIES, [*tied, EASY]) for tied in TIED],
-        "harder prompts ({data.path}); {grpo.max_sampling_rounds:4} replaces groups that are all right",
-        [CRITIC, ONE_REWARD, ROSE],
-        level=NOTE,
+    *(
+        Rule(
+            "prompts too easy",
+            "Most groups are tied, most of them at the best reward: the prompts are too easy",
+            "as many groups have equal rewards, and more of them have the best reward of the step than the worst"
+            + (f"; a problem where it is so in the first step, and {percent(MOSTLY)} are" if easy else ""),
+            MIN_ROWS,
+            [Case(TIES, [*tied, EASY, *easy]) for tied in TIED],
+            "harder prompts ({data.path}); {grpo.max_sampling_rounds:4} replaces groups that are all right",
+            [CRITIC, ONE_REWARD, ROSE],
+            level=level,
+        )
+        for level, easy in ((PROBLEM, [at_least("frac_reward_all_best.start.mean", MOSTLY)]), (NOTE, []))
     ),
     Rule(
         "part of the reward never reached",

@@ -1,0 +1,161 @@
+"""Rules about settings with which nothing is learnt, whatever the rewards are."""
+
+from covey.report.diagnosis.conditions import (
+    AND_REWARD,
+    BETA,
+    BONUS_RISE,
+    CLIPPED_AWAY,
+    DECAYED,
+    FIRST,
+    FLAT_LOSS,
+    HOT,
+    HOT_SHARE,
+    MANY,
+    MIN_ROWS,
+    NOT_ROSE,
+    ONE_REWARD,
+    ROSE,
+    SPOILED,
+    TREND_ROWS,
+)
+from covey.report.diagnosis.features import FALL_ERRORS
+from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
+
+SETTINGS = (
+    *(
+        Rule(
+            "learning rate of 0",
+            "The learning rate is 0, so nothing is learnt",
+            "it is 0 in every step",
+            1,
+            [Case("the learning rate was 0 in {num_steps}", [equal("learning_rate.peak.mean", 0)])],
+            f"raise {{training.{optimizer}.learning_rate:{rate}}}",
+            methods=(method,),
+            explains=("learning rate too low", "samples too similar", "groups too small"),
+        )
+        for method, optimizer, rate in (("rl", "actor_optimizer", "1e-6"), ("sft", "optimizer", "1e-5"))
+    ),
+    *(
+        Rule(
+            "weight decay too large",
+            "The weight decay pulls the weights to 0",
+            f"it is above 1, takes {percent(DECAYED)} of a weight at a step or more, and the {metric} has not improved",
+            MIN_ROWS,
+            [
+                Case(
+                    "a weight decay of {weight_decay:.3g} takes {decay:share} of a weight at a step"
+                    f"|; the {metric} went {{{metric}.change}}",
+                    [above("weight_decay", 1), at_least("decay", DECAYED), bad],
+                )
+            ],
+            f"lower {{training.{optimizer}.weight_decay:0.1}}",
+            methods=(method,),
+            explains=("learning rate too high", *SPOILED),
+        )
+        for method, optimizer, metric, bad in (
+            ("rl", "actor_optimizer", "reward", NOT_ROSE),
+            ("sft", "optimizer", "loss", above("loss.change.difference", 0)),
+        )
+    ),
+    Rule(
+        "temperature too high",
+        "The sampling temperature is too high",
+        f"rollout.temperature is above 1, and the reward is less than {percent(HOT_SHARE)} of that of the evaluation "
+        f"before training (3 standard errors); or rollout.temperature is at least {HOT:g}",
+        MIN_ROWS,
+        [
+            Case(
+                "the reward was {since_evaluation.early.mean:.3g} in the evaluation before training and "
+                "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}",
+                [
+                    *conditions,
+                    below("since_evaluation.errors", -3),
+                    below("reward.first.mean", HOT_SHARE, "since_evaluation.early.mean"),
+                    below("reward.last.mean", HOT_SHARE, "since_evaluation.early.mean"),
+                ],
+                rows,
+            )
+            for conditions, rows in (([at_least("temperature", HOT), MANY], 1), ([above("temperature", 1)], None))
+        ]
+        + [
+            Case(
+                "the samples are drawn at temperature {temperature:.3g}, and the reward is "
+                "{reward.last.mean:.3g} in {reward.last.span}",
+                [at_least("temperature", HOT)],
+            ),
+        ],
+        "lower {rollout.temperature:1}, towards 1 or below",
+        [
+            ROSE,
+            at_least(
+                "reward.start.mean",
+                HOT_SHARE,
+                "since_evaluation.early.mean",
+                f"the reward of the first step, at that temperature, is {percent(HOT_SHARE)} of that before training",
+            ),
+        ],
+        explains=("learning rate too high", *SPOILED),
+    ),
+    Rule(
+        "entropy bonus too large",
+        "The entropy bonus is too large",
+        f"the entropy has risen to {BONUS_RISE} times that of {FIRST} ({FALL_ERRORS:g} standard errors) under "
+        "grpo.entropy_bonus",
+        TREND_ROWS,
+        [
+            Case(
+                "the entropy went {entropy.change} with a bonus of {entropy_bonus:.3g}" + AND_REWARD,
+                [
+                    at_least("entropy.change.ratio", BONUS_RISE),
+                    at_least("entropy.change.errors", FALL_ERRORS),
+                    differs("entropy_bonus", 0),
+                ],
+            )
+        ],
+        "lower {grpo.entropy_bonus:÷10}, or set it to 0",
+        [ROSE],
+        explains=("learning rate too high", *SPOILED),
+    ),
+    Rule(
+        "beta too large",
+        "The weight of the KL is so large that the policy stays at the reference",
+        f"grpo.beta is at least {BETA:g}, and the reward has not risen after {TREND_ROWS} steps or more",
+        TREND_ROWS,
+        [
+            Case(
+                "grpo.beta is {beta:.3g}|, the KL {kl.last.mean:.3g} nats per token in {kl.last.span}" + AND_REWARD,
+                [at_least("beta", BETA), NOT_ROSE],
+            )
+        ],
+        "lower {grpo.beta:0.04}",
+        [ONE_REWARD],
+        explains=("learning rate too high", "learning rate too low", "entropy collapse", "KL runaway"),
+    ),
+    *(
+        Rule(
+            "gradient clipped away",
+            "The gradient is clipped to nearly nothing",
+            f"its norm is at least {CLIPPED_AWAY:,g} times max_grad_norm, and the {metric} has not improved",
+            TREND_ROWS,
+            [
+                Case(
+                    "the norm of the gradient is {grad_norm.whole.mean:.3g} on average, and clipped to "
+                    f"{{max_grad_norm:.3g}}|; the {metric} went {{{metric}.change}}",
+                    [
+                        above("max_grad_norm", 0),
+                        at_least("grad_norm.whole.mean", CLIPPED_AWAY, "max_grad_norm"),
+                        *flat,
+                    ],
+                )
+            ],
+            f"raise {{training.{optimizer}.max_grad_norm:1}}",
+            methods=(method,),
+            explains=("learning rate too low", "learning rate too high", "groups too small"),
+        )
+        for method, optimizer, metric, flat in (
+            ("rl", "actor_optimizer", "reward", [NOT_ROSE]),
+            ("sft", "optimizer", "loss", [at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean")]),
+        )
+    ),
+)
+"""Rules that stand behind those about faults."""
