@@ -91,6 +91,8 @@ def _suggest(name: str, paths: Collection[str]) -> str:
     The nearest name is searched in the section that `name` includes, or else among all names and their ends.
     """
     section, _, last = name.rpartition(".")
+    if last in paths:
+        return f"did you mean {_flag(last)}?"
     if known := foreign_names.answer(name, {path: _flag(path) for path in paths}.get):
         return known
     inside = (

@@ -20,9 +20,11 @@ from covey.config.base import (
     NonNegativeInt,
     PositiveInt,
     Problem,
+    ReadIf,
     Reported,
     in_sections,
     problem_if,
+    unread_settings,
 )
 from covey.config.overrides import apply
 from covey.config.schema import (
@@ -377,6 +379,7 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
             "log_completions sends completions to trackers, and tracking names none",
             "false, or a tracker in tracking; samples.jsonl has every completion without either",
         ),
+        *unread_settings(recipe, (OF_TABLE,), "a run without a table of completions"),
         *(
             Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
             for name in recipe.reward_safety.on_error_of
@@ -549,6 +552,13 @@ def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
 DEFAULT = "default"
 SECTION = "grpo."
 """Beginning of the names of settings that a preset may set."""
+
+OF_TABLE = ReadIf(
+    ("log_completions_every_n_steps", "num_completions_to_log"),
+    lambda recipe: recipe.log_completions,
+    "log_completions true",
+)
+"""Settings that are read only where completions are sent to the trackers."""
 
 MAPPINGS = ("reward_safety.on_error_of", "envs.arguments")
 """Settings whose value is itself a mapping."""

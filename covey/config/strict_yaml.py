@@ -234,7 +234,7 @@ def _mapping(node: yaml.MappingNode, path: str, name: str, places: dict[str, str
 def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str) -> Problem:
     """Return the problem of a `name` that `cls`, a section of the recipe `root`, does not have."""
     paths = list(leaves(root))
-    elsewhere = [path for path in paths if path.endswith("." + name)]
+    elsewhere = [path if "." in path else f"{path}, in no section" for path in paths if path.split(".")[-1] == name]
     fix = f"it belongs elsewhere: {' or '.join(elsewhere)}" if elsewhere else _nested(name, section, paths)
     fix = fix or foreign_names.answer(f"{section}.{name}", {path: path for path in paths}.get)
     inside = f" in {section}" if section else ""

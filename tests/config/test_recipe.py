@@ -114,9 +114,10 @@ def test_the_size_of_a_recipe_is_told_and_what_it_may_be(tmp_path):
 
 def test_unknown_keys_name_the_nearest_and_every_mistake_is_told_at_once():
     message = refused(
-        SMALL + "gropo:\n  beta: 1\ngrpo:\n  num_generation: 2\n  beta: yes\ntraining: {learning_rate: 1}"
+        SMALL + "gropo:\n  beta: 1\ngrpo:\n  num_generation: 2\n  beta: yes\ntraining: {learning_rate: 1, tracking: []}"
     )
-    assert "4 problems" in message
+    assert "5 problems" in message
+    assert "it belongs elsewhere: tracking, in no section" in message
     assert "r.yaml:3: there is no setting 'gropo'\n  fix: did you mean 'grpo'?" in message
     assert "r.yaml:6: there is no setting 'num_generation' in grpo\n  fix: did you mean 'num_generations'?" in message
     assert "r.yaml:7: grpo.beta is 'yes'\n  wanted: a finite number" in message

@@ -161,6 +161,8 @@ def test_a_recipe_sends_completions_only_if_it_says_so_and_at_its_interval() -> 
     assert sent == [(1, 0, 16), (2, 0, 16), (3, 0, 16), (1, 0, 5), (2, 1, 5), (3, 0, 5)]
     with pytest.raises(RecipeError, match="tracking names none"):
         validate(Recipe(rewards=("exact_answer",), log_completions=True))
+    with pytest.raises(RecipeError, match="num_completions_to_log is set"):
+        validate(Recipe(rewards=("exact_answer",), num_completions_to_log=4))
 
 
 # --- trouble
