@@ -539,6 +539,20 @@ examples
             usages=("covey recipes [NAME]", "covey recipes copy NAME FILE", "covey recipes --json"),
         ),
         Command(
+            "models", "covey.cli.models:models", "[SOURCE]", "the known models, or the facts of one",
+            """\
+Lists models that are known by name: family, number of weights, licence, chat template, tools, whether it was trained
+here, and the memory that training needs at least. With a source (a folder, a .gguf file, hf:org/name, a run) it tells
+the facts of that model, from its config and its tokenizer.""",
+            """\
+examples
+  covey models
+  covey models smollm2-135m
+  covey models runs/quickstart-1 --json""",
+            least=0,
+            options=(JSON,),
+        ),
+        Command(
             "completion", "covey.cli.completion:completion", "bash|zsh|fish",
             "complete commands and settings in a shell",
             """\
