@@ -7,7 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.rewards.call import RewardFn, check_columns, check_evaluation_columns, function_names
+    from covey.rewards.call import (
+        RewardFn,
+        RewardFns,
+        check_columns,
+        check_evaluation_columns,
+        function_names,
+        no_reward_error,
+        only_one,
+        resolve_reward_fns,
+    )
     from covey.rewards.registry import REWARDS, environment_reward, resolve
     from covey.rewards.runner import RewardRunner
     from covey.rewards.scoring import score
@@ -15,12 +24,16 @@ if TYPE_CHECKING:
 __all__ = [
     "REWARDS",
     "RewardFn",
+    "RewardFns",
     "RewardRunner",
     "check_columns",
     "check_evaluation_columns",
     "environment_reward",
     "function_names",
+    "no_reward_error",
+    "only_one",
     "resolve",
+    "resolve_reward_fns",
     "score",
 ]
 
@@ -33,6 +46,10 @@ def __getattr__(name: str) -> Any:
 
 _HOMES = {
     "REWARDS": "registry",
+    "RewardFns": "call",
+    "no_reward_error": "call",
+    "only_one": "call",
+    "resolve_reward_fns": "call",
     "RewardFn": "call",
     "RewardRunner": "runner",
     "check_columns": "call",

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # imported where an array is made: to name a reward function 
 
 RewardFn = Callable[..., Any]
 """`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function with this signature."""
+RewardFns = Sequence[RewardFn | str] | RewardFn | str
+"""Reward functions, or names of built-in ones, or a single one."""
 
 Samples = Sequence[tuple[Group, Completion]]
 
@@ -171,6 +173,36 @@ def of_evaluation(error: RewardError, setting: str) -> RewardError:
     where = f"evaluation.{setting}"
     fix = f"{error.fix}; or another function in {where}, or none: {where}="
     return RewardError(error.what, want=error.want, fix=fix, where=where)
+
+
+def resolve_reward_fns(reward_fns: RewardFns) -> list[RewardFn]:
+    """Return the functions of one or several functions and names of built-in ones.
+
+    Raises:
+        RewardError: there is no built-in function of a name.
+    """
+    several = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else reward_fns
+    return [resolve(fn) if isinstance(fn, str) else fn for fn in several]
+
+
+def no_reward_error() -> RecipeError:
+    """Return the error for a run without any reward."""
+    return RecipeError(
+        "no reward function: nothing would be learnt",
+        want="reward_fns= or reward_funcs=, an environment, or a reward model",
+    )
+
+
+def only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:
+    """Return the functions that were given under one of two names.
+
+    Raises:
+        RecipeError: both names are used.
+    """
+    if reward_fns is not None and reward_funcs is not None:
+        raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
+    chosen = reward_funcs if reward_fns is None else reward_fns
+    return () if chosen is None else chosen
 
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:

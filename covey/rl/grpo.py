@@ -16,9 +16,10 @@ from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
 from covey.losses.advantages import ADVANTAGES, AdvantageFn, reward_table, turn_returns
+from covey.rewards import RewardFns
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, sampled_mask
-from covey.rl.learner import Learner, RewardFns
+from covey.rl.learner import Learner
 from covey.types import Completion
 
 

@@ -11,7 +11,6 @@ to a token for its own share, and has the rows of its own devices (`packed_group
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +29,19 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import Layout, make_layout
-from covey.parallel import channel, checks, distributed, order
-from covey.rewards import RewardFn, RewardRunner, check_columns, environment_reward, function_names, resolve, score
+from covey.parallel import checks, distributed, order
+from covey.rewards import (
+    RewardFn,
+    RewardFns,
+    RewardRunner,
+    check_columns,
+    environment_reward,
+    function_names,
+    no_reward_error,
+    only_one,
+    resolve_reward_fns,
+    score,
+)
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.experience import (
@@ -46,6 +56,7 @@ from covey.rl.experience import (
     prompt_batches,
     split_by_reward_variance,
 )
+from covey.rl.failure_counts import FailureCounts
 from covey.rl.group_table import GroupTable, gather_table
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
@@ -55,13 +66,9 @@ from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
-from covey.sampling.responder import ResponderFactory
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
-
-RewardFns = Sequence[RewardFn | str] | RewardFn | str
-"""Reward functions, or names of built-in ones, or a single one."""
 
 
 class Learner(Keywords, ABC):
@@ -118,7 +125,7 @@ class Learner(Keywords, ABC):
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         self._check_threads()
-        self.reward_fns = self._reward_fns(_only_one(reward_fns, reward_funcs))
+        self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
         self._failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
@@ -498,65 +505,3 @@ class Learner(Keywords, ABC):
             progress,
             self.runner,
         )
-
-
-class FailureCounts:
-    """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
-    run.
-
-    Args:
-        rewards: runs the reward functions of this process.
-        environments: runs its environments, if there are some.
-    """
-
-    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
-        self._rewards, self._environments = rewards, environments
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin from the counts of a checkpoint, which are those of all processes."""
-        self._known = self._counts()
-
-    def agree(self) -> None:
-        """Add the failures of the other processes since the last time. All processes must call it.
-
-        Raises:
-            RewardError, EpisodeError: there are more in all processes than the budget allows.
-        """
-        rewards, environments = self._counts()
-        new = rewards - self._known[0], environments - self._known[1]
-        of_rewards, of_environments = zip(*channel.all_gather((dict(new[0]), new[1]), "failures"), strict=True)
-        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new[0], sum(of_environments) - new[1]
-        self._known = rewards + elsewhere[0], environments + elsewhere[1]
-        if elsewhere[0]:
-            self._rewards.count_elsewhere(elsewhere[0])
-        if self._environments and elsewhere[1]:
-            self._environments.count_elsewhere(elsewhere[1])
-
-    def _counts(self) -> tuple[Counter[str], int]:
-        return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0
-
-
-def resolve_reward_fns(reward_fns: RewardFns) -> list[RewardFn]:
-    """Return the functions of one or several functions and names of built-in ones.
-
-    Raises:
-        RewardError: there is no built-in function of a name.
-    """
-    several = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else reward_fns
-    return [resolve(fn) if isinstance(fn, str) else fn for fn in several]
-
-
-def no_reward_error() -> RecipeError:
-    """Return the error for a run without any reward."""
-    return RecipeError(
-        "no reward function: nothing would be learnt",
-        want="reward_fns= or reward_funcs=, an environment, or a reward model",
-    )
-
-
-def _only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> RewardFns:
-    if reward_fns is not None and reward_funcs is not None:
-        raise RecipeError("both reward_fns and reward_funcs are given", want="one: they are two names for the same")
-    chosen = reward_funcs if reward_fns is None else reward_fns
-    return () if chosen is None else chosen

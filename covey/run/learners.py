@@ -40,10 +40,19 @@ from covey.models.loading import sources
 from covey.monitor.record import Observer, StepLines, total_steps
 from covey.parallel import channel, checks
 from covey.parallel.checks import check_shared_folder
-from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, function_names
+from covey.rewards import (
+    RewardFn,
+    RewardFns,
+    RewardRunner,
+    check_columns,
+    check_evaluation_columns,
+    function_names,
+    no_reward_error,
+    resolve_reward_fns,
+)
 from covey.rl import grpo, ppo
 from covey.rl.cluster import RLCluster
-from covey.rl.learner import Learner, RewardFns, no_reward_error, resolve_reward_fns
+from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
