@@ -282,6 +282,37 @@ def config_for(config: GRPOConfig) -> GRPOConfig:
     return without_check(cls, {f.name: getattr(config, f.name, f.default) for f in dataclasses.fields(cls)})
 
 
+def with_correction(config: GRPOConfig, off_policy_steps: int) -> GRPOConfig:
+    """Return `config` with the correction for samples of earlier weights, token_truncate, if it names none."""
+    if not off_policy_steps or config.correction is not None:
+        return config
+    return dataclasses.replace(config, correction="token_truncate")
+
+
+def off_policy_problems(
+    off_policy_steps: int, config: GRPOConfig, has_environment: bool, processes: int = 1
+) -> list[Problem]:
+    """Return the problems of settings that cannot train on samples of earlier steps."""
+    text = f"training.off_policy_steps is {off_policy_steps}, and "
+    unfit = {
+        f"grpo.num_iterations is {config.num_iterations}: the batches of a step are old by its updates alone": (
+            config.num_iterations > 1,
+            "one of them",
+        ),
+        f"{config.algorithm} has a critic, which learns the values of the last weights": (
+            algorithm_of(config).needs_critic,
+            "0, or an algorithm without a critic",
+        ),
+        "there is an environment or a tool, whose answers come by the clock": (has_environment, "0"),
+        f"there are {processes} processes": (processes > 1, "0, or one process"),
+    }
+    return [
+        Problem("training.off_policy_steps", text + what, want)
+        for what, (is_so, want) in unfit.items()
+        if off_policy_steps and is_so
+    ]
+
+
 READ_IF: tuple[ReadIf, ...] = (
     ReadIf(("credit",), lambda a: not a.needs_critic, "another grpo.advantage than gae, which credits each token"),
     ReadIf(("turn_gamma",), lambda a: a.credit == "turn", "grpo.credit turn"),

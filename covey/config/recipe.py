@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from covey.config import metrics, strict_yaml
-from covey.config.algorithms import PRESETS, algorithm_of, config_for
+from covey.config.algorithms import PRESETS, algorithm_of, config_for, off_policy_problems
 from covey.config.base import (
     Config,
     Decisive,
@@ -432,6 +432,7 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
     rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
     scored = envs.environment is not None
     return [
+        *off_policy_problems(recipe.training.off_policy_steps, grpo, scored or bool(envs.tools)),
         *problem_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",

@@ -11,6 +11,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Int
@@ -305,15 +307,22 @@ class RLCluster(Keywords):
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
         adapters alone).
         """
+        if self.config.shares_weights:
+            self.rollout.update_params(self._trainer(Role.ACTOR).params)
+        else:
+            self.rollout.update_params(self.copy_weights())
+
+    def copy_weights(self) -> Any:
+        """Return the actor's trainable weights where the rollout has them, for `RolloutWorker.update_params`: copies,
+        which no later update changes.
+        """
         trainer = self._trainer(Role.ACTOR)
         if self.config.shares_weights:
-            self.rollout.update_params(trainer.params)
-            return
-        _, held, rest = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
+            return jax.tree.map(jnp.copy, trainer.trainable)
+        _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
         # processes nothing is sampled meanwhile, and the copy is not needed.
-        moved = reshard(trainer.trainable, held, copy=distributed.count() == 1)
-        self.rollout.update_params(nnx.merge_state(moved, rest))
+        return reshard(trainer.trainable, held, copy=distributed.count() == 1)
 
     def state(self) -> dict[str, Any]:
         """Return the arrays of a checkpoint as nested dicts: the actor's part has the names of `Trainer.state`."""

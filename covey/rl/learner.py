@@ -11,19 +11,22 @@ to a token for its own share, and has the rows of its own devices (`packed_group
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from covey.config.algorithms import algorithm_of
+from covey.config.algorithms import algorithm_of, off_policy_problems, with_correction
 from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import EpisodeError, NumbersError, RecipeError
+from covey.errors import EpisodeError, NumbersError, RecipeError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
@@ -62,7 +65,7 @@ from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_met
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
-from covey.rl.run_ahead import Replay, run_ahead
+from covey.rl.run_ahead import DrawnStep, Replay, RolloutsAhead, RolloutThread, rollouts_ahead, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
@@ -111,6 +114,8 @@ class Learner(Keywords, ABC):
         reward_runner: RewardRunner | None = None,
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
+        self.lead = rl_cluster.config.training_config.off_policy_steps
+        config = with_correction(config, self.lead)
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
         standard = [StepLines(show)] if distributed.is_first() else []
@@ -118,12 +123,15 @@ class Learner(Keywords, ABC):
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
-        self.token_values_every = 0
+        self.token_values_every = self._staleness = 0
+        self._ahead: RolloutsAhead | None = None
+        self._drawn: Sequence[DrawnStep] = ()
         self.algorithm = algorithm_of(config)
         self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
+        self._check_lead()
         self._check_threads()
         self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
@@ -152,12 +160,54 @@ class Learner(Keywords, ABC):
         """
         loader, held_out = self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
         total = self._begin(loader, held_out)
-        while self.step < total and (examples := next(loader, None)) is not None:
-            record = self.train_step(examples, loader.take, total)
-            self._prompts = loader.position
-            self._adapt_to_kl(record)
-            self._report(record, held_out)
+        with closing(self._steps_ahead(loader, total) if self.lead else self._steps(loader, total)) as records:
+            for record in records:
+                self._prompts = loader.position
+                self._adapt_to_kl(record)
+                self._report(record, held_out)
         return self.cluster
+
+    def _steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
+        """Train step by step, each on samples of the last weights."""
+        while self.step < total and (examples := next(loader, None)) is not None:
+            yield self.train_step(examples, loader.take, total)
+
+    def _steps_ahead(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
+        """Train step by step, each on samples that may be `off_policy_steps` steps old."""
+        rows = copy(loader)
+        rows.take(len(self._drawn) * self._prompts_of_step)
+        steps = range(self.step + len(self._drawn), total)
+        with rollouts_ahead(partial(self._draw_step, rows), self.lead, steps, self._drawn, self.cluster) as ahead:
+            self._ahead, self._drawn = ahead, ()
+            try:
+                while self.step < total:
+                    self._begin_step(total)
+                    ahead.offer(self.step)
+                    with self.stats.clock("wait"):
+                        drawn = ahead.take()
+                    if drawn is None:
+                        return
+                    loader.take(self._prompts_of_step)
+                    self._staleness = self.step - drawn.version
+                    yield self._end_step(self._make_updates([drawn.rollout], 1), total)
+            finally:
+                self._ahead = None
+
+    def _draw_step(self, rows: PromptLoader, step: int, version: int) -> DrawnStep | None:
+        """Sample and score a step. It has prompts of its own for what dynamic sampling replaces, so that no step waits
+        for the rewards of another; those that it does not need are not used.
+        """
+        own, count = rows.take(self._prompts_of_step), self.cluster.config.training_config.prompts_per_step
+        if not own:
+            return None
+        reserve = iter(own[count:])
+        rollout = self.rollout(PromptBatch(step, 0, own[:count]), lambda missing: list(islice(reserve, missing)))
+        return DrawnStep(version, rollout, *self._failures.counts())
+
+    @property
+    def _prompts_of_step(self) -> int:
+        """Number of prompts of a step whose samples are drawn ahead, those that may replace others included."""
+        return self.cluster.config.training_config.prompts_per_step * self.algorithm.max_sampling_rounds
 
     def train_step(self, examples: Sequence[Mapping[str, Any]], next_prompts: NextPrompts, total: int) -> StepRecord:
         """Make the updates of one batch of prompts, at most `num_iterations`.
@@ -167,17 +217,31 @@ class Learner(Keywords, ABC):
             next_prompts: returns more of them, for groups that dynamic sampling replaces.
             total: updates of the whole run.
         """
+        count = self._begin_step(total)
+        parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
+        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
+            updates = self._make_updates(rollouts, count)
+        return self._end_step(updates, total)
+
+    def _begin_step(self, total: int) -> int:
+        """Begin the record of a step, and return the number of its updates."""
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
         self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
-        parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
-        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
-            batches = Replay(self.make_batches(rollouts))
-            if not self._depth:
-                batches.make_all()
-            updates = self._update_repeatedly(batches, count)
-        with self.stats.clock("sync"), order.phase("sync", self.step):
-            self.cluster.sync_weights()
+        return count
+
+    def _make_updates(self, rollouts: Iterable[RolloutBatch], count: int) -> list[Metrics]:
+        """Make `count` updates on the groups of these rollouts."""
+        batches = Replay(self.make_batches(rollouts))
+        if not self._depth:
+            batches.make_all()
+        return self._update_repeatedly(batches, count)
+
+    def _end_step(self, updates: list[Metrics], total: int) -> StepRecord:
+        """Give the rollout the new weights, and return the record of the step."""
+        if not isinstance(self._ahead, RolloutThread):  # which gets a copy of the weights that it has to draw with
+            with self.stats.clock("sync"), order.phase("sync", self.step):
+                self.cluster.sync_weights()
         self.step += len(updates)
         return self._record(updates, total)
 
@@ -289,6 +353,13 @@ class Learner(Keywords, ABC):
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
         training = self.cluster.config.training_config
         total = total_steps(training, len(loader), self.config.num_iterations)
+        if self.lead >= total:
+            raise RecipeError(
+                f"training.off_policy_steps is {self.lead}, and the run has {total} steps: all of them would train on "
+                "samples of the initial weights",
+                want="fewer than its steps; 1 to 4 are usual",
+                where="training.off_policy_steps",
+            )
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self.prepare(total)
         self._check_same_start(loader, total)
@@ -324,13 +395,23 @@ class Learner(Keywords, ABC):
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
+        drawn = self.drawn_ahead()
+        failed, env_failed = (drawn[-1].failed, drawn[-1].env_failed) if drawn else self._failures.counts()
         return {
             "beta": self.beta,
             "prompts": self._prompts,
             "skipped": self._nonfinite_guard.skipped,
-            "failed": dict(self.runner.failed),
-            "env_failed": environments.failed if (environments := self.cluster.rollout.environments) else 0,
+            "failed": dict(failed),
+            "env_failed": env_failed,
         }
+
+    def drawn_ahead(self) -> Sequence[DrawnStep]:
+        """Return the next steps whose samples no later weights can draw, for a checkpoint; it may wait for them."""
+        return self._drawn if self._ahead is None else self._ahead.waiting()
+
+    def load_drawn(self, drawn: Sequence[DrawnStep]) -> None:
+        """Restore the `drawn_ahead` of a checkpoint."""
+        self._drawn = drawn
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""
@@ -385,7 +466,13 @@ class Learner(Keywords, ABC):
     def _depth(self) -> int:
         """Number of rollouts that may wait for training; 0 where sampling and training take turns."""
         per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
-        return per_step + 2 if self.cluster.config.runs_ahead else 0
+        return per_step + 2 if self.cluster.config.runs_ahead and not self.lead else 0
+
+    def _check_lead(self) -> None:
+        """Refuse settings that cannot train on samples of earlier steps."""
+        answers = self.cluster.rollout.environments is not None
+        problems = off_policy_problems(self.lead, self.config, answers, distributed.count())
+        raise_together([problem.error("") for problem in problems])
 
     def _check_threads(self) -> None:
         """Refuse to sample and train side by side on common devices in several processes: the programs of two threads
@@ -460,6 +547,7 @@ class Learner(Keywords, ABC):
             **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
             **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
+            **({"sampling/staleness": float(self._staleness)} if self.lead else {}),
             "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),
             **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, float(np.mean(stats.waste))),
         }
@@ -495,13 +583,14 @@ class Learner(Keywords, ABC):
             progress: called with the numbers of finished and of all completions.
             config: settings in place of `eval_config`.
         """
-        return evaluate(
-            self.cluster,
-            held_out,
-            config or self.eval_config,
-            self.cluster.config.rollout_config,
-            self.reward_fns,
-            self.config.reward_weights,
-            progress,
-            self.runner,
-        )
+        with nullcontext() if self._ahead is None else self._ahead.paused():
+            return evaluate(
+                self.cluster,
+                held_out,
+                config or self.eval_config,
+                self.cluster.config.rollout_config,
+                self.reward_fns,
+                self.config.reward_weights,
+                progress,
+                self.runner,
+            )

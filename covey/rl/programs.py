@@ -4,7 +4,7 @@ They are those of a cluster: the run's own, or one of models of shapes. Then no 
 be there: a mesh may be made of the devices of a description (`jax.experimental.topologies`).
 """
 
-from covey.config.algorithms import algorithm_of
+from covey.config.algorithms import algorithm_of, with_correction
 from covey.config.schema import GRPOConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
@@ -35,6 +35,7 @@ class RLPrograms:
     """
 
     def __init__(self, cluster: RLCluster, grpo: GRPOConfig, *, total_steps: int, is_async: bool = False):
+        grpo = with_correction(grpo, cluster.config.training_config.off_policy_steps)
         self.cluster, self.config, self.grpo, self.is_async = cluster, cluster.config, grpo, is_async
         self.trainer = cluster.trainer or cluster.make_trainer(grpo, total_steps)
         self.rollout_params = cluster.rollout.sampling_params()

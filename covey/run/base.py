@@ -197,6 +197,18 @@ class Run(ABC, Generic[RecipeT]):
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         """Restore these values."""
 
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of a checkpoint."""
+        return self.trained.state()  # type: ignore[no-any-return]
+
+    def array_shapes(self, step: int) -> dict[str, Any]:
+        """Return the shapes of the arrays of the checkpoint `step`."""
+        return self.trained.state_shapes()  # type: ignore[no-any-return]
+
+    def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
+        """Restore the arrays of the checkpoint `step`."""
+        self.trained.load_state(arrays, step)
+
     @classmethod
     def _load_inputs(cls, recipe: RecipeT) -> tuple[Dataset, Mesh | None]:
         """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
@@ -318,7 +330,7 @@ class Run(ABC, Generic[RecipeT]):
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
         extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}
-        self.folder.save(self.learner.step, self.trained.state(), extra, self._score())
+        self.folder.save(self.learner.step, self.arrays(), extra, self._score())
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
@@ -332,11 +344,13 @@ class Run(ABC, Generic[RecipeT]):
         if folder.last is None:
             self.phase("no checkpoint was written yet: starting from the beginning")
             return
-        state, extra = folder.saves.restore(folder.last, target=self.trained.state_shapes(), check=self.check_same_run)
+        state, extra = folder.saves.restore(
+            folder.last, target=self.array_shapes(folder.last), check=self.check_same_run
+        )
         seconds = require_entry(extra, "seconds", float)
         self.started -= seconds
         self.progress.seconds_before, self.progress.steps_before = seconds, folder.last
-        self.trained.load_state(state, folder.last)
+        self.load_arrays(state, folder.last)
         self.load_metadata(extra, folder.last)
         self.learner.history.rows[:] = _read_history(folder.path)
         self.loader.restore(require_entry(extra, "data", dict))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
@@ -28,6 +30,7 @@ from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
+from covey.parallel.wire import deserialize, serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import during_training
@@ -45,6 +48,8 @@ from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
 log = logging.getLogger(__name__)
+DRAWN = "drawn_ahead"
+"""Array of a checkpoint with the serialized steps that earlier weights have drawn."""
 
 
 @dataclass(eq=False)
@@ -128,6 +133,23 @@ class RLRun(Run[Recipe]):
         due = recipe.log_completions and record.due(recipe.log_completions_every_n_steps)
         groups = record.groups if due else ()
         self.resources.trackers.log(record.step, record.metrics, groups, recipe.num_completions_to_log)
+
+    def arrays(self) -> dict[str, Any]:
+        if not self.learner.lead:
+            return super().arrays()
+        drawn = np.frombuffer(serialize(list(self.learner.drawn_ahead())), np.uint8)
+        return {**super().arrays(), DRAWN: jnp.asarray(drawn)}
+
+    def array_shapes(self, step: int) -> dict[str, Any]:
+        if not self.learner.lead:
+            return super().array_shapes(step)
+        saved = self.folder.saves.shapes(step)
+        return super().array_shapes(step) | {name: shape for name, shape in saved.items() if name == DRAWN}
+
+    def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
+        if self.learner.lead:
+            self.learner.load_drawn(deserialize(np.asarray(arrays.pop(DRAWN)).tobytes()))
+        super().load_arrays(arrays, step)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}

@@ -155,6 +155,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._reading = writing if in_host_memory else None
         self._pending = self._worker.submit(self._complete, step, text, writing, needed)
 
+    def shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the leaves of `step` by dotted name, on the first device; none where the step is
+        damaged, which `restore` reports.
+        """
+        try:
+            return {name: _read_entry(name, entry) for name, entry in self._read_meta(step)["leaves"].items()}
+        except (OSError, ValueError):
+            return {}
+
     def restore(
         self,
         step: int | None = None,

@@ -48,7 +48,7 @@ ASYNC = ("training.queueing=async", "training.train_micro_batch_size=1")
 WAYS = {
     "full, sync": ("training.queueing=sync",),
     "lora, async": (*ASYNC, "model.lora.rank=4", "grpo.beta=0.1"),
-    "full, async": ASYNC,
+    "full, ahead": ("training.queueing=async", "training.off_policy_steps=2"),
     "lora, sync": ("training.queueing=sync", "model.lora.rank=4"),
 }
 

@@ -103,10 +103,15 @@ class RLTrainingConfig(Config, section="training"):
     """Number of prompts (× num_generations samples) whose gradients are accumulated at a time; the whole step when not
     set.
     """
+    off_policy_steps: Decisive[NonNegativeInt] = 0
+    """k: step t trains on samples of the weights after step max(t − 1 − k, 0), so that they may be drawn while earlier
+    steps train; 0 trains on samples of the last weights. Where k is not 0, grpo.correction is token_truncate if it is
+    not set.
+    """
     queueing: Reported[Literal["auto", "sync", "async"]] = "auto"
     """async: a thread samples and scores the step's next micro-batch while the last one is trained on; auto does so
-    when actor and rollout live on different devices of one process. The result is the same. Several processes refuse
-    async: they sample and train in turn.
+    when actor and rollout live on different devices of one process. With off_policy_steps it samples and scores the
+    next steps. The result is the same. Several processes refuse async: they sample and train in turn.
     """
     eval_every_n_steps: Ignored[NonNegativeInt] = 0
     """Held-out evaluation during training; 0 leaves it to before and after."""
