@@ -1,6 +1,7 @@
 """Execute `covey models`: the models that are known by name, or the facts of one."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from covey.cli.checks import check_source
@@ -9,12 +10,15 @@ from covey.display import echo, make_console
 from covey.models.catalogue import MODELS, KnownModel, memory_of
 from covey.monitor.formats import size
 
-HEADINGS = ("source", "family", "weights", "licence", "template", "tools", "status", "to train all", "LoRA")
-RIGHT = ("weights", "to train all", "LoRA")
+HEADINGS = ("source", "family", "weights", "licence", "template", "tools", "status", "train all", "LoRA")
+LEFT_OUT = ("family", "template", "tools", "licence", "LoRA", "status")
+"""Columns that a narrow terminal does not show, the least important first; --json has all."""
+GAP = 2
+RIGHT = ("weights", "train all", "LoRA")
 NOTES = (
     "Every checkpoint of these families loads: a Hugging Face folder, a .gguf file or hf:org/name (docs/models.md).",
     "trained: runs at this size are in the docs. logits: those of its family equal transformers'; not trained yet.",
-    "to train all, LoRA: least memory, in float32, and of adapters on a base in bfloat16. covey plan RECIPE says more.",
+    "train all, LoRA: least memory, in float32, and of adapters on a base in bfloat16. covey plan RECIPE says more.",
 )
 """Lines below the table."""
 
@@ -72,15 +76,25 @@ def _show_table() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in HEADINGS:
-        table.add_column(heading, no_wrap=heading == "source", justify="right" if heading in RIGHT else "left")
-    for row in rows():
-        table.add_row(*map(escape, row))  # a template may be called [INST]
-    console = make_console()
+    console, table = make_console(), Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
+    headings, *lines = _fitting([HEADINGS, *rows()], console.width)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="right" if heading in RIGHT else "left")
+    for line in lines:
+        table.add_row(*map(escape, line))  # a template may be called [INST]
     console.print(table)
     for note in NOTES:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
+    """Return the columns that fit into `width` cells; those of `LEFT_OUT` are left out first, in this order."""
+    columns = list(zip(*lines, strict=True))
+    for heading in LEFT_OUT:
+        if sum(max(map(len, column)) + GAP for column in columns) <= width:
+            break
+        columns = [column for column in columns if column[0] != heading]
+    return list(zip(*columns, strict=True))
 
 
 def _look_at(source: str) -> dict[str, Any]:
