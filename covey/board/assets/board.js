@@ -37,7 +37,7 @@ function whatOf(run) {
   if (!run.read) return element('p', { class: 'what muted' }, 'reading \u2026');
   const more = run.problems > 1 ? ' and ' + count(run.problems - 1, 'more problem') : '';
   const ended = ['failed', 'stopped'].includes(run.state) && run.reason ? [readable(run.reason), run.finding ? '. ' : ''] : [];
-  return element('p', { class: 'what' }, ended, element('span', { class: run.problems ? 'broken' : 'muted' }, run.problems ? '\u25b2 ' : '', readable(run.finding)), element('span', { class: 'muted' }, more));
+  return element('p', { class: 'what' }, ended, element('span', { class: run.problems ? 'broken' : 'muted' }, run.problems ? '\u25cf ' : '', readable(run.finding)), element('span', { class: 'muted' }, more));
 }
 
 function figuresOf(run) {
