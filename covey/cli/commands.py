@@ -442,7 +442,8 @@ this command writes it again at any time. The page holds the prompts and complet
             """\
 examples
   covey report runs/quickstart-1
-  covey report runs/quickstart-1 runs/longer --out comparison.html""",
+  covey report runs/quickstart-1 runs/longer --out comparison.html
+  covey report runs/quickstart-1 --public""",
             most=ANY,
             missing="no run is given to report on",
             options=(
@@ -450,6 +451,11 @@ examples
                     "--out",
                     "FILE",
                     "file to write; report.html in the folder of a single run, or here for several",
+                ),
+                Option(
+                    "--public",
+                    help="leave out prompts, completions, paths, names of runs, and what the user wrote in settings; "
+                    "the file is report-public.html here",
                 ),
             ),
         ),

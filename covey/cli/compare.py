@@ -37,14 +37,18 @@ def compare(line: Line) -> None:
 
 
 def report(line: Line) -> None:
-    """Execute `covey report RUN [RUN ...] [--out FILE]`."""
-    runs, out = [Path(run) for run in line.arguments], line.options.get("--out")
+    """Execute `covey report RUN [RUN ...] [--out FILE] [--public]`."""
+    runs, out, public = [Path(run) for run in line.arguments], line.options.get("--out"), "--public" in line.options
     from covey.report import REPORT, write_report
 
-    file = Path(out).expanduser() if out else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
-    size = write_report(file, runs)
+    file = Path(PUBLIC) if public else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+    file = Path(out).expanduser() if out else file
+    size = write_report(file, runs, public=public)
     echo(f"{file} ({size / 1e6:.1f} MB): open it in a browser; it needs no network")
-    echo("it holds prompts and completions of the run: to publish it is to publish them")
+    if public:
+        echo("it holds no prompts, completions, paths and names but those of reward functions and metrics")
+    else:
+        echo("it holds prompts and completions of the run: to publish it is to publish them")
 
 
 def _print(
@@ -84,6 +88,8 @@ def _format_figure(figure: "Figure | None") -> str:
     return text if figure.step is None else f"{text} at {figure.step}"
 
 
+PUBLIC = "report-public.html"
+"""Name of a public report, in the current folder: a run folder has the whole one."""
 NOTE = """
 before, after: held-out prompts. final: mean over the last tenth of the steps. best: best step, biased upward by noise.
 ± is one standard error. covey report RUN RUN shows the curves."""

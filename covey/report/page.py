@@ -10,6 +10,7 @@ import hashlib
 import html
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,11 +24,13 @@ from covey import __version__
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
+from covey.monitor.status import FINISHED, RUNNING
 from covey.report import completions, evaluation
 from covey.report.changes import trends
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.marks import marks
+from covey.report.public import public_runs
 from covey.report.results import as_text, settings_table
 from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
 from covey.report.texts import script_json, size_of
@@ -37,6 +40,11 @@ GENERATOR = '<meta name="generator" content="Covey'
 MAX_DIGITS = 10
 """Maximum number of significant digits of a value of a curve."""
 UPLOT = "uPlot-1.6.32"
+NO_TEXTS = (
+    '{"completions":{"prompts":[],"rewards":[],"steps":[],"total":{"steps":0,"groups":0},"kept":{"steps":0,"groups":0}},'
+    '"tokens":{"groups":{},"total":0},"questions":{"prompts":[],"rows":[],"judged":true,"changes":[],"total":0}}'
+)
+"""Texts of a run on a public page."""
 FACTS = {
     "model": "model",
     "data": "data",
@@ -53,6 +61,7 @@ SECTIONS = {
     "evaluation": "Before and after",
     "completions": "Completions",
     "recipe": "Recipe",
+    "commands": "Commands",
     "record": "Record",
 }
 """Sections of a report: heading by id."""
@@ -63,19 +72,25 @@ SCRIPTS = ("charts", "overview", "evaluation", "tokens", "completions", "recipe"
 
 
 def write_report(
-    out: Path, folders: Sequence[Path], findings: Sequence[Sequence[Finding]] | None = None, status: str = ""
+    out: Path,
+    folders: Sequence[Path],
+    findings: Sequence[Sequence[Finding]] | None = None,
+    status: str = "",
+    public: bool = False,
 ) -> int:
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
 
     Args:
         findings: findings on each run; those of its diagnosis when not given.
         status: state of the runs; as their folders tell it when not given.
+        public: whether prompts, completions, paths and names are left out.
 
     Raises:
         CoveyError: one of `folders` is no run folder; or something else than a report is at `out`.
     """
     runs = [read_run(folder) for folder in folders]
     runs = [replace(run, status=status or run.status) for run in runs]
+    runs = public_runs(runs) if public else runs
     page = build_page(runs, [diagnose(RunHistory.of(run)) for run in runs] if findings is None else findings)
     check_replaceable(out)
     replace_file(out, page)
@@ -167,6 +182,8 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
 
 def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
     """Return the completions, token values and held-out questions of one of `runs` runs as JSON."""
+    if run.is_public:
+        return NO_TEXTS
     mask = secret_mask()
     values, total = completions.keep_token_values(run.tokens, completions.MAX_TOKEN_BYTES // runs, unreadable, mask)
     room = completions.MAX_BYTES // runs - sum(map(size_of, values.values()))
@@ -191,6 +208,7 @@ def page_data(
     data = {
         "covey": __version__,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "public": any(run.is_public for run in runs),
         "findings": shown,
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
@@ -211,7 +229,11 @@ def findings_data(
     """Return the findings on all runs, each with the index of its run, and the marks of each run."""
     numbers = count(1)
     numbered = [{next(numbers): finding for finding in some} for some in findings]
-    shown = [{**asdict(finding), "run": i} for i, some in enumerate(numbered) for finding in some.values()]
+    shown = [
+        {**asdict(finding), "samples": () if runs[i].is_public else finding.samples, "run": i}
+        for i, some in enumerate(numbered)
+        for finding in some.values()
+    ]
     return shown, [marks(_series_of(run), some) for run, some in zip(runs, numbered, strict=True)]
 
 
@@ -237,6 +259,7 @@ def _run_data(run: RunData, limit: int, first: RunData | None) -> dict[str, Any]
         "trends": trends(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
+        "commands": [] if run.is_public else commands(run),
     }
 
 
@@ -251,6 +274,20 @@ def _points(series: Series, limit: int) -> list[list[Any]]:
     """Return at most about `limit` points of a series as the page has them: steps and values."""
     reduced = reduce_series(series, limit)
     return [list(reduced.steps), _rounded(reduced.values)]
+
+
+def commands(run: RunData) -> list[list[str]]:
+    """Return the commands that go on from `run`, each with its purpose."""
+    folder, verb = shlex.quote(str(run.path)), "sft" if run.method == "sft" else "train"
+    longer = f" --max-steps {2 * run.steps[-1]}" if run.status == FINISHED and run.steps else ""
+    resume = [["Train it longer" if longer else "Resume it", f"covey {verb} --resume {folder}{longer}"]]
+    return [
+        *([["Watch it", f"covey watch {folder}"]] if run.status == RUNNING else resume),
+        ["Compare it with another run", f"covey compare {folder} OTHER"],
+        ["Compare their curves", f"covey report {folder} OTHER --out comparison.html"],
+        ["Export its model", f"covey export {folder} --out exported"],
+        ["Show it without prompts, completions and paths", f"covey report {folder} --public"],
+    ]
 
 
 def facts(run: RunData) -> list[list[str]]:

@@ -60,6 +60,7 @@ class RunData:
         before, after: rows of the completions of held-out prompts; empty when there are none.
         unreadable: number of lines left out, by file name.
         status: one of the states of `covey.monitor.status`.
+        is_public: whether prompts, completions and paths are left out; see `covey.report.public`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class RunData:
     after: Sequence[Row] = ()
     unreadable: Mapping[str, int] = field(default_factory=dict)
     status: str = FINISHED
+    is_public: bool = False
 
     @property
     def samples(self) -> Path:

@@ -244,6 +244,9 @@ def test_settings_are_shown_against_defaults_and_the_built_in_recipe(opened: Ope
     assert rows.all_inner_texts() == ["training.max_steps\t2000\t16"]
     page.locator("#recipe select").select_option("all")
     assert rows.count() > changed > 1
+    copy = page.get_by_role("button", name="Copy: covey train --resume")
+    copy.click()
+    assert copy.inner_text() in ("Copied", "Selected")  # selected where the browser does not let the page copy
 
 
 def test_several_runs_are_compared(opened: Open, compared_report: Path) -> None:

@@ -152,6 +152,36 @@ def test_secrets_of_the_environment_are_masked(make_run: Any, made: SimpleNamesp
     assert "hunter2" not in (folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_public_page_has_numbers_and_no_text_of_the_user(
+    make_run: Any, made: SimpleNamespace, monkeypatch: Any, tmp_path: Path, several: bool
+) -> None:
+    settings = ["--data.system", "a concealed instruction", "--rewards", "concealed_rewards:score"]
+    names = ("mine", "other")[: 1 + several]
+    folders = [make_run(name, text="A concealed answer", settings=settings) for name in names]
+    for folder in folders:
+        made.write_lines(folder / "tokens.jsonl", [made.token_row(1, 0, 0, ["concealed"])])
+        summary = json.loads((folder / "summary.json").read_text())
+        summary |= {"model": "/home/someone/model", "environment": {"jax": "0.10.2", "host": "box.example/someone"}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *map(str, folders), "--public"]) == 0
+    text = (tmp_path / "report-public.html").read_text(encoding="utf-8")
+    data = data_of(Parsed(text))
+    shown = json.dumps({name: value for name, value in data.items() if name != "charts"})  # charts have fixed texts
+    for private in ("concealed", "Question", "Held-out", "old 0", "new 1", "someone", "mine", str(tmp_path), "/home"):
+        assert private not in shown, private
+    assert str(tmp_path) not in text
+    assert [run["name"] for run in data["runs"]] == (["run 1", "run 2"] if several else ["quickstart"])
+    run = data["runs"][0]
+    assert len(run["series"]["reward"][0]) == 12
+    assert run["figures"][0]["change"] == pytest.approx([0.5, 0.3416], abs=1e-4)
+    assert ["environment: jax", "0.10.2"] in run["facts"]
+    values = {row["name"]: row["values"][0] for row in data["settings"]}
+    assert (values["data.system"], values["rewards"], values["seed"]) == ("(left out)", "(left out)", "0")
+    assert values["grpo.algorithm"] == "grpo"
+
+
 def test_runs_of_one_name_are_told_apart(make_run: Any) -> None:
     runs = [read_run(make_run(name, 2)) for name in ("a/run", "b/run", "c")]
     assert [run["name"] for run in page_data(runs)["runs"]] == ["a/run", "b/run", "c"]

@@ -18,6 +18,6 @@ addEventListener('beforeprint', () => {
 
 showTop();
 showSections({ overview: showOverview, curves: showCurves, diagnosis: showDiagnosis, evaluation: showEvaluation,
-  completions: showCompletions, recipe: showRecipe, record: showRecord });
+  completions: showCompletions, recipe: showRecipe, commands: showCommands, record: showRecord });
 addEventListener('hashchange', openAddress);
 openAddress();

@@ -31,6 +31,30 @@ function showRecipe(body) {
   return true;
 }
 
+// Commands that go on from each run, to copy.
+function showCommands(body) {
+  for (const run of DATA.runs) {
+    if (DATA.runs.length > 1 && run.commands.length) body.append(element('h3', {}, readable(run.name)));
+    if (run.commands.length) body.append(element('dl', { class: 'commands' }, run.commands.map(([purpose, command]) => {
+      const code = element('code', {}, readable(command));
+      return [element('dt', {}, purpose), element('dd', {}, code, element('button', { type: 'button', 'aria-label': 'Copy: ' + escapedLine(command), onclick: (event) => copy(command, code, event.currentTarget) }, 'Copy'))];
+    })));
+  }
+  return DATA.runs.some((run) => run.commands.length);
+}
+
+// Copy a text; where the browser does not allow it, select it.
+async function copy(text, node, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = 'Copied';
+  } catch {
+    getSelection().selectAllChildren(node);
+    button.textContent = 'Selected';
+  }
+  say(button.textContent);
+}
+
 function showRecord(body) {
   for (const run of DATA.runs) {
     if (DATA.runs.length > 1) body.append(element('h3', {}, readable(run.name)));
@@ -40,7 +64,8 @@ function showRecord(body) {
     if (notes.length) body.append(element('h3', {}, (DATA.runs.length > 1 ? escapedLine(run.name) + ': ' : '') + 'left out of this page'), element('ul', {}, notes.map((note) => element('li', {}, note))));
   }
   body.append(element('p', { class: 'muted note' }, 'Written by Covey ' + DATA.covey + ' at ' + DATA.written.replace('T', ' ').replace('+00:00', ' UTC') +
-    '. The page holds prompts, so text of the data, completions and settings of the run: whoever gets the file can read them, and to publish it is to publish them. Charts: uPlot 1.6.32, \u00a9 2022 Leon Sorokin, MIT licence.'));
+    '. ' + (DATA.public ? 'It is without prompts, completions, paths, names and texts of the user, by covey report --public.'
+      : 'The page holds prompts, so text of the data, completions and settings of the run: whoever gets the file can read them, and to publish it is to publish them.') + ' Charts: uPlot 1.6.32, \u00a9 2022 Leon Sorokin, MIT licence.'));
   return true;
 }
 
