@@ -49,6 +49,7 @@ CHARTS = (
     Chart("Reward by function", "Reward", ("rewards/<function>/mean",)),
     Chart("Spread by function", "Reward", ("rewards/<function>/std",)),
     Chart("Spread within groups", "Reward", ("reward_std",)),
+    Chart("Noise of the reward", "Reward", ("reward_noise",)),
     Chart(
         "Groups without a signal",
         "Reward",
@@ -83,6 +84,7 @@ CHARTS = (
     Chart("Failed tool calls", "Completions", ("env/tool_failures",)),
     Chart("Completions cut off", "Completions", ("completions/clipped_ratio",)),
     Chart("Different completions in a group", "Completions", ("completions/distinct_ratio",)),
+    Chart("Completions scored", "Completions", ("completions/scored_ratio",)),
     Chart("Empty completions", "Completions", ("completions/empty_ratio", "completions/rewarded_empty_ratio")),
     Chart("Repetition", "Completions", ("completions/repetition",)),
     Chart(
@@ -105,6 +107,7 @@ CHARTS = (
         band=("sampling/importance_ratio/min", "sampling/importance_ratio/max"),
     ),
     Chart("Probability kept by truncation", "Sampler and trainer", ("sampling/mass_kept",)),
+    Chart("Age of the samples", "Sampler and trainer", ("sampling/staleness",)),
     Chart("Correction weight", "Sampler and trainer", ("sampling/correction/mean", "sampling/correction/masked")),
     Chart("Loss of the critic", "Critic", ("critic/loss", "critic/value_loss")),
     Chart("Explained variance", "Critic", ("critic/explained_variance",)),
@@ -116,7 +119,7 @@ CHARTS = (
     Chart(
         "Time by phase",
         "Speed",
-        ("time/rollout", "time/reward", "time/logps", "time/update", "time/sync"),
+        ("time/rollout", "time/reward", "time/logps", "time/update", "time/sync", "time/wait"),
     ),
     Chart("Padding", "Speed", ("waste/rollout", "waste/rows")),
     Chart("Slots without work", "Speed", ("waste/slots",)),
