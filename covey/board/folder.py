@@ -90,9 +90,9 @@ class BoardRun:
         """Read the rows that were added, and diagnose the run with them."""
         self._settings = self._settings or read_settings(self.folder)
         if self._unread:
-            self._unread = False
             for line in self._lines.read():
                 self._curves.add(parse_line(line) or {})
+            self._unread = False
         if self._diagnosis_is_due():
             self._diagnose()
 
