@@ -9,6 +9,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -63,7 +64,8 @@ class CompiledProgram:
         host_bytes: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
         collectives: by loop.
         cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
-            not in it. None where the compiler gives no estimate.
+            not in it. 0 where the compiler gives none: on CPUs and GPUs, and for collectives alone. None where the text
+            is not known.
         kernels: number of executions of custom calls outside and inside, as for `cycles`.
         unread: whether its text could not be read, so that collectives and cycles are not known.
     """
@@ -83,26 +85,37 @@ class CompiledProgram:
 
 
 def compile_program(
-    program: Program, read_text: bool, on_host: bool = False, executables: list[Any] | None = None
+    program: Program, read_text: bool, platform: str = "", executables: list[Any] | None = None
 ) -> CompiledProgram:
     """Compile `program`, and read its memory, and its collectives and estimates, from the result.
 
     Args:
         program: of shapes, on its devices.
         read_text: read collectives and cycles too, from the text of the program.
-        on_host: whether the device's memory is that of the host, so that the compiler's counts too.
+        platform: that of its devices. The memory of a CPU is that of the host, so that the compiler's counts too. A
+            compiler for TPUs may be newer than the jaxlib that reads what it wrote, and so writes the text as well.
         executables: gets the executable, which otherwise is freed.
     """
+    with TemporaryDirectory(prefix="covey-plan-") as folder:
+        options: dict[str, str | bool] = {"xla_dump_to": folder} if read_text and platform == "tpu" else {}
+        result, compiled = _compile(program, platform == "cpu", executables, options)
+        return result if compiled is None or not read_text else _with_text(result, _text_of(compiled, Path(folder)))
+
+
+def _compile(
+    program: Program, on_host: bool, executables: list[Any] | None, options: dict[str, str | bool]
+) -> tuple[CompiledProgram, Any]:
+    """Return the memory of a program, and what the compiler returns; None if it refuses the program."""
     before = process_memory() if on_host else 0
     reset_peak_memory()
     start = time.monotonic()
     try:
-        compiled = program.lower().compile()
+        compiled = program.lower().compile(options or None)
     except jax.errors.JaxRuntimeError as error:
         needed = _refused_bytes(str(error))
         if needed is None:
             raise
-        return CompiledProgram(program.name, time.monotonic() - start, refused=needed)
+        return CompiledProgram(program.name, time.monotonic() - start, refused=needed), None
     seconds = time.monotonic() - start
     if executables is not None:
         executables.append(compiled)
@@ -117,15 +130,22 @@ def compile_program(
         compiling=compiling,
         host_bytes=max(process_memory() - before, 0) if on_host and executables is not None else 0,
     )
-    return _with_text(result, compiled) if read_text else result
+    return result, compiled
 
 
-def _with_text(program: CompiledProgram, compiled: Any) -> CompiledProgram:
-    """Return `program` with the collectives and estimates in the text of the compiled one."""
+def _text_of(compiled: Any, folder: Path) -> str | None:
+    """Return the text of a compiled program, or that which its compiler has written to `folder`; None without one."""
     try:
-        text = hlo.Program(compiled.as_text() or "")
-    except jax.errors.JaxRuntimeError:  # a compiler may be newer than the jaxlib that reads what it wrote
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return next((path.read_text() for path in folder.glob("*.after_codegen.txt")), None)
+
+
+def _with_text(program: CompiledProgram, written: str | None) -> CompiledProgram:
+    """Return `program` with the collectives and estimates in the text of the compiled one."""
+    if written is None:
         return replace(program, unread=True)
+    text = hlo.Program(written)
     by_loop: dict[tuple[str, hlo.Loops, bool], list[hlo.Instruction]] = defaultdict(list)
     for one in text.collectives():
         by_loop[one.opcode, one.loops, one.asynchronous].append(one)
@@ -140,7 +160,7 @@ def _with_text(program: CompiledProgram, compiled: Any) -> CompiledProgram:
     for each in text.instructions:
         cycles[None in each.loops] += each.cycles * each.executions
         kernels[None in each.loops] += each.executions * each.kernel
-    estimates: dict[str, Any] = {"cycles": tuple(cycles), "kernels": tuple(kernels)} if any(cycles) else {}
+    estimates: dict[str, Any] = {"cycles": tuple(cycles), "kernels": tuple(kernels)}
     return replace(program, collectives=collectives, **estimates)
 
 

@@ -281,7 +281,7 @@ def _compile(
     for number, program in enumerate(programs, start=1):
         tell(f"compiling {program.name} ({number} of {len(programs)})")
         try:
-            compiled.append(compile_program(program, read_text, on_host, executables if on_host else None))
+            compiled.append(compile_program(program, read_text, machine.platform, executables if on_host else None))
         except jax.errors.JaxRuntimeError as error:
             if places.rollout is None:
                 raise

@@ -87,8 +87,8 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
     calls = [(programs[name], call) for name, call in phase.calls.items() if name in programs]
     moved = sum(_turns(one, call) * one.sent for program, call in calls for one in program.collectives)
     compute, memory, link = phase.flops / rates.flops, phase.bytes / rates.bandwidth, moved / rates.link
-    roofline, has_estimate = max(compute, memory, link), all(program.cycles is not None for program, _ in calls)
-    if machine.clock and has_estimate:
+    roofline, cycles = max(compute, memory, link), [program.cycles for program, _ in calls]
+    if machine.clock and all(each is not None for each in cycles) and any(map(any, filter(None, cycles))):
         parts = _estimated(phase, calls, machine, rates)
         compiled = max(sum(parts.values()), roofline)
         parts["above the estimate"] = compiled - sum(parts.values())

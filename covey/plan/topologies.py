@@ -3,6 +3,8 @@
 import importlib.util
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -120,7 +122,7 @@ def place_on(target: Target, config: MeshConfig, rollout: RoleMeshConfig | None 
 def _devices(target: Target, count: int) -> Sequence[Any]:
     if target.platform == "cpu":
         return _cpu_devices(count)
-    with _without_flags_for_cpus():
+    with _without_flags_for_cpus(), _own_end_by_sigterm():
         return _tpu_devices(target) if target.platform == "tpu" else _gpu_devices(target)
 
 
@@ -175,3 +177,16 @@ def _without_flags_for_cpus() -> Iterator[None]:
     finally:
         if flags is not None:
             os.environ["XLA_FLAGS"] = flags
+
+
+@contextmanager
+def _own_end_by_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM: libtpu, once loaded, has one that prints stack traces and may wait for a
+    lock of the compilation that it has interrupted.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,7 @@
 """A plan for TPUs that are not there has the compiler's estimates, collectives and kernels."""
 
+import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,4 +30,7 @@ def test_a_plan_for_tpus_has_the_estimates_of_their_compiler(topology: Callable[
     assert gradients.cycles[0] > 0
     assert sum(gradients.kernels) >= 3
     assert gradients.collectives
+    caught = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text())
+    assert caught is not None
+    assert not int(caught[1], 16) >> signal.SIGTERM - 1 & 1  # libtpu's handler waits in a compilation
     assert all(time.compiled is not None and time.expected >= time.roofline for time in made.phases)

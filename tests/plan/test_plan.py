@@ -222,22 +222,33 @@ def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
 
 
 def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:
-    """A compiler for TPUs may write instructions that the jaxlib beside it does not know."""
-
-    class Unreadable:
-        def __init__(self, stage: Any):
-            self.memory_analysis = stage.memory_analysis
-
-        def as_text(self) -> str:
-            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
-
-    lowered = jax.jit(jnp.sum).lower(jnp.ones(1000))
-    program: Any = SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=lambda: Unreadable(made)))
-    made = lowered.compile()
-    found = compile_program(program, read_text=True)
+    """A compiler for TPUs may write instructions that the jaxlib beside it does not know, and not write them itself."""
+    found = compile_program(unreadable(""), read_text=True, platform="tpu")
     assert (found.arguments, found.unread, found.collectives, found.cycles) == (4000, True, (), None)
     left = plan._not_counted(load([]), [found])
     assert left == ["collectives of apply, whose text this jaxlib cannot read"]
+
+
+def test_the_text_that_the_compiler_writes_stands_in_for_one_that_cannot_be_read() -> None:
+    fusion = 'fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"120"}'
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n  %y = f32[8]{{0}} {fusion}\n}}\n"
+    found = compile_program(unreadable(text), read_text=True, platform="tpu")
+    assert (found.arguments, found.unread, found.cycles) == (4000, False, (120, 0))
+
+
+def unreadable(written: str) -> Any:
+    """Make a program whose text jaxlib cannot read; `written` is what its compiler writes, if anything."""
+    made = jax.jit(jnp.sum).lower(jnp.ones(1000)).compile()
+
+    def as_text() -> str:
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    def compile(options: dict[str, str]) -> Any:
+        if written:
+            Path(options["xla_dump_to"], "module_0000.jit_sum.after_codegen.txt").write_text(written)
+        return SimpleNamespace(memory_analysis=made.memory_analysis, as_text=as_text)
+
+    return SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=compile))
 
 
 def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +313,9 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     program = CompiledProgram("gradients", 1.0, cycles=(3 * 10**9, 10**9))
     phase = Phase("update", 1.0, 1.0, {"gradients": Call(2)})
     assert phase_time(phase, {"gradients": program}, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
+    summed = {"gradients": program, "reduce": CompiledProgram("reduce", 1.0, cycles=(0, 0))}  # collectives alone
+    both = replace(phase, calls=phase.calls | {"reduce": Call(1)})
+    assert phase_time(both, summed, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
     moved = tuple(Collective("all-gather", (), 3, 2 * 10**10, 10**10, beside, hops=12) for beside in (True, False))
     waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
     begun = 2 * (3 * v5e.latency + 12 * v5e.hop)
