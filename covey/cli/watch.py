@@ -21,8 +21,7 @@ from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
 from covey.errors import STOPPED, CoveyError
 from covey.files import is_count, number
-from covey.monitor.displays import SampleLine
-from covey.monitor.formats import duration
+from covey.monitor.formats import SampleLine, duration
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
 from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun

@@ -5,13 +5,11 @@ not fit is left out, the least important first. Names of metrics and phases and 
 characters that are not printable are shown as escapes, and nothing is read as markup.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from threading import Timer
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,16 +21,14 @@ from covey.config.metrics import metric
 from covey.display import printable
 from covey.monitor.formats import (
     TEXT_WIDTH,
-    completion_text,
+    SampleLine,
     duration,
     excerpt,
     in_unit,
-    prompt_text,
     size,
     sparkline,
 )
 from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput, plain_console
-from covey.types import Group
 
 if TYPE_CHECKING:
     from covey.monitor.status import Status  # whose module reads run folders
@@ -53,30 +49,6 @@ BAR_WIDTHS = (8, 48)
 SPARK_WIDTHS = (8, 40)
 """Smallest and largest width of the plot of the headline metric, in cells."""
 SPINNER = "|/-\\"
-
-
-@dataclass(frozen=True)
-class SampleLine:
-    """One completion as a display shows it."""
-
-    prompt: str
-    text: str
-    reward: float
-
-    @property
-    def rank(self) -> float:
-        """The reward, or less than any where it is not finite."""
-        return self.reward if math.isfinite(self.reward) else -math.inf
-
-    @classmethod
-    def of(cls, groups: Iterable[Group]) -> list[Self]:
-        """Return the lines of the completions that have rewards."""
-        return [
-            cls(prompt_text(group.prompt), completion_text(completion), float(reward))
-            for group in groups
-            if group.rewards is not None
-            for completion, reward in zip(group.completions, group.rewards, strict=True)
-        ]
 
 
 class LogDisplay:

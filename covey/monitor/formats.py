@@ -3,13 +3,14 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.types import Completion, Prompt
+from covey.types import Completion, Group, Prompt
 
 TEXT_WIDTH = 160
 """Maximum number of characters of a prompt or completion that are shown."""
@@ -111,6 +112,30 @@ def prompt_text(prompt: Prompt) -> str:
 def completion_text(completion: Completion) -> str:
     """Return a completion as readable text: its own, or the turns of its episode with their roles."""
     return prompt_text(completion.episode.messages) if completion.episode else completion.text
+
+
+@dataclass(frozen=True)
+class SampleLine:
+    """One completion as a display shows it."""
+
+    prompt: str
+    text: str
+    reward: float
+
+    @property
+    def rank(self) -> float:
+        """The reward, or less than any where it is not finite."""
+        return self.reward if math.isfinite(self.reward) else -math.inf
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> list[Self]:
+        """Return the lines of the completions that have rewards."""
+        return [
+            cls(prompt_text(group.prompt), completion_text(completion), float(reward))
+            for group in groups
+            if group.rewards is not None
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+        ]
 
 
 UNITS: dict[str, Callable[[float], str]] = {

@@ -11,15 +11,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, RenderableType
 
 from covey.display import printable
-from covey.monitor.formats import excerpt, in_unit
-
-if TYPE_CHECKING:
-    from covey.monitor.displays import SampleLine  # whose module draws on a notebook
+from covey.monitor.formats import SampleLine, excerpt, in_unit
 
 NOTEBOOK_LINES = 30
 """Number of lines that a notebook shows above the status."""
@@ -100,7 +97,7 @@ class Figures:
         self._points: dict[str, list[tuple[float, float]]] = {name: [] for name in CURVES}
         self._samples: Sequence[SampleLine] = ()
 
-    def step(self, row: Mapping[str, float], samples: Sequence["SampleLine"]) -> None:
+    def step(self, row: Mapping[str, float], samples: Sequence[SampleLine]) -> None:
         """Add the metrics of a step; its completions replace those of the step before."""
         self._samples = samples
         for name, points in self._points.items():
@@ -138,7 +135,7 @@ def curve(name: str, points: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def samples_table(samples: Sequence["SampleLine"]) -> str:
+def samples_table(samples: Sequence[SampleLine]) -> str:
     """Return the two best and the two worst of `samples` as a table, all of it escaped; "" if there are none."""
     if not samples:
         return ""

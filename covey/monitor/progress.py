@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from covey.display import make_console, printable
-from covey.monitor.displays import LiveDisplay, LogDisplay, SampleLine, StatusView
-from covey.monitor.formats import FIGURES, duration, figure, figures, sparkline
+from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
+from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
 

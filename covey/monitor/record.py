@@ -9,8 +9,7 @@ from rich.console import Console
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
-from covey.monitor.displays import SampleLine
-from covey.monitor.formats import figures
+from covey.monitor.formats import SampleLine, figures
 from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput
 from covey.types import Group, TokenValues
 

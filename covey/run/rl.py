@@ -25,7 +25,7 @@ from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
-from covey.monitor.displays import SampleLine
+from covey.monitor.formats import SampleLine
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import checks

@@ -32,7 +32,7 @@ from covey.data.rows import as_rows
 from covey.display import escape_markdown, printable
 from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
-from covey.monitor.displays import SampleLine
+from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.writer import encode_row, sample_rows
 from covey.rewards import REWARDS, resolve, score

@@ -20,7 +20,7 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.display import check_no_secrets, echo, escape_markdown, mask_secrets, printable, show_log
 from covey.errors import RecipeError
-from covey.monitor.displays import SampleLine
+from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, read_rows, sample_lines

@@ -9,7 +9,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from covey.monitor.displays import SampleLine, StatusView, StepTable
+from covey.monitor.displays import StatusView, StepTable
+from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.status import Status
 

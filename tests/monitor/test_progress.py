@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from covey.display import printable
-from covey.monitor.displays import SampleLine
-from covey.monitor.formats import excerpt, sparkline
+from covey.monitor.formats import SampleLine, excerpt, sparkline
 from covey.monitor.notebook import NotebookOutput
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
