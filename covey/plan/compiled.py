@@ -4,13 +4,17 @@ import math
 import re
 import resource
 import sys
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import psutil
@@ -19,6 +23,7 @@ from covey.allocator import release_free_memory
 from covey.parallel.programs import Program
 from covey.plan import hlo
 
+T = TypeVar("T")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -110,7 +115,7 @@ def _compile(
     reset_peak_memory()
     start = time.monotonic()
     try:
-        compiled = program.lower().compile(options or None)
+        compiled = _wait_for(partial(program.lower().compile, options or None))
     except jax.errors.JaxRuntimeError as error:
         needed = _refused_bytes(str(error))
         if needed is None:
@@ -131,6 +136,22 @@ def _compile(
         host_bytes=max(process_memory() - before, 0) if on_host and executables is not None else 0,
     )
     return result, compiled
+
+
+def _wait_for(call: Callable[[], T]) -> T:
+    """Return the result of `call`, made in another thread: the compiler does not return to Python before its end, and
+    Ctrl-C is to end a plan at once.
+    """
+    result = Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="compiler", daemon=True).start()
+    return result.result()
 
 
 def _text_of(compiled: Any, folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -234,6 +235,18 @@ def test_the_text_that_the_compiler_writes_stands_in_for_one_that_cannot_be_read
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n  %y = f32[8]{{0}} {fusion}\n}}\n"
     found = compile_program(unreadable(text), read_text=True, platform="tpu")
     assert (found.arguments, found.unread, found.cycles) == (4000, False, (120, 0))
+
+
+def test_the_compiler_leaves_the_main_thread_to_ctrl_c() -> None:
+    threads = []
+
+    def refuse(options: None) -> None:
+        threads.append(threading.current_thread())
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.50G of 15.75G hbm.")
+
+    program: Any = SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=refuse))
+    assert compile_program(program, read_text=False).refused == 17.5 * 2**30
+    assert threads != [threading.main_thread()]
 
 
 def unreadable(written: str) -> Any:
