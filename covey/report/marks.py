@@ -1,7 +1,7 @@
-"""Marks on the horizontal axis of the charts: the evaluations, and the steps that the findings are about."""
+"""Steps and groups that findings are about, and marks of them and of the evaluations on the axis of the charts."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from covey.report.diagnosis import PROBLEM, Finding
@@ -9,6 +9,8 @@ from covey.report.run_data import Series
 
 SPAN = re.compile(r"\bsteps? (\d{1,15})(?: to (\d{1,15}))?")
 """Pattern of a range of steps in the evidence of a finding."""
+GROUP = re.compile(r"step (\d{1,15}), group (\d{1,9}),")
+"""Pattern of the group of a completion to read."""
 CONSEQUENCES = "It may explain: "
 """Beginning of the part of an evidence that is about other findings."""
 
@@ -42,3 +44,13 @@ def spans(evidence: str) -> Iterator[tuple[int, int]]:
     """
     for match in SPAN.finditer(evidence.partition(CONSEQUENCES)[0]):
         yield int(match[1]), int(match[2] or match[1])
+
+
+def groups(findings: Iterable[Finding]) -> set[tuple[int, int]]:
+    """Return step and number of the groups of the completions to read.
+
+    >>> groups([Finding("", "", "", "", samples=("step 7, group 3, sample 0 (close 1): 1+1= → 2",))])
+    {(7, 3)}
+    """
+    matches = (GROUP.match(line) for finding in findings for line in finding.samples)
+    return {(int(match[1]), int(match[2])) for match in matches if match}

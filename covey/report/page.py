@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -25,11 +25,10 @@ from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
 from covey.monitor.status import FINISHED, RUNNING
-from covey.report import completions, evaluation
+from covey.report import completions, evaluation, marks
 from covey.report.changes import trends
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
-from covey.report.marks import marks
 from covey.report.public import public_runs
 from covey.report.results import as_text, settings_table
 from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
@@ -116,7 +115,11 @@ def check_replaceable(out: Path) -> None:
 def build_page(runs: Sequence[RunData], findings: Sequence[Sequence[Finding]] = ()) -> bytes:
     """Return the page of `runs` in UTF-8, with the findings on each."""
     unreadable = [dict(run.unreadable) for run in runs]
-    texts = [_texts(run, len(runs), counts) for run, counts in zip(runs, unreadable, strict=True)]
+    findings = findings or [()] * len(runs)
+    texts = [
+        _texts(run, len(runs), counts, marks.groups(some))
+        for run, counts, some in zip(runs, unreadable, findings, strict=True)
+    ]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
     library, style = asset(f"{UPLOT}.min.js"), asset(f"{UPLOT}.min.css")
     return fill_page(title, SECTIONS, page_data(runs, findings, unreadable), SCRIPTS, texts, library, style)
@@ -180,14 +183,14 @@ def content_security_policy(scripts: Sequence[str], styles: Sequence[str]) -> st
     return "; ".join(["default-src 'none'", *(f"{name} {sources}" for name, sources in allowed.items())])
 
 
-def _texts(run: RunData, runs: int, unreadable: dict[str, int]) -> str:
-    """Return the completions, token values and held-out questions of one of `runs` runs as JSON."""
+def _texts(run: RunData, runs: int, unreadable: dict[str, int], groups: Collection[tuple[int, int]]) -> str:
+    """Return the completions, token values and held-out questions of one of `runs` runs as JSON, with these groups."""
     if run.is_public:
         return NO_TEXTS
     mask = secret_mask()
     values, total = completions.keep_token_values(run.tokens, completions.MAX_TOKEN_BYTES // runs, unreadable, mask)
     room = completions.MAX_BYTES // runs - sum(map(size_of, values.values()))
-    samples = completions.collect(run.samples, room, unreadable, mask, first=values.keys())
+    samples = completions.collect(run.samples, room, unreadable, mask, first={**dict.fromkeys(groups), **values})
     questions = evaluation.questions(run, evaluation.MAX_BYTES // runs, mask)
     tokens = completions.token_values_json(values, total)
     return f'{{"completions":{samples},"tokens":{tokens},"questions":{questions}}}'
@@ -234,7 +237,7 @@ def findings_data(
         for i, some in enumerate(numbered)
         for finding in some.values()
     ]
-    return shown, [marks(_series_of(run), some) for run, some in zip(runs, numbered, strict=True)]
+    return shown, [marks.marks(_series_of(run), some) for run, some in zip(runs, numbered, strict=True)]
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:

@@ -95,9 +95,9 @@ function showOverview(body) {
     const found = new Map(headline(run).map((figure) => [figure.label, figure]));
     const cell = (figure) => (figure ? [element('div', {}, fromTo(figure)), element('div', { class: 'small' }, changeNodes(figure.change, figure.unit, figure.better))] : '\u2013');
     return [[element('span', { class: 'run-name' }, element('span', { class: 'swatch swatch-' + (r % 8 + 1) }), readable(run.name)), element('div', { class: 'verdicts' }, verdicts(run, DATA.findings))],
-      run.algorithm, numeric(whole(run.steps[1])), numeric(duration(run.seconds)), ...labels.map((label) => numeric(cell(found.get(label))))];
+      ...labels.map((label) => numeric(cell(found.get(label)))), numeric(whole(run.steps[1])), numeric(duration(run.seconds)), run.algorithm];
   });
-  body.append(table(['Run', 'Method', numeric('Steps'), numeric('Time'), ...labels.map(numeric)], rows, { label: 'Runs' }),
+  body.append(table(['Run', ...labels.map(numeric), numeric('Steps'), numeric('Time'), 'Method'], rows, { label: 'Runs' }),
     element('p', { class: 'muted note' }, keyOfChanges(DATA.runs[0])));
   const differing = DATA.settings.filter((setting) => setting.differs);
   if (differing.length) {
