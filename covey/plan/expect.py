@@ -84,7 +84,7 @@ def expect(run: Run[Any], sampled: float | None = None) -> Expectation:
     step = sum(by_phase.values())
     batches = math.ceil(run.total / (recipe.grpo.num_iterations if isinstance(recipe, Recipe) else 1))
     memory = memory_in_use() + nbytes(trainer.trainable) + _cache_bytes(run, lengths)
-    size = checkpoint_bytes((trainer.trainable, trainer.opt_state))
+    size = checkpoint_bytes(run.trained.state_shapes())
     return Expectation(step, batches * step + _evaluation_seconds(run, by_phase), memory, _num_checkpoints(run), size)
 
 
@@ -93,6 +93,8 @@ def in_words(needs: Expectation, run: Run[Any]) -> str:
     count, recipe = needs.checkpoints, run.recipe
     left_out = ["compiling"]
     if isinstance(recipe, Recipe):
+        left_out += ["the critic"] * algorithm_of(recipe.grpo).needs_critic
+        left_out += ["the reward model"] * bool(recipe.reward_model)
         left_out += ["environments"] * bool(recipe.envs.environment or recipe.envs.tools)
         left_out += ["replaced groups"] * (algorithm_of(recipe.grpo).max_sampling_rounds > 1)
         left_out += ["rewards"]

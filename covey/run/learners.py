@@ -268,6 +268,8 @@ def train_grpo(
         DataError: a data set is empty, or has no prompts.
         RewardError: a reward function is unknown, or a column that it needs is missing.
         RecipeError: there is no reward, or settings contradict each other.
+        ResumeError: the run in `out` was saved with other settings, data or weights.
+        Stopped: a signal came (Ctrl-C, SIGTERM); with `out` the run is saved, and the same call resumes it.
 
     Example:
         def short(completions, **columns):
