@@ -23,6 +23,8 @@ CPU_SHARE = 0.4
 CALLS = 8
 STREAMED = 256 * 2**20
 """Number of bytes that are read: more than any cache holds."""
+FEW_STREAMED = 64 * 2**20
+"""The same beside a run: more than the caches of most processors hold."""
 
 
 @dataclass(frozen=True)
@@ -159,20 +161,22 @@ class MachinePeaks:
 @cache
 def machine_peaks(dtype: str = "float32") -> MachinePeaks:
     """Measure the peaks of the default device, with operands of `dtype`."""
-    return _rates(dtype, 2048 if jax.default_backend() == "cpu" else 8192, best_seconds)
+    return _rates(dtype, 2048 if jax.default_backend() == "cpu" else 8192, STREAMED, best_seconds)
 
 
 @cache
 def present_rates(dtype: str = "float32") -> MachinePeaks:
-    """Measure the rates of the default device, beside all that runs on it now: half a second on a processor."""
-    return _rates(dtype, 1024 if jax.default_backend() == "cpu" else 8192, _usual_seconds)
+    """Measure the rates of the default device beside all that runs on it now, with small arrays: a model is in its
+    memory. It takes half a second on a processor.
+    """
+    return _rates(dtype, 1024 if jax.default_backend() == "cpu" else 4096, FEW_STREAMED, _usual_seconds)
 
 
-def _rates(dtype: str, side: int, seconds: Callable[..., float]) -> MachinePeaks:
+def _rates(dtype: str, side: int, size: int, seconds: Callable[..., float]) -> MachinePeaks:
     square = jnp.ones((side, side), dtype)
-    streamed, matrix = jnp.ones(STREAMED // 4), jnp.ones((1024, STREAMED // 4096))
+    streamed, matrix = jnp.ones(size // 4), jnp.ones((1024, size // 4096))
     reading = min(seconds(jax.jit(jnp.sum), streamed), seconds(product, jnp.ones((1, 1024)), matrix))
-    return MachinePeaks(2 * side**3 / seconds(product, square, square), STREAMED / reading)
+    return MachinePeaks(2 * side**3 / seconds(product, square, square), size / reading)
 
 
 product = jax.jit(partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32))
