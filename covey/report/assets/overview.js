@@ -69,7 +69,8 @@ function headline(run) {
 // The last evaluation of a run that has none after training yet.
 function latest(run, { curve, after }) {
   const [steps, values] = run.series[curve] || [[], []];
-  return after !== null || steps.length < 2 ? {} : { after: values[values.length - 1], note: 'step ' + whole(steps[steps.length - 1]) };
+  if (after !== null) return {};
+  return steps.length < 2 ? { note: 'before training' } : { after: values[values.length - 1], note: 'step ' + whole(steps[steps.length - 1]) };
 }
 
 function keyOfChanges(run) {
@@ -79,6 +80,7 @@ function keyOfChanges(run) {
 }
 
 function fromTo({ before, after, unit }) {
+  if (after === null || after === undefined) return [element('strong', {}, inUnit(before, unit))];
   return [element('span', { class: 'was' }, inUnit(before, unit)), element('span', { class: 'arrow', role: 'img', 'aria-label': 'then' }, '\u2192'), element('strong', {}, inUnit(after, unit))];
 }
 
