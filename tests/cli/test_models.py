@@ -32,6 +32,7 @@ def test_every_family_and_every_name_is_in_the_table() -> None:
     assert len(sources) == len(MODELS)
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_shapes() -> None:
     published = tomllib.loads((ROOT / "benchmarks" / "published.toml").read_text())["models"]
     common = {"rms_norm_eps": 1e-5, "hidden_act": "silu"}
@@ -42,6 +43,7 @@ def test_sizes_are_those_of_the_shapes() -> None:
     assert counted == {model.source: model.parameters for model in MODELS if model.source in counted}
 
 
+@pytest.mark.slow
 def test_the_table_needs_no_jax_and_its_json_has_the_same() -> None:
     code = (
         "import sys; from covey.cli.main import main; main(['models', *sys.argv[1:]]); assert 'jax' not in sys.modules"
