@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
+from covey.config.schema.data import FROM_PYTHON
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
@@ -280,17 +281,22 @@ def _points(series: Series, limit: int) -> list[list[Any]]:
 
 
 def commands(run: RunData) -> list[list[str]]:
-    """Return the commands that go on from `run`, each with its purpose."""
+    """Return the commands that go on from `run`, each with its purpose. Only the script of a run that a script made
+    can load its model and data.
+    """
     folder, verb = shlex.quote(str(run.path)), "sft" if run.method == "sft" else "train"
     longer = f" --max-steps {2 * run.steps[-1]}" if run.status == FINISHED and run.steps else ""
-    resume = [["Train it longer" if longer else "Resume it", f"covey {verb} --resume {folder}{longer}"]]
-    return [
-        *([["Watch it", f"covey watch {folder}"]] if run.status == RUNNING else resume),
-        ["Compare it with another run", f"covey compare {folder} OTHER"],
-        ["Compare their curves", f"covey report {folder} OTHER --out comparison.html"],
-        ["Export its model", f"covey export {folder} --out exported"],
-        ["Show it without prompts, completions and paths", f"covey report {folder} --public"],
+    resume = ["Train it longer" if longer else "Resume it", f"covey {verb} --resume {folder}{longer}"]
+    loads = run.settings.get("data.task") != FROM_PYTHON
+    rows = [
+        (run.status == RUNNING, ["Watch it", f"covey watch {folder}"]),
+        (run.status != RUNNING and loads, resume),
+        (True, ["Compare it with another run", f"covey compare {folder} OTHER"]),
+        (True, ["Compare their curves", f"covey report {folder} OTHER --out comparison.html"]),
+        (loads, ["Export its model", f"covey export {folder} --out exported"]),
+        (True, ["Show it without prompts, completions and paths", f"covey report {folder} --public"]),
     ]
+    return [row for is_possible, row in rows if is_possible]
 
 
 def facts(run: RunData) -> list[list[str]]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from covey.config.metrics import TABLE
 from covey.errors import CoveyError
 from covey.report import Finding, write_report
 from covey.report.charts import CHARTS, MAIN, OTHER, charts_for
-from covey.report.page import page_data
+from covey.report.page import commands, page_data
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +205,16 @@ def test_the_diagnosis_has_its_place(make_run: Any) -> None:
 def test_the_command_says_that_the_page_holds_data(make_run: Any, capsys: Any) -> None:
     assert main(["report", str(make_run())]) == 0
     assert "to publish it is to publish them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "task", "first"), [("finished", "sums", "train"), ("running", "python", "watch")])
+def test_commands_go_on_from_the_state_of_a_run(make_run: Any, status: str, task: str, first: str) -> None:
+    run = read_run(make_run())
+    run = replace(run, status=status, settings={**run.settings, "data.task": task}, path=Path("my runs/a"))
+    texts = [command for _, command in commands(run)]
+    assert texts[0].startswith(f"covey {first} ")
+    assert all("'my runs/a'" in command for command in texts)
+    assert any("export" in command for command in texts) == (task != "python")
 
 
 def test_nothing_but_a_report_is_replaced(make_run: Any, tmp_path: Path) -> None:
