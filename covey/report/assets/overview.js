@@ -28,7 +28,8 @@ function verdicts(run, findings) {
   const chips = [], about = findings.map((finding, i) => ({ ...finding, number: i + 1 })).filter((finding) => DATA.runs[finding.run] === run);
   if (ENDINGS[run.status]) {
     const [tone, text] = ENDINGS[run.status], [, last, planned] = run.steps;
-    chips.push(element('span', { class: 'verdict ' + tone }, text + (last ? ' at step ' + whole(last) + (planned && planned > last ? ' of ' + whole(planned) : '') : ' before the first step')));
+    chips.push(element('span', { class: 'verdict ' + tone }, text + (last ? ' at step ' + whole(last) + (planned && planned > last ? ' of ' + whole(planned) : '') : ' before the first step') +
+      (tone === 'live' && DATA.written ? ' (' + DATA.written.slice(0, 16).replace('T', ' ') + ' UTC)' : '')));
   }
   if (about.length) {
     const [first] = about, problems = about.filter(({ level }) => level === 'problem').length;
