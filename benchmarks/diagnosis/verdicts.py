@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +36,13 @@ class Verdict(NamedTuple):
         return self.found in rules if rules else not (self.found or self.told)
 
 
-def judge(run: Record) -> Verdict:
-    """Judge a recorded run as it was judged step by step, and at its end."""
+def judge(run: Record, while_training: bool = True) -> Verdict:
+    """Judge a recorded run as it is judged at its end, and, if asked for, while it trains."""
     before, after = ({k: v for k, v in (run[when] or {}).items() if v is not None} for when in ("before", "after"))
     rows, data = rows_of(run), run["data"] or {}
     history = replace(RunHistory.from_rows(rows, run["method"], run["settings"], before, data), after=after)
     live = LiveDiagnosis(history.method, history.settings, before, data=data)
-    told = [(row["step"], one) for row in rows for one in live.step(row)]
+    told = [(row["step"], one) for row in rows for one in live.step(row)] if while_training else []
     told += [(rows[-1]["step"], one) for one in live.end(history)]
     found = [one.rule for one in diagnose(history) if one.level == PROBLEM]
     return Verdict(
@@ -92,6 +93,11 @@ def _packed(steps: Sequence[int], series: Any) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
+LONG = re.compile(
+    r"OWN:|FOLDER/|training\.(actor_)?(optimizer\.)?|(rollout|grpo|data|model|reward_safety)\.|budget=\d+ "
+    r"|envs\.(on_error=none|budget=\d+|rehearsal=false) |envs\.(?=env)|(?<= )seed=\d+"
+)
+"""Parts of settings that are left out in the table."""
 READ = re.compile(
     "reward|reward_error|reward_std|reward_noise|frac_reward_.*|rewards/.*|entropy|kl|grad_norm|learning_rate|skipped|loss"
     "|reward_correlation/.*"
@@ -109,22 +115,23 @@ SETTINGS = re.compile(
 
 
 def table(runs: Iterable[Record]) -> str:
-    """Return a table of the causes with the runs of each half and what was said of them, and the recall and the
-    precision of the halves.
+    """Return a table of the causes with the runs of each half and what was said of them, the sound runs last, and the
+    recall and the precision of the halves.
     """
     judged = [(run, judge(run)) for run in runs]
     lines = ["| what is wrong | first half | second half |", "|---|---|---|"]
-    for cause in dict.fromkeys(run["cause"] for run, _ in judged):
+    for cause in sorted(dict.fromkeys(run["cause"] for run, _ in judged), key=lambda cause: not cause):
         cells = (
-            "<br>".join(_outcome(run, verdict) for run, verdict in judged if _is_in(run, cause, half))
-            for half in HALVES
+            _cell([pair for pair in judged if (pair[0]["cause"], pair[0]["half"]) == (cause, half)]) for half in HALVES
         )
         lines.append(f"| {cause or 'nothing'} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(summary(judged, half) for half in HALVES)])
 
 
-def _is_in(run: Record, cause: str, half: str) -> bool:
-    return bool(run["cause"] == cause and run["half"] == half)
+def _cell(judged: Sequence[tuple[Record, Verdict]]) -> str:
+    """Return what was said of some runs, those of which the same was said as one."""
+    counts = Counter(_outcome(run, verdict) for run, verdict in judged)
+    return "<br>".join(outcome + (f" ({number} times)" if number > 1 else "") for outcome, number in counts.items())
 
 
 def _outcome(run: Record, verdict: Verdict) -> str:
@@ -133,13 +140,12 @@ def _outcome(run: Record, verdict: Verdict) -> str:
     others = [f"{name} at step {at}" for at, name in verdict.told if name not in run["rules"]]
     others = [f"{one}, withdrawn" if one.split(" at step")[0] in verdict.withdrawn else one for one in others]
     if not run["rules"]:
-        said = "quiet" if verdict.is_right(()) else f"**false alarm**: {', '.join(others) or verdict.found}"
+        said = "" if verdict.is_right(()) else f": **false alarm**: {', '.join(others) or verdict.found}"
     elif verdict.is_right(run["rules"]):
-        said = (f"step {step}" if step else "at the end") + (f" (and {', '.join(others)})" if others else "")
+        said = (f": step {step}" if step else ": at the end") + (f" (and {', '.join(others)})" if others else "")
     else:
-        said = f"**missed**: {verdict.found or 'nothing'}" + (f", told {', '.join(others)}" if others else "")
-    words = run["words"].replace("training.actor_optimizer.", "").replace("OWN:", "").replace("FOLDER/", "")
-    return f"`{words}`: {said}"
+        said = f": **missed**: {verdict.found or 'nothing'}" + (f", told {', '.join(others)}" if others else "")
+    return f"`{LONG.sub('', run['words']).strip()}`{said}"
 
 
 def summary(judged: Sequence[tuple[Record, Verdict]], half: str) -> str:
