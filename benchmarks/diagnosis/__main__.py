@@ -20,7 +20,7 @@ from benchmarks.diagnosis.cases import CASES, NEW, Case
 from benchmarks.diagnosis.recipes import BASES, DIGITS, make_data, recipe_of
 from benchmarks.diagnosis.verdicts import read_records, record, table
 
-PARTS = ("first", "second", "table")
+PARTS = ("first", "second", "third", "table")
 SOUND_SHARE = 1 / 3
 """Sound runs for each broken one."""
 

@@ -39,9 +39,10 @@ which it has in any case."""
 BONUS_RISE, CLIPPED = 1.5, 0.2
 """Factor by which the entropy rises under a bonus that is too large, and share of clipped tokens from which updates go
 beyond the clip range."""
-STILL, FLAT_LOSS, POWER = 0.05, 0.02, 0.15
-"""Relative change of entropy and length that is none; that of the loss; and the largest standard error of the reward's
-change, in units of the spread of completions, with which a flat reward is called flat."""
+STILL, SHIFT, FLAT_LOSS, POWER = 0.05, 0.01, 0.02, 0.15
+"""Relative change of entropy and length that is none; that of the entropy which is one if its error is small; that of
+the loss; and the largest standard error of the reward's change, in units of the spread of completions, with which a
+flat reward is called flat."""
 EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
 """Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
 and share of the held-out rows from which it is a problem that they are training rows."""

@@ -151,27 +151,6 @@ FAULTS = (
         methods=BOTH,
     ),
     Rule(
-        "held-out rows of another kind",
-        "The model does much worse on held-out rows than on training rows: they are of another kind",
-        f"before training the reward on held-out rows is less than {percent(UNLIKE)} of that of the first step, by "
-        f"{FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} of the spread of single completions",
-        1,
-        [
-            Case(
-                "before training the reward was {held_out_to_training.early.mean:.3g} on held-out rows, and "
-                "{reward.start.mean:.3g} in {reward.start.span}",
-                [
-                    at_least("held_out_to_training.errors", FALL_ERRORS),
-                    at_least("held_out_to_training.difference", MIN_FALL, "reward.spread"),
-                    below("held_out_to_training.early.mean", UNLIKE, "reward.start.mean"),
-                    MANY,
-                ],
-            )
-        ],
-        "compare held-out with training rows (`covey data RECIPE` shows them): {data.test_path}",
-        explains=("overfitting",),
-    ),
-    Rule(
         "episodes fail",
         "The environment fails",
         f"{percent(FAILED)} of the episodes or more end by an error of the environment, or because it took too long",
@@ -239,7 +218,34 @@ FAULTS = (
         "see in samples.jsonl which of the {rewards} gives equal texts different scores: one that draws at random, or "
         "that mixes up completions",
         [ROSE],
-        explains=(*HACKED, "possible reward hacking", "reward ignores completions"),
+        explains=(
+            "held-out rows of another kind",
+            *HACKED,
+            "possible reward hacking",
+            "reward ignores completions",
+        ),
+    ),
+    Rule(
+        "held-out rows of another kind",
+        "The model does much worse on held-out rows than on training rows: they are of another kind",
+        f"before training the reward on held-out rows is not negative and less than {percent(UNLIKE)} of that of the "
+        f"first step, by {FALL_ERRORS:g} standard errors and {percent(MIN_FALL)} of the spread of single completions",
+        1,
+        [
+            Case(
+                "before training the reward was {held_out_to_training.early.mean:.3g} on held-out rows, and "
+                "{reward.start.mean:.3g} in {reward.start.span}",
+                [
+                    at_least("held_out_to_training.early.mean", 0),
+                    at_least("held_out_to_training.errors", FALL_ERRORS),
+                    at_least("held_out_to_training.difference", MIN_FALL, "reward.spread"),
+                    below("held_out_to_training.early.mean", UNLIKE, "reward.start.mean"),
+                    MANY,
+                ],
+            )
+        ],
+        "compare held-out with training rows (`covey data RECIPE` shows them): {data.test_path}",
+        explains=("overfitting",),
     ),
     Rule(
         "reward ignores completions",

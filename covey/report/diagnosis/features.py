@@ -416,6 +416,12 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "prompts": lambda run: run.data.get("prompts", run.data.get("examples")),
     "cut_rows": lambda run: run.data.get("truncated"),
     "dropped_rows": lambda run: run.data.get("dropped"),
+    # relative change of the entropy, if it is no chance
+    "entropy_shift": lambda run: (
+        change.size / change.early.size
+        if (change := run.metric("entropy").change) and change.early.mean and abs(change.errors) >= GAIN_ERRORS
+        else 0.0
+    ),
     # completions without a reward, with those of the evaluation before training if it had none either
     "unrewarded": lambda run: (
         (run.num_samples(len(run)) or 0) + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)

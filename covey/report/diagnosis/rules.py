@@ -45,6 +45,7 @@ from covey.report.diagnosis.conditions import (
     RATE,
     ROSE,
     SFT,
+    SHIFT,
     SPOILED,
     STILL,
     STUCK,
@@ -174,12 +175,18 @@ RULES = (
         "learning rate too high",
         "The learning rate is too high",
         f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, {percent(LOSS_RISE / 2)} of "
-        f"the first loss, and {FALL_ERRORS:g} standard errors; or it is {LOSS_TWICE:g} times the first loss",
+        f"the first loss, and {FALL_ERRORS:g} standard errors; or it is {LOSS_TWICE:g} times the first loss, "
+        "or was on the way",
         TREND_ROWS,
         [
             Case(
                 "the loss rose {loss.since_start}" + AT_RATE,
                 [at_least("loss.last.lower_end", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
+            ),
+            Case(
+                "the loss was {loss.start.mean:.3g} in {loss.start.span} and {loss.peak.mean:.3g} in {loss.peak.span}"
+                + AT_RATE,
+                [at_least("loss.peak.mean", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
             ),
             Case(
                 "the loss rose {loss.since_lowest}" + AT_RATE,
@@ -406,6 +413,11 @@ RULES = (
             ),
             HELD_OUT_FELL,
             above("entropy.change.size", STILL, "entropy.change.early.size", f"the entropy moved by {percent(STILL)}"),
+            at_least(
+                "entropy_shift",
+                SHIFT,
+                words=f"the entropy moved by {percent(SHIFT)} and {GAIN_ERRORS:g} standard errors",
+            ),
             above(
                 "completions/mean_length.change.size",
                 STILL,

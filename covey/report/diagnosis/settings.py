@@ -61,7 +61,7 @@ SETTINGS = (
         "temperature too high",
         "The sampling temperature is too high",
         f"rollout.temperature is above 1, and the reward is less than {percent(HOT_SHARE)} of that of the evaluation "
-        f"before training (3 standard errors); or rollout.temperature is at least {HOT:g}",
+        f"before training (3 standard errors) and not negative; or rollout.temperature is at least {HOT:g}",
         MIN_ROWS,
         [
             Case(
@@ -69,6 +69,7 @@ SETTINGS = (
                 "{reward.first.mean:.3g} in {reward.first.span}, with samples at temperature {temperature:.3g}",
                 [
                     *conditions,
+                    at_least("reward.first.mean", 0),
                     below("since_evaluation.errors", -3),
                     below("reward.first.mean", HOT_SHARE, "since_evaluation.early.mean"),
                     below("reward.last.mean", HOT_SHARE, "since_evaluation.early.mean"),
