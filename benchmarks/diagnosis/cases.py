@@ -304,28 +304,32 @@ SOUND = {
     ),
 }
 THIRD = (
-    ((), "guess-tiny"),
-    ((), "arithmetic-tiny STEPS=20"),
-    (("learning rate too low",), "guess-tiny LR=1e-8"),
-    ((), "guess-tiny STEPS=20"),
-    ((), "arithmetic-tiny rewards=OWN:large grpo.algorithm=rloo"),
-    (("learning rate too high",), "reverse-sft SFT_LR=0.7"),
-    ((), "guess-tiny training.prompts_per_step=32 grpo.algorithm=rloo"),
-    ((), "arithmetic-tiny"),
-    (("noisy reward",), "arithmetic-tiny rewards=OWN:late STEPS=8"),
-    ((), "reverse-sft SFT_LR=6e-3"),
-    ((), "arithmetic-tiny rewards=OWN:offset"),
-    (("learning rate too low",), "arithmetic-tiny LR=1e-8"),
-    ((), "guess-tiny grpo.algorithm=dr_grpo"),
-    ((), "reverse rewards=OWN:large"),
-    (("temperature too high",), "guess-tiny rollout.temperature=6 STEPS=12"),
-    ((), "reverse grpo.algorithm=bnpo"),
-    (("learning rate too low",), "reverse RANK=8 LR=1e-8"),
-    ((), "arithmetic-tiny grpo.algorithm=rloo STEPS=20"),
-    (("held-out rows of another kind",), SUMS_FILES + " data.test_path=FOLDER/products.jsonl STEPS=8"),
-    ((), "guess-tiny STEPS=24"),
+    ("", (), "guess-tiny"),
+    ("", (), "arithmetic-tiny STEPS=20"),
+    ("rate too low", ("learning rate too low",), "guess-tiny LR=1e-8"),
+    ("", (), "guess-tiny STEPS=20"),
+    ("", (), "arithmetic-tiny rewards=OWN:large grpo.algorithm=rloo"),
+    ("supervised rate too high", ("learning rate too high",), "reverse-sft SFT_LR=0.7"),
+    ("", (), "guess-tiny training.prompts_per_step=32 grpo.algorithm=rloo"),
+    ("", (), "arithmetic-tiny"),
+    ("rewards of the batch before", ("noisy reward",), "arithmetic-tiny rewards=OWN:late STEPS=8"),
+    ("", (), "reverse-sft SFT_LR=6e-3"),
+    ("", (), "arithmetic-tiny rewards=OWN:offset"),
+    ("rate too low", ("learning rate too low",), "arithmetic-tiny LR=1e-8"),
+    ("", (), "guess-tiny grpo.algorithm=dr_grpo"),
+    ("", (), "reverse rewards=OWN:large"),
+    ("too hot", ("temperature too high",), "guess-tiny rollout.temperature=6 STEPS=12"),
+    ("", (), "reverse grpo.algorithm=bnpo"),
+    ("rate too low", ("learning rate too low",), "reverse RANK=8 LR=1e-8"),
+    ("", (), "arithmetic-tiny grpo.algorithm=rloo STEPS=20"),
+    (
+        "held-out rows of another kind",
+        ("held-out rows of another kind",),
+        SUMS_FILES + " data.test_path=FOLDER/products.jsonl STEPS=8",
+    ),
+    ("", (), "guess-tiny STEPS=24"),
 )
-"""Rules and runs that were made when four rules had been mended after the second half."""
+"""Causes, rules and runs of the third part, which were made when four rules had been mended after the second half."""
 TABLE = (
     (HACK, "arithmetic-tiny rewards=OWN:empty evaluation.accuracy=OWN:empty"),
     (HACK, "arithmetic-tiny rewards=OWN:length"),
@@ -342,8 +346,8 @@ def _cases() -> Iterator[Case]:
             yield Case(f"{cause.replace(' ', '-')}-{i + 1}", half, cause, rules, words, 100 + 3 * number + i)
     for half, runs in SOUND.items():
         yield from (Case(f"sound-{half}-{i + 1}", half, "", (), words, i + 1) for i, words in enumerate(runs))
-    for i, (rules, words) in enumerate(THIRD):
-        yield Case(f"third-{i + 1}", "third", "of the third part" if rules else "", rules, words, 300 + i)
+    for i, (cause, rules, words) in enumerate(THIRD):
+        yield Case(f"third-{i + 1}", "third", cause, rules, words, 300 + i)
     for i, (rules, words) in enumerate(TABLE):
         yield Case(
             f"table-{i + 1}", "table", "of the table", rules, f"{words} STEPS=24 training.prompts_per_step=48", i

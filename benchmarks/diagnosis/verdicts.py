@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.diagnosis.cases import Case
 from covey.report.diagnosis import PROBLEM, WITHDRAWN, LiveDiagnosis, RunHistory, diagnose
 
-HALVES = ("first", "second")
+PARTS = ("first half", "second half", "third part")
 Record = Mapping[str, Any]
 """A run as `record` returns it."""
 
@@ -115,17 +115,17 @@ SETTINGS = re.compile(
 
 
 def table(runs: Iterable[Record]) -> str:
-    """Return a table of the causes with the runs of each half and what was said of them, the sound runs last, and the
-    recall and the precision of the halves.
+    """Return a table of the causes with the runs of each part and what was said of them, the sound runs last, and the
+    recall and the precision of the parts.
     """
     judged = [(run, judge(run)) for run in runs]
-    lines = ["| what is wrong | first half | second half |", "|---|---|---|"]
+    lines = [f"| what is wrong | {' | '.join(PARTS)} |", "|---" * (1 + len(PARTS)) + "|"]
     for cause in sorted(dict.fromkeys(run["cause"] for run, _ in judged), key=lambda cause: not cause):
         cells = (
-            _cell([pair for pair in judged if (pair[0]["cause"], pair[0]["half"]) == (cause, half)]) for half in HALVES
+            _cell([pair for pair in judged if pair[0]["cause"] == cause and _is_of(pair[0], part)]) for part in PARTS
         )
         lines.append(f"| {cause or 'nothing'} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(summary(judged, half) for half in HALVES)])
+    return "\n".join([*lines, "", *(summary(judged, part) for part in PARTS)])
 
 
 def _cell(judged: Sequence[tuple[Record, Verdict]]) -> str:
@@ -148,16 +148,20 @@ def _outcome(run: Record, verdict: Verdict) -> str:
     return f"`{LONG.sub('', run['words']).strip()}`{said}"
 
 
-def summary(judged: Sequence[tuple[Record, Verdict]], half: str) -> str:
-    """Return the recall and the precision of a half: how many broken runs have their cause as the first finding, how
+def _is_of(run: Record, part: str) -> bool:
+    return bool(part.startswith(run["half"]))
+
+
+def summary(judged: Sequence[tuple[Record, Verdict]], part: str) -> str:
+    """Return the recall and the precision of a part: how many broken runs have their cause as the first finding, how
     many of the runs with a finding are among them, and how many sound runs were told nothing.
     """
-    chosen = [(run["rules"], verdict) for run, verdict in judged if run["half"] == half]
+    chosen = [(run["rules"], verdict) for run, verdict in judged if _is_of(run, part)]
     broken, sound = ([one for one in chosen if bool(one[0]) == is_broken] for is_broken in (True, False))
     right = sum(verdict.is_right(rules) for rules, verdict in broken)
     found = sum(bool(verdict.found or verdict.told) for _, verdict in chosen)
     quiet = sum(verdict.is_right(rules) for rules, verdict in sound)
     return (
-        f"{half} half: recall {right} of {len(broken)}, precision {right} of {found}, "
+        f"{part}: recall {right} of {len(broken)}, precision {right} of {found}, "
         f"sound runs that were told nothing {quiet} of {len(sound)}"
     )
