@@ -330,6 +330,7 @@ THIRD = (
     ("", (), "guess-tiny STEPS=24"),
 )
 """Causes, rules and runs of the third part, which were made when four rules had been mended after the second half."""
+AS_IT_STANDS = "STEPS=24 training.prompts_per_step=48 training.eval_every_n_steps=6 evaluation.prompts=0"
 TABLE = (
     (HACK, "arithmetic-tiny rewards=OWN:empty evaluation.accuracy=OWN:empty"),
     (HACK, "arithmetic-tiny rewards=OWN:length"),
@@ -349,9 +350,7 @@ def _cases() -> Iterator[Case]:
     for i, (cause, rules, words) in enumerate(THIRD):
         yield Case(f"third-{i + 1}", "third", cause, rules, words, 300 + i)
     for i, (rules, words) in enumerate(TABLE):
-        yield Case(
-            f"table-{i + 1}", "table", "of the table", rules, f"{words} STEPS=24 training.prompts_per_step=48", i
-        )
+        yield Case(f"table-{i + 1}", "table", "of the table", rules, f"{words} {AS_IT_STANDS}", i)
 
 
 CASES = tuple(_cases())
