@@ -56,13 +56,13 @@ CAUSES = {
         "reverse RANK=8 LR=1e-2 STEPS=32",
     ),
     "rate too low": broken(
-        ("learning rate too low",),
+        ("learning rate too low", "learning rate next to 0"),
         "reverse LR=1e-6",
         "reverse LR=1e-8 grpo.algorithm=dr_grpo",
         "reverse RANK=8 LR=1e-7",
     ),
     "rate of 0": broken(
-        ("learning rate of 0",),
+        ("learning rate next to 0",),
         "reverse LR=0 STEPS=8",
         "guess-tiny LR=0 STEPS=4",
         "reverse RANK=4 LR=0 STEPS=8",
@@ -236,7 +236,7 @@ CAUSES = {
         f"reverse {TRUNCATE}=3 RANK=8 STEPS=4",
     ),
     "supervised rate too low": broken(
-        ("learning rate too low", "learning rate of 0"),
+        ("learning rate too low", "learning rate next to 0"),
         "reverse-sft SFT_LR=1e-6",
         "reverse-sft SFT_LR=1e-7 model.source=FOLDER/weak",
         "reverse-sft SFT_LR=0 STEPS=20",
@@ -267,7 +267,7 @@ CAUSES = {
         "reverse rewards=OWN:rare RANK=8 LR=1e-2",
     ),
     "rate too low for adapters": broken(
-        ("learning rate too low",),
+        ("learning rate too low", "learning rate next to 0"),
         "reverse RANK=8 LR=3e-3",
         "reverse RANK=8 LR=3e-4 grpo.algorithm=rloo",
     ),
@@ -306,7 +306,7 @@ SOUND = {
 THIRD = (
     ("", (), "guess-tiny"),
     ("", (), "arithmetic-tiny STEPS=20"),
-    ("rate too low", ("learning rate too low",), "guess-tiny LR=1e-8"),
+    ("rate too low", ("learning rate too low", "learning rate next to 0"), "guess-tiny LR=1e-8"),
     ("", (), "guess-tiny STEPS=20"),
     ("", (), "arithmetic-tiny rewards=OWN:large grpo.algorithm=rloo"),
     ("supervised rate too high", ("learning rate too high",), "reverse-sft SFT_LR=0.7"),
@@ -315,12 +315,12 @@ THIRD = (
     ("rewards of the batch before", ("noisy reward",), "arithmetic-tiny rewards=OWN:late STEPS=8"),
     ("", (), "reverse-sft SFT_LR=6e-3"),
     ("", (), "arithmetic-tiny rewards=OWN:offset"),
-    ("rate too low", ("learning rate too low",), "arithmetic-tiny LR=1e-8"),
+    ("rate too low", ("learning rate too low", "learning rate next to 0"), "arithmetic-tiny LR=1e-8"),
     ("", (), "guess-tiny grpo.algorithm=dr_grpo"),
     ("", (), "reverse rewards=OWN:large"),
     ("too hot", ("temperature too high",), "guess-tiny rollout.temperature=6 STEPS=12"),
     ("", (), "reverse grpo.algorithm=bnpo"),
-    ("rate too low", ("learning rate too low",), "reverse RANK=8 LR=1e-8"),
+    ("rate too low", ("learning rate too low", "learning rate next to 0"), "reverse RANK=8 LR=1e-8"),
     ("", (), "arithmetic-tiny grpo.algorithm=rloo STEPS=20"),
     (
         "held-out rows of another kind",

@@ -134,7 +134,7 @@ EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
     "few completions scored": edge("completions__scored_ratio", 0.49, 0.51),
     "noisy reward": edge("reward_noise", 0.51, 0.49, **FLAT),
     "reward ignores completions": edge("frac_reward_zero_std", 1.0, 0.99, **FLAT),
-    "learning rate of 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), **FLAT),
+    "learning rate next to 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), **FLAT),
     "weight decay too large": edge(
         "learning_rate", 1.01e-5, 0.99e-5, {"training.actor_optimizer.weight_decay": 200.0}, **FLAT
     ),
@@ -184,7 +184,7 @@ SUPERVISED: dict[str, tuple[RunHistory, RunHistory]] = {
     "one training row": (data(0, 1, "sft"), data(0, 101, "sft")),
     "few distinct rows": (data(0, 100, "sft"), data(0, 101, "sft")),
     "prompts cut": (fitted("sft", dropped=601), fitted("sft", dropped=600)),
-    "learning rate of 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), {}, "sft"),
+    "learning rate next to 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), {}, "sft"),
     "weight decay too large": edge(
         "learning_rate",
         1.01e-5,

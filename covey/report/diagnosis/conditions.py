@@ -39,6 +39,9 @@ which it has in any case."""
 BONUS_RISE, CLIPPED = 1.5, 0.2
 """Factor by which the entropy rises under a bonus that is too large, and share of clipped tokens from which updates go
 beyond the clip range."""
+TINY_RATE, MOVED = 2e-8, 2e-3
+"""Learning rate with which no run moves, because an update of Adam moves no weight by more than that; and sum of the
+rates of a short run from which a flat reward is not that of a rate that is too low."""
 STILL, SHIFT, FLAT_LOSS, POWER = 0.05, 0.01, 0.02, 0.15
 """Relative change of entropy and length that is none; that of the entropy which is one if its error is small; that of
 the loss; and the largest standard error of the reward's change, in units of the spread of completions, with which a

@@ -49,6 +49,8 @@ MOST_TIED, SMALL = 0.8, 3
 """Share of groups with equal rewards from which too few have a signal, and size up to which a group is small."""
 EASY_RATIO = 2.0
 """Mean reward in units of its spread from which most groups of equal rewards have the best one."""
+SHORT_RUN = 32
+"""Number of steps below which a run may be flat because it is short."""
 MOST_LEVELS = 200
 """Number of earlier levels among which the best is chosen in a long run."""
 
@@ -395,6 +397,11 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
     "beta": lambda run: run.numeric_setting("grpo.beta", 0.0),
     "weight_decay": lambda run: run.numeric_setting(f"{run.optimizer}.weight_decay", 0.0),
+    "rate": lambda run: run.numeric_setting(f"{run.optimizer}.learning_rate", 0.0),
+    # the sum of the rates of all steps of a short run
+    "short_rate_sum": lambda run: (
+        len(run) * rate.mean if len(run) < SHORT_RUN and (rate := run.metric("learning_rate").whole) else None
+    ),
     "max_grad_norm": lambda run: run.numeric_setting(f"{run.optimizer}.max_grad_norm", 0.0),
     # the share of a weight that decay takes at a step
     "decay": lambda run: (

@@ -37,6 +37,7 @@ from covey.report.diagnosis.conditions import (
     MOST_SAMPLES,
     MOST_TIED_SMALL,
     MOSTLY,
+    MOVED,
     NEARLY_ALL,
     NEARLY_ALL_CUT,
     NOT_ROSE,
@@ -66,6 +67,7 @@ from covey.report.diagnosis.features import (
     LENGTH_JUMP,
     MIN_FALL,
     MOST_TIED,
+    SHORT_RUN,
     SMALL,
     SPIKE,
 )
@@ -426,6 +428,11 @@ RULES = (
             ),
             above("kl.last.mean", 0.01, words="the KL is above 0.01 nats per token"),
             at_least("tied_without_critic", MOST_TIED, words=f"{percent(MOST_TIED)} of the groups have equal rewards"),
+            at_least(
+                "short_rate_sum",
+                MOVED,
+                words=f"the run has fewer than {SHORT_RUN} steps, and their rates add up to {MOVED:g}: it is short",
+            ),
         ],
         live=False,
     ),

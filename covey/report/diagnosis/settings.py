@@ -16,6 +16,7 @@ from covey.report.diagnosis.conditions import (
     ONE_REWARD,
     ROSE,
     SPOILED,
+    TINY_RATE,
     TREND_ROWS,
 )
 from covey.report.diagnosis.features import FALL_ERRORS
@@ -24,11 +25,14 @@ from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, be
 SETTINGS = (
     *(
         Rule(
-            "learning rate of 0",
-            "The learning rate is 0, so nothing is learnt",
-            "it is 0 in every step",
+            "learning rate next to 0",
+            "The learning rate is too low: nothing is learnt",
+            f"it is 0 in every step, or at most {TINY_RATE:g}: an update of Adam moves no weight by more than its rate",
             1,
-            [Case("the learning rate was 0 in {num_steps}", [equal("learning_rate.peak.mean", 0)])],
+            [
+                Case("the learning rate was 0 in {num_steps}", [equal("learning_rate.peak.mean", 0)]),
+                Case("the learning rate is {rate:.3g}", [above("rate", 0), at_most("rate", TINY_RATE)]),
+            ],
             f"raise {{training.{optimizer}.learning_rate:{rate}}}",
             methods=(method,),
             explains=("learning rate too low", "samples too similar", "groups too small"),
