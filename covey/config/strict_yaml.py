@@ -21,7 +21,7 @@ import yaml
 
 from covey.config import foreign_names
 from covey.config.base import Config, Problem, Wording, in_sections, leaves, shortened, validate
-from covey.config.kinds import describe, without_none
+from covey.config.kinds import choices, describe, without_none
 from covey.errors import RecipeError, nearest, raise_together
 from covey.files import check_utf8
 
@@ -187,7 +187,7 @@ def _report_left_out(text: str) -> None:
 def from_text(kind: Any, text: str) -> Any:
     """Parse a command-line value for a field of type `kind`: text is taken literally, lists may have commas."""
     inner, optional = without_none(kind)
-    if optional and text.lower() in ("null", "none", "~"):
+    if optional and text.lower() in ("null", "none", "~") and text not in choices(inner):
         return None
     if inner is str or (get_origin(inner) is Literal and all(isinstance(a, str) for a in get_args(inner))):
         return text

@@ -10,6 +10,7 @@ numbers of tokens and the rewards of all groups (`group_table`), by which they d
 to a token for its own share, and has the rows of its own devices (`packed_groups`).
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -72,6 +73,8 @@ from covey.sampling.model_runner import SamplerStats
 from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
+
+log = logging.getLogger(__name__)
 
 
 class Learner(Keywords, ABC):
@@ -473,6 +476,8 @@ class Learner(Keywords, ABC):
         answers = self.cluster.rollout.environments is not None
         problems = off_policy_problems(self.lead, self.config, answers, distributed.count())
         raise_together([problem.error("") for problem in problems])
+        if self.lead and self.algorithm.correction == "none":
+            log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
 
     def _check_threads(self) -> None:
         """Refuse to sample and train side by side on common devices in several processes: the programs of two threads

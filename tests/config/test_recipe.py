@@ -232,6 +232,13 @@ def test_overrides_are_read_as_the_type_of_their_field():
     assert (read.model.lora.targets, read.model.remat, read.grpo.epsilon_high) == (("q_proj",), False, None)
 
 
+def test_none_is_a_choice_where_it_is_one_and_null_where_it_is_not() -> None:
+    """`none` switches a correction off that would be on by default; it does not leave the choice to the preset."""
+    made = recipe.parse(SMALL, ["--grpo.correction", "none", "--grpo.delta", "none"])
+    assert (made.grpo.correction, made.grpo.delta) == ("none", None)
+    assert recipe.parse(SMALL, ["--grpo.correction", "null"]).grpo.correction is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -181,10 +181,12 @@ def test_dynamic_sampling_has_prompts_of_its_own_in_each_step() -> None:
         assert used == [row["prompt"] for row in stream[4 * step : 4 * step + len(used)]]
 
 
-def test_old_samples_are_corrected_unless_that_is_switched_off() -> None:
+def test_old_samples_are_corrected_unless_that_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert learner_of(1).algorithm.correction == "token_truncate"
     assert learner_of(0).algorithm.correction == "none"
+    assert not caplog.messages
     assert learner_of(1, grpo=GRPOConfig(correction="none")).algorithm.correction == "none"
+    assert [message.partition(":")[0] for message in caplog.messages] == ["grpo.correction is none"]
 
 
 def recipe_with(name: str, *settings: str) -> recipe.AnyRecipe:
