@@ -1,4 +1,4 @@
-"""Expected time, memory and disk of a run that is about to train, in one line.
+"""Expected time, memory and disk of a run that is about to train, in a few lines.
 
 In: a run that is set up and evaluated: its model, trainer and rows, and the mean length of its completions. Out:
 seconds by the work of a step (`work`) at the assumed share of this machine's rates, which are measured in half a
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from covey.config.algorithms import algorithm_of
-from covey.config.recipe import Recipe
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.models.config import ModelConfig
 from covey.monitor.formats import duration
 from covey.plan.lengths import Lengths, cut_geometric, expected_lengths
@@ -33,8 +34,8 @@ from covey.sampling.scheduler import Scheduler
 from covey.sft.batch import encode_example
 from covey.train.trainer import Trainer
 
-ROWS_READ = 64
-"""Number of rows whose lengths stand for all."""
+ROWS_READ, WIDTH = 64, 60
+"""Number of rows whose lengths stand for all, and of characters of a line."""
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +65,8 @@ def announcing(kind: type[Run[Any]]) -> type[Run[Any]]:
             summary: dict[str, Any] = super()._begin_summary()
             try:
                 needs = expect(self, (summary["before"] or {}).get("mean_length"))
-                self.progress.message(in_words(needs, self))
+                for line in in_words(needs, self):
+                    self.progress.message(line)
             except Exception as error:  # an estimate is a by-product, and the run goes on without it
                 log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
             return summary
@@ -88,26 +90,31 @@ def expect(run: Run[Any], sampled: float | None = None) -> Expectation:
     return Expectation(step, batches * step + _evaluation_seconds(run, by_phase), memory, _num_checkpoints(run), size)
 
 
-def in_words(needs: Expectation, run: Run[Any]) -> str:
-    """Return the line that is shown: what is expected, and from what it is calculated."""
-    count, recipe = needs.checkpoints, run.recipe
-    left_out = ["compiling"]
-    if isinstance(recipe, Recipe):
-        left_out += ["the critic"] * algorithm_of(recipe.grpo).needs_critic
-        left_out += ["the reward model"] * bool(recipe.reward_model)
-        left_out += ["environments"] * bool(recipe.envs.environment or recipe.envs.tools)
-        left_out += ["replaced groups"] * (algorithm_of(recipe.grpo).max_sampling_rounds > 1)
-        left_out += ["rewards"]
-    elif recipe.evaluation.answers:
-        left_out += ["answers in evaluations"]
-    machine = "this processor" if jax.default_backend() == "cpu" else "the device"
-    each = f"{needs.step_seconds:.2g} s, by their work at the rate of {machine} now"
-    steps = f"{run.total} step{'s' * (run.total > 1)} of {each}"
-    return (
-        f"expected: {duration(needs.seconds)} or more, {size_in_words(needs.memory)} of memory or more, "
-        f"{size_in_words(count * needs.checkpoint)} of disk ({steps}, without {', '.join(left_out)}; arrays, without "
-        f"temporary ones; {count} checkpoint{'s' * (count > 1)})"
-    )
+def in_words(needs: Expectation, run: Run[Any]) -> list[str]:
+    """Return the lines that are shown: what is expected, and from what it is calculated."""
+    count, machine = needs.checkpoints, "this processor" if jax.default_backend() == "cpu" else "the device"
+    memory, disk = size_in_words(needs.memory), size_in_words(count * needs.checkpoint)
+    steps = f"{run.total} step{'s' * (run.total > 1)} of {needs.step_seconds:.2g} s at the rate of {machine} now"
+    kept = f"{count} checkpoint{'s' * (count > 1)}"
+    details = f"{steps}, without {', '.join(_left_out(run.recipe))}; memory without temporary arrays; {kept}"
+    return [
+        f"expected: at least {duration(needs.seconds)}, {memory} of memory, {disk} of disk",
+        *wrap(details, WIDTH, initial_indent="  ", subsequent_indent="  "),
+    ]
+
+
+def _left_out(recipe: Recipe | SFTRecipe) -> list[str]:
+    """Return what the expected time leaves out."""
+    if isinstance(recipe, SFTRecipe):
+        return ["compiling", *["answers in evaluations"] * bool(recipe.evaluation.answers)]
+    algorithm = algorithm_of(recipe.grpo)
+    parts = {
+        "the critic": algorithm.needs_critic,
+        "the reward model": recipe.reward_model,
+        "environments": recipe.envs.environment or recipe.envs.tools,
+        "replaced groups": algorithm.max_sampling_rounds > 1,
+    }
+    return ["compiling", *(name for name, there in parts.items() if there), "rewards"]
 
 
 def _num_checkpoints(run: Run[Any]) -> int:
