@@ -96,6 +96,7 @@ class Learner(Keywords, ABC):
 
     Attributes:
         history: metrics of the steps.
+        drawn: steps whose samples a checkpoint has, and which are not drawn again.
         token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
@@ -128,7 +129,7 @@ class Learner(Keywords, ABC):
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
         self.token_values_every = self._staleness = 0
         self._ahead: RolloutsAhead | None = None
-        self._drawn: Sequence[DrawnStep] = ()
+        self.drawn: Sequence[DrawnStep] = ()
         self.algorithm = algorithm_of(config)
         self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
         training = rl_cluster.config.training_config
@@ -178,10 +179,10 @@ class Learner(Keywords, ABC):
     def _steps_ahead(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
         """Train step by step, each on samples that may be `off_policy_steps` steps old."""
         rows = copy(loader)
-        rows.take(len(self._drawn) * self._prompts_of_step)
-        steps = range(self.step + len(self._drawn), total)
-        with rollouts_ahead(partial(self._draw_step, rows), self.lead, steps, self._drawn, self.cluster) as ahead:
-            self._ahead, self._drawn = ahead, ()
+        rows.take(len(self.drawn) * self._prompts_of_step)
+        steps = range(self.step + len(self.drawn), total)
+        with rollouts_ahead(partial(self._draw_step, rows), self.lead, steps, self.drawn, self.cluster) as ahead:
+            self._ahead, self.drawn = ahead, ()
             try:
                 while self.step < total:
                     self._begin_step(total)
@@ -410,11 +411,7 @@ class Learner(Keywords, ABC):
 
     def drawn_ahead(self) -> Sequence[DrawnStep]:
         """Return the next steps whose samples no later weights can draw, for a checkpoint; it may wait for them."""
-        return self._drawn if self._ahead is None else self._ahead.waiting()
-
-    def load_drawn(self, drawn: Sequence[DrawnStep]) -> None:
-        """Restore the `drawn_ahead` of a checkpoint."""
-        self._drawn = drawn
+        return self.drawn if self._ahead is None else self._ahead.waiting()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`."""

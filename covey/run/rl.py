@@ -148,7 +148,7 @@ class RLRun(Run[Recipe]):
 
     def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
         if self.learner.lead:
-            self.learner.load_drawn(deserialize(np.asarray(arrays.pop(DRAWN)).tobytes()))
+            self.learner.drawn = deserialize(np.asarray(arrays.pop(DRAWN)).tobytes())
         super().load_arrays(arrays, step)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
