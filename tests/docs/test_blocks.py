@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_names_are_imported_from_covey_itself() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working folder with the modules that the pages write: a block that begins with `# name.py` is a part of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -154,7 +155,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             modules[name[1]] = modules.get(name[1], "") + "\n\n" + block.code
     for file, code in modules.items():
         (tmp_path / file).write_text(code)
-    return tmp_path
+    yield tmp_path
+    for file in modules:  # another test may have modules of these names in a folder of its own
+        sys.modules.pop(file.removesuffix(".py"), None)
 
 
 def small(code: str) -> str:

@@ -548,14 +548,12 @@ def test_tools_are_named_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(RecipeError, match=what):
             recipe.load("arithmetic-smollm2", [*given, *others])
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_tools.py").write_text(
-        'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: It.\n    """\n'
-    )
-    assert [*EnvironmentRunner(tools=["my_tools:add", "calculator"])._tools] == ["add", "calculator"]
+    (tmp_path / "adding.py").write_text('def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: It.\n    """\n')
+    assert [*EnvironmentRunner(tools=["adding:add", "calculator"])._tools] == ["add", "calculator"]
     with pytest.raises(RecipeError, match=r"no tool 'calculater'(.|\n)*did you mean 'calculator'"):
         EnvironmentRunner(tools=["calculater"])
     with pytest.raises(RecipeError, match="two tools have the same name"):
-        EnvironmentRunner(tools=["my_tools:add", add])
+        EnvironmentRunner(tools=["adding:add", add])
 
 
 def test_the_calculator_is_a_tool() -> None:
