@@ -51,6 +51,7 @@ DYNAMIC = {
     "'.*' if entry == ALL_LINEAR else f'.*\\\\.{entry}' if entry.isidentifier() else entry": "a setting",
     "f\"\\\\b(?:{'|'.join(names)})=(\\\\{{[^{{}}]*\\\\}}|%?[\\\\w.\\\\-]+)\"": "names from the source",
     "f'{mark}({self._control_pattern}){mark}'": "fixed texts, each of them escaped",
+    "pattern": "names of metrics from the source, with one `.*` between fixed texts",
     "f'(\\\\d{{8,}})/{SUMS}'": "a fixed text behind one loop",
 }
 """Expressions that are no text in the source, each with the reason why it may stay."""
