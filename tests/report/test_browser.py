@@ -45,6 +45,13 @@ def wait_for_count(elements: Any, count: int) -> None:
     expect(elements).to_have_count(count, timeout=90_000)
 
 
+def wait_for_text(element: Any, text: str) -> None:
+    """Wait until `element` contains `text`, which it gets by an event behind the one that the test has caused."""
+    from playwright.sync_api import expect
+
+    expect(element).to_contain_text(text, timeout=90_000)
+
+
 def violations(page: Any) -> list[str]:
     page.evaluate(AXE)
     found = page.evaluate("axe.run()")["violations"]
@@ -216,6 +223,7 @@ def test_groups_are_folded_followed_compared_and_addressed(opened: Open, make_ru
     assert cards == ["3 × 1 advantage +0.5 It is 77. 9 tokens", "0 advantage +0.5 It is <b>78</b>, I think. 9 tokens"]
     linked.locator(".compared summary").click()
     difference = linked.locator(".compared .text")
+    wait_for_count(difference.locator("ins"), 1)  # the event of opening comes after the click
     assert difference.locator("ins").all_inner_texts() == ["77"]
     assert difference.locator("del").all_inner_texts() == ["<b>78</b>, I think"]
     page.locator("#completions").get_by_label("Prompt").select_option(index=1)
@@ -225,7 +233,7 @@ def test_groups_are_folded_followed_compared_and_addressed(opened: Open, make_ru
         "step 1, group 0\t0.75\t3 × It is 77. · It is <b>78</b>, I think."
     )
     course.get_by_role("link", name="step 5, group 2").click()
-    assert "Step 5, group 2" in page.locator(".group.linked").inner_text()
+    wait_for_text(page.locator(".group.linked"), "Step 5, group 2")
 
 
 def test_questions_are_chosen_by_change(opened: Open, long_report: Path) -> None:
