@@ -162,7 +162,10 @@ class Learner(Keywords, ABC):
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
         """
-        loader, held_out = self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds)
+        return self.train_steps(self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds))
+
+    def train_steps(self, loader: PromptLoader, held_out: Sequence[Any] | None = None) -> RLCluster:
+        """Train as `train` does, on ready batches and rows, and do nothing before or after the steps."""
         total = self._begin(loader, held_out)
         with closing(self._steps_ahead(loader, total) if self.lead else self._steps(loader, total)) as records:
             for record in records:

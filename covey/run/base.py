@@ -362,10 +362,14 @@ class Run(ABC, Generic[RecipeT]):
         log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return None
 
+    def train(self) -> None:
+        """Train to the last step."""
+        self.learner.train(self.loader, self.held_out or None)
+
     def _train_and_save(self) -> None:
         """Train to the end and save the result; a signal meanwhile ends the run at a step that is saved."""
         with self.resources.signals.deferring():
-            self.learner.train(self.loader, self.held_out or None)
+            self.train()
             if self.folder.saved != self.learner.step:
                 self.save()
             self.folder.saves.wait()

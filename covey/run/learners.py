@@ -98,7 +98,7 @@ class _RLLearner(Learner):
             self.check_data(loader.rows, held_out)
             self._begin(loader, held_out)
             self._evaluate("before", held_out)
-        super().train(loader, held_out or None)
+        self.train_steps(loader, held_out or None)
         if held_out:
             self._evaluate("after", held_out)
         return self.cluster

@@ -125,6 +125,9 @@ class RLRun(Run[Recipe]):
         self.learner.rehearse(self.loader.rows)
         return super()._evaluate_before()
 
+    def train(self) -> None:
+        self.learner.train_steps(self.loader, self.held_out or None)  # `train` of a script's learner evaluates too
+
     def show(self, record: StepRecord) -> None:
         self.progress.step(record.metrics, SampleLine.of(record.groups))
 

@@ -111,7 +111,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOLearne
     """A run of four steps that nothing has stopped."""
     out = tmp_path_factory.mktemp("runs") / "straight"
     one = learner()
+    phases: list[str] = []
+    one.on_phase = phases.append
     one.train(ROWS, HELD_OUT, out=out)
+    assert "evaluate" not in phases, "the run evaluates, and the learner not once more"
     return out, one
 
 
