@@ -290,27 +290,41 @@ def with_correction(config: GRPOConfig, off_policy_steps: int) -> GRPOConfig:
 
 
 def off_policy_problems(
-    off_policy_steps: int, config: GRPOConfig, has_environment: bool, processes: int = 1
+    off_policy_steps: int,
+    config: GRPOConfig,
+    has_environment: bool,
+    *,
+    processes: int = 1,
+    total_steps: int | None = None,
 ) -> list[Problem]:
     """Return the problems of settings that cannot train on samples of earlier steps."""
-    text = f"training.off_policy_steps is {off_policy_steps}, and "
-    unfit = {
-        f"grpo.num_iterations is {config.num_iterations}: the batches of a step are old by its updates alone": (
+    key = "training.off_policy_steps"
+    text = f"{key} is {off_policy_steps}, and "
+    problems = [
+        *problem_if(
             config.num_iterations > 1,
+            key,
+            f"{text}grpo.num_iterations is {config.num_iterations}: the batches of a step are old by its updates alone",
             "one of them",
         ),
-        f"{config.algorithm} has a critic, which learns the values of the last weights": (
+        *problem_if(
             algorithm_of(config).needs_critic,
+            key,
+            f"{text}{config.algorithm} has a critic, which learns the values of the last weights",
             "0, or an algorithm without a critic",
         ),
-        "there is an environment or a tool, whose answers come by the clock": (has_environment, "0"),
-        f"there are {processes} processes": (processes > 1, "0, or one process"),
-    }
-    return [
-        Problem("training.off_policy_steps", text + what, want)
-        for what, (is_so, want) in unfit.items()
-        if off_policy_steps and is_so
+        *problem_if(
+            has_environment, key, f"{text}there is an environment or a tool, whose answers come by the clock", "0"
+        ),
+        *problem_if(processes > 1, key, f"{text}there are {processes} processes", "0, or one process"),
+        *problem_if(
+            total_steps is not None and off_policy_steps >= total_steps,
+            key,
+            f"{text}the run has {total_steps} steps: all would train on samples of the initial weights",
+            "fewer than its steps; 1 to 4 are usual",
+        ),
     ]
+    return problems if off_policy_steps else []
 
 
 READ_IF: tuple[ReadIf, ...] = (

@@ -432,7 +432,12 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
     rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
     scored = envs.environment is not None
     return [
-        *off_policy_problems(recipe.training.off_policy_steps, grpo, scored or bool(envs.tools)),
+        *off_policy_problems(
+            recipe.training.off_policy_steps,
+            grpo,
+            scored or bool(envs.tools),
+            total_steps=recipe.training.max_steps,
+        ),
         *problem_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",

@@ -360,13 +360,7 @@ class Learner(Keywords, ABC):
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
         training = self.cluster.config.training_config
         total = total_steps(training, len(loader), self.config.num_iterations)
-        if self.lead >= total:
-            raise RecipeError(
-                f"training.off_policy_steps is {self.lead}, and the run has {total} steps: all of them would train on "
-                "samples of the initial weights",
-                want="fewer than its steps; 1 to 4 are usual",
-                where="training.off_policy_steps",
-            )
+        self._check_lead(total)
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self.prepare(total)
         self._check_same_start(loader, total)
@@ -471,12 +465,17 @@ class Learner(Keywords, ABC):
         per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
         return per_step + 2 if self.cluster.config.runs_ahead and not self.lead else 0
 
-    def _check_lead(self) -> None:
-        """Refuse settings that cannot train on samples of earlier steps."""
-        answers = self.cluster.rollout.environments is not None
-        problems = off_policy_problems(self.lead, self.config, answers, distributed.count())
+    def _check_lead(self, total_steps: int | None = None) -> None:
+        """Refuse settings that cannot train on samples of earlier steps; the run's length is known when it begins."""
+        problems = off_policy_problems(
+            self.lead,
+            self.config,
+            has_environment=self.cluster.rollout.environments is not None,
+            processes=distributed.count(),
+            total_steps=total_steps,
+        )
         raise_together([problem.error("") for problem in problems])
-        if self.lead and self.algorithm.correction == "none":
+        if total_steps is None and self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
 
     def _check_threads(self) -> None:
