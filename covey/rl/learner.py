@@ -66,7 +66,7 @@ from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_met
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
-from covey.rl.run_ahead import DrawnStep, Replay, RolloutsAhead, RolloutThread, rollouts_ahead, run_ahead
+from covey.rl.run_ahead import DrawnStep, Replay, RolloutsAhead, rollouts_ahead, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
@@ -246,7 +246,7 @@ class Learner(Keywords, ABC):
 
     def _end_step(self, updates: list[Metrics], total: int) -> StepRecord:
         """Give the rollout the new weights, and return the record of the step."""
-        if not isinstance(self._ahead, RolloutThread):  # which gets a copy of the weights that it has to draw with
+        if self._ahead is None or not self._ahead.takes_copies:
             with self.stats.clock("sync"), order.phase("sync", self.step):
                 self.cluster.sync_weights()
         self.step += len(updates)

@@ -268,6 +268,9 @@ class RolloutsAhead:
         drawn: steps that are, from a checkpoint.
     """
 
+    takes_copies = False
+    """Whether it draws with copies of the weights, and the rollout need not have the last ones."""
+
     def __init__(self, draw: Draw, lead: int, steps: range, drawn: Iterable[DrawnStep] = ()):
         self._draw, self._lead, self._steps = draw, lead, deque(steps)
         self._ready: deque[DrawnStep | None] = deque(drawn)
@@ -311,6 +314,8 @@ class RolloutThread(RolloutsAhead):
         copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
         set_weights: gives the rollout such a copy.
     """
+
+    takes_copies = True
 
     def __init__(
         self,
