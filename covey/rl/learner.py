@@ -3,7 +3,7 @@
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
-ahead of the rest in a thread (`run_ahead`). Observers log, print and save the results of each step.
+ahead of the rest, within a step and over steps (`run_ahead`). Observers log, print and save the results of each step.
 
 Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
 numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
