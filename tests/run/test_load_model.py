@@ -245,7 +245,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
     settings.append("grpo.reward_weights=[1, 0.5, 2]")  # the last is the weight of the reward model
     settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
-    monkeypatch.setattr(Learner, "train", one_more_step)
+    monkeypatch.setattr(Learner, "train_steps", one_more_step)
     monkeypatch.setattr(RLRun, "step_files", ())
     run.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
     moved = shutil.copytree(models[role], tmp_path / "moved")
