@@ -1,1 +1,1 @@
-"""Broken runs and sound ones, and what the diagnosis says of each (`python -m benchmarks.diagnosis`)."""
+"""Broken runs and sound ones, and the verdicts of the diagnosis on each (`python -m benchmarks.diagnosis`)."""

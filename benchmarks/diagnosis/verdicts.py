@@ -1,4 +1,4 @@
-"""What the diagnosis says of runs, while they train and at their ends, and their records for the tests."""
+"""Verdicts of the diagnosis on runs, while they train and at their ends, and records of the runs for the tests."""
 
 import json
 import re
@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """What the diagnosis says of a run.
+    """Verdict of the diagnosis on a run.
 
     Attributes:
         found: name of the rule of the first finding at the end; "" if no problem was found.
@@ -115,7 +115,7 @@ SETTINGS = re.compile(
 
 
 def table(runs: Iterable[Record]) -> str:
-    """Return a table of the causes with the runs of each part and what was said of them, the sound runs last, and the
+    """Return a table of the causes with the runs of each part and the verdicts on them, the sound runs last, and the
     recall and the precision of the parts.
     """
     judged = [(run, judge(run)) for run in runs]
@@ -129,7 +129,7 @@ def table(runs: Iterable[Record]) -> str:
 
 
 def _cell(judged: Sequence[tuple[Record, Verdict]]) -> str:
-    """Return what was said of some runs, those of which the same was said as one."""
+    """Return the outcomes of some runs, equal ones once with their number."""
     counts = Counter(_outcome(run, verdict) for run, verdict in judged)
     return "<br>".join(outcome + (f" ({number} times)" if number > 1 else "") for outcome, number in counts.items())
 

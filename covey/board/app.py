@@ -79,7 +79,7 @@ class Board:
             return _json(page_data([run.data() for run in chosen], [run.findings for run in chosen]))
 
     def points(self, request: Request) -> Response:
-        """Return what was added to the curves of the chosen runs behind the steps `after`, and the present findings."""
+        """Return the points of the chosen runs behind the steps `after`, and the present findings."""
         with self._lock:
             chosen, after = self._chosen(request), request.query_params.getlist("after")
             if len(after) != len(chosen) or not all(map(_is_step, after)):

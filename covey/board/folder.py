@@ -108,14 +108,14 @@ class BoardRun:
         self._undiagnosed, self._diagnose_from = False, now + (now - start) / DIAGNOSIS_SHARE
 
     def data(self) -> RunData:
-        """Return what was read, without the answers to held-out prompts. Its curves grow with the next rows."""
+        """Return the run as far as it was read, without answers to held-out prompts. Its curves grow with later rows."""
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
         read = curves.steps, curves.seconds, curves.series, summary
         return RunData(self.name, self.folder, method, settings, *read, status=self._watched.state)
 
     def groups(self) -> Sequence[Location]:
-        """Return where each group of completions lies that was written until now."""
+        """Return the positions of all groups of completions that were written until now."""
         self._index = locate(self.folder / SAMPLES, {}, self._index)
         return self._index
 

@@ -104,7 +104,7 @@ def encode_groups(
 
 
 def locate(file: Path, unreadable: dict[str, int], known: Sequence[Location] = ()) -> list[Location]:
-    """Return where each group of `file` lies. The beginning of a line tells its step and group; a line that begins
+    """Return the position of each group of `file`. The beginning of a line tells its step and group; a line that begins
     otherwise is parsed.
 
     Args:

@@ -1,4 +1,4 @@
-"""What of a run may be shown to anybody: no prompts, completions, paths, names of folders and texts of its user.
+"""The public part of runs: without prompts, completions, paths, names of folders and texts of their users.
 
 Numbers stay, and of texts those that Covey brings: choices of settings, and values of the built-in recipes. All others
 are left out, so that nothing depends on recognising a secret.
@@ -28,9 +28,7 @@ FIGURES = ("before", "after", "seconds")
 
 
 def public_runs(runs: Sequence[RunData]) -> list[RunData]:
-    """Return `runs` without what a public page does not have. A single one is named after its built-in recipe, and
-    several are numbered.
-    """
+    """Return the public part of `runs`. A single one is named after its built-in recipe, and several are numbered."""
     shown = [_public_run(run) for run in runs]
     if len(shown) > 1:
         return [replace(run, name=f"run {number}") for number, run in enumerate(shown, 1)]

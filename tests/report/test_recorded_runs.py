@@ -1,4 +1,4 @@
-"""What the diagnosis says of recorded runs, some broken on purpose (`python -m benchmarks.diagnosis`).
+"""Verdicts of the diagnosis on recorded runs, some broken on purpose (`python -m benchmarks.diagnosis`).
 
 Rules and thresholds were set on the runs of the half "first", and judged by those of the half "second"; four were then
 mended, which those of "third" judged, and one once more (docs/diagnosis.md).

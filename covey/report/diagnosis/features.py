@@ -545,7 +545,7 @@ JUMPS: tuple[Case, ...] = (
         [at_least("grad_norm.peak.mean", SPIKE, "grad_norm.start.mean"), above("grad_norm.start.mean", 0)],
     ),
 )
-"""What jumps when updates spoil a model."""
+"""Figures that jump when updates spoil a model."""
 
 
 def _change(
