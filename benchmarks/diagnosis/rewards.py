@@ -58,12 +58,6 @@ def ones(completions: Texts) -> list[float]:
     return [text_of(one)[:3].count("1") / 3 for one in completions]
 
 
-def repeated(completions: Texts) -> list[float]:
-    """Return how often the most frequent word occurs."""
-    words = [text_of(one).lower().split() for one in completions]
-    return [float(max(map(of_one.count, of_one), default=0)) for of_one in words]
-
-
 def odd(completions: Texts) -> list[float]:
     """Return 1 for an odd number."""
     return [float(text_of(one)[-1:] in tuple("13579")) for one in completions]

@@ -36,4 +36,3 @@ function duration(seconds) {
 }
 
 const count = (number, noun) => whole(number) + ' ' + noun + (number === 1 ? '' : 's');
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
