@@ -304,32 +304,28 @@ SOUND = {
     ),
 }
 THIRD = (
-    ("", (), "guess-tiny"),
-    ("", (), "arithmetic-tiny STEPS=20"),
-    ("rate too low", ("learning rate too low", "learning rate next to 0"), "guess-tiny LR=1e-8"),
-    ("", (), "guess-tiny STEPS=20"),
-    ("", (), "arithmetic-tiny rewards=OWN:large grpo.algorithm=rloo"),
-    ("supervised rate too high", ("learning rate too high",), "reverse-sft SFT_LR=0.7"),
-    ("", (), "guess-tiny training.prompts_per_step=32 grpo.algorithm=rloo"),
-    ("", (), "arithmetic-tiny"),
-    ("rewards of the batch before", ("noisy reward",), "arithmetic-tiny rewards=OWN:late STEPS=8"),
-    ("", (), "reverse-sft SFT_LR=6e-3"),
-    ("", (), "arithmetic-tiny rewards=OWN:offset"),
-    ("rate too low", ("learning rate too low", "learning rate next to 0"), "arithmetic-tiny LR=1e-8"),
-    ("", (), "guess-tiny grpo.algorithm=dr_grpo"),
-    ("", (), "reverse rewards=OWN:large"),
-    ("too hot", ("temperature too high",), "guess-tiny rollout.temperature=6 STEPS=12"),
-    ("", (), "reverse grpo.algorithm=bnpo"),
-    ("rate too low", ("learning rate too low", "learning rate next to 0"), "reverse RANK=8 LR=1e-8"),
-    ("", (), "arithmetic-tiny grpo.algorithm=rloo STEPS=20"),
-    (
-        "held-out rows of another kind",
-        ("held-out rows of another kind",),
-        SUMS_FILES + " data.test_path=FOLDER/products.jsonl STEPS=8",
-    ),
-    ("", (), "guess-tiny STEPS=24"),
+    ("", "guess-tiny"),
+    ("", "arithmetic-tiny STEPS=20"),
+    ("rate too low", "guess-tiny LR=1e-8"),
+    ("", "guess-tiny STEPS=20"),
+    ("", "arithmetic-tiny rewards=OWN:large grpo.algorithm=rloo"),
+    ("supervised rate too high", "reverse-sft SFT_LR=0.7"),
+    ("", "guess-tiny training.prompts_per_step=32 grpo.algorithm=rloo"),
+    ("", "arithmetic-tiny"),
+    ("rewards of the batch before", "arithmetic-tiny rewards=OWN:late STEPS=8"),
+    ("", "reverse-sft SFT_LR=6e-3"),
+    ("", "arithmetic-tiny rewards=OWN:offset"),
+    ("rate too low", "arithmetic-tiny LR=1e-8"),
+    ("", "guess-tiny grpo.algorithm=dr_grpo"),
+    ("", "reverse rewards=OWN:large"),
+    ("too hot", "guess-tiny rollout.temperature=6 STEPS=12"),
+    ("", "reverse grpo.algorithm=bnpo"),
+    ("rate too low", "reverse RANK=8 LR=1e-8"),
+    ("", "arithmetic-tiny grpo.algorithm=rloo STEPS=20"),
+    ("held-out rows of another kind", SUMS_FILES + " data.test_path=FOLDER/products.jsonl STEPS=8"),
+    ("", "guess-tiny STEPS=24"),
 )
-"""Causes, rules and runs of the third part, which were made when four rules had been mended after the second half."""
+"""Causes and runs of the third part, which were made when four rules had been mended after the second half."""
 AS_IT_STANDS = "STEPS=24 training.prompts_per_step=48 training.eval_every_n_steps=6 evaluation.prompts=0"
 TABLE = (
     (HACK, "arithmetic-tiny rewards=OWN:empty evaluation.accuracy=OWN:empty"),
@@ -347,8 +343,8 @@ def _cases() -> Iterator[Case]:
             yield Case(f"{cause.replace(' ', '-')}-{i + 1}", half, cause, rules, words, 100 + 3 * number + i)
     for half, runs in SOUND.items():
         yield from (Case(f"sound-{half}-{i + 1}", half, "", (), words, i + 1) for i, words in enumerate(runs))
-    for i, (cause, rules, words) in enumerate(THIRD):
-        yield Case(f"third-{i + 1}", "third", cause, rules, words, 300 + i)
+    for i, (cause, words) in enumerate(THIRD):
+        yield Case(f"third-{i + 1}", "third", cause, CAUSES[cause].rules if cause else (), words, 300 + i)
     for i, (rules, words) in enumerate(TABLE):
         yield Case(f"table-{i + 1}", "table", "of the table", rules, f"{words} {AS_IT_STANDS}", i)
 
