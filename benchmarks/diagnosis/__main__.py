@@ -76,11 +76,6 @@ def mixed(cases: Sequence[Case]) -> list[Case]:
     return [case for _, case in sorted(placed, key=lambda pair: pair[0])]
 
 
-def made_in(folder: Path) -> list[tuple[Case, Path]]:
-    """Return the runs in `folder`."""
-    return [(case, folder) for case in CASES if is_made(folder / case.name)]
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Make the runs, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diagnosis", description=__doc__, allow_abbrev=False)
@@ -92,9 +87,12 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     folder = asked.folder.absolute()
     chosen = [case for case in CASES if asked.half in (None, case.half) and asked.only in case.name]
-    if not (asked.judge or asked.folder.is_file()):
+    if not (asked.judge or folder.is_file()):
         make_all(chosen, folder)
-    runs = read_records(asked.folder) if asked.folder.is_file() else [record(*made) for made in made_in(folder)]
+    if folder.is_file():
+        runs = read_records(folder)
+    else:
+        runs = [record(case, folder) for case in CASES if is_made(folder / case.name)]
     print(table(runs))
     if asked.metrics:
         asked.metrics.write_text(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.diagnosis.cases import Case
 from covey.report.diagnosis import PROBLEM, WITHDRAWN, LiveDiagnosis, RunHistory, diagnose
+from covey.report.run_data import read_run
 
 PARTS = ("first half", "second half", "third part")
 Record = Mapping[str, Any]
@@ -75,8 +76,6 @@ def record(case: Case, folder: Path) -> dict[str, Any]:
     """Return the run of `case` as JSON-serialisable values: its settings, and the metrics that rules read, rounded to
     three digits.
     """
-    from covey.report.run_data import read_run
-
     run = read_run(folder / case.name)
     series = {name: _packed(run.steps, one) for name, one in run.series.items() if READ.fullmatch(name)}
     figures = {name: run.summary.get(name) for name in ("before", "after", "data")}
