@@ -64,31 +64,54 @@ def plan(
         raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
     prepare_environment(target)
 
-    from covey.plan import here as measuring
-    from covey.plan import memory, table
-    from covey.plan.cost import cost_of
     from covey.plan.lengths import expected_lengths
-    from covey.plan.plan import make_plan, outline_for
 
     def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
         return recipe.load_any(source, [*settings, *more])
 
     ready = load(())
     if quick:
-        first = outline_for(ready, target)
-        if as_json:
-            print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(first)}))
-        else:
-            memory.show(first, make_console())
+        _outline(ready, target, as_json)
         return
-    expected = expected_lengths(ready, prompt, completions, samples)
-    console = Console(stderr=True)
+    lengths = expected_lengths(ready, prompt, completions, samples)
     if advise:
-        _advise(load, target, console, expected, as_json)
-        return
+        _advise(load, target, lengths, as_json)
+    else:
+        _plan(load, ready, target, lengths, as_json=as_json, here=here, price=price)
+
+
+def _outline(ready: recipe.Recipe | recipe.SFTRecipe, target: Target, as_json: bool) -> None:
+    """Print the outline of a run, for which nothing is compiled."""
+    from covey.plan import memory
+    from covey.plan.plan import outline_for
+
+    outline = outline_for(ready, target)
+    if as_json:
+        print(json.dumps({"recipe": ready.name, "on": target.name, **memory.to_json(outline)}))
+    else:
+        memory.show(outline, make_console())
+
+
+def _plan(
+    load: "Load",
+    ready: recipe.Recipe | recipe.SFTRecipe,
+    target: Target,
+    lengths: "Lengths",
+    *,
+    as_json: bool,
+    here: bool,
+    price: float | None,
+) -> None:
+    """Print the plan itself; arguments as for `plan`."""
+    from covey.plan import here as measuring
+    from covey.plan import table
+    from covey.plan.cost import cost_of
+    from covey.plan.plan import make_plan
+
+    console = Console(stderr=True)
     with console.status("") as status:
         show_first = partial(_show_first, status) if not as_json else lambda first: None
-        needs = make_plan(load, target, partial(_tell, console, status), expected, show_first)
+        needs = make_plan(load, target, partial(_tell, console, status), lengths, show_first)
         figures = table.as_json(needs)
         cost = cost_of(needs, ready, price) if price else None
         figures |= {"cost": cost.to_json()} if cost else {}
@@ -105,10 +128,11 @@ def plan(
         measuring.show(figures, make_console())
 
 
-def _advise(load: "Load", target: Target, console: Console, lengths: "Lengths", as_json: bool) -> None:
+def _advise(load: "Load", target: Target, lengths: "Lengths", as_json: bool) -> None:
     """Print the meshes of `target`, the fastest first."""
     from covey.plan import advise
 
+    console = Console(stderr=True)
     with console.status("") as status:
         advice = advise.advise(load, target, partial(_tell, console, status), lengths)
     if as_json:
