@@ -66,7 +66,7 @@ def algorithm_like(case: Mapping[str, Any]) -> Algorithm:
         sapo_negative=trl["sapo_temperature_neg"],
         correction=trl["vllm_importance_sampling_mode"] if trl["use_vllm"] else "none",
         correction_cap=trl["vllm_importance_sampling_clip_max"],
-        correction_floor=0.0,
+        correction_floor=trl["vllm_importance_sampling_clip_min"] or 0.0,
         mask_truncated=trl["mask_truncated_completions"],
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
     inputs = LossInputs(
         advantage=at_tokens(ARRAYS[f"{name}/advantages"][:, None]),
         weight=at_tokens(weight[:, None]),
-        rollout_logps=at_tokens(sampler_of(name)),
+        rollout_logps=at_tokens(x["sampled"]),
         beta=jnp.full((P * G, 1), algorithm.beta),
         old_logps=None if on_policy else at_tokens(x["old"]),
         ref_logps=at_tokens(x["ref"]) if algorithm.beta and algorithm.kl_in == "loss" else None,
@@ -102,17 +102,6 @@ def own_loss(name: str) -> tuple[float, np.ndarray, MetricSums]:
 
     (value, shares), gradient = jax.value_and_grad(loss, has_aux=True)(at_tokens(x["logps"]))
     return float(value), np.asarray(gradient), shares
-
-
-def sampler_of(name: str) -> np.ndarray:
-    """The sampler's log-probs as TRL got them: per sequence with differences divided by the length, so that the ratios
-    of whole completions are not all beyond the cap.
-    """
-    x, trl = drawn(name), CASES[name]["settings"]
-    if not (trl.get("use_vllm") and trl["vllm_importance_sampling_mode"].startswith("sequence")):
-        return x["sampled"]
-    old = np.float64(x["logps" if trl["num_iterations"] == 1 else "old"])
-    return old + (x["sampled"] - old) / x["lengths"][:, None]
 
 
 def case_is_rloo(name: str) -> bool:
@@ -204,10 +193,13 @@ def test_presets_are_what_trl_calls_so(preset: str, name: str) -> None:
 @pytest.mark.slow
 def test_the_draws_reach_every_bound() -> None:
     """Otherwise agreement would say little."""
-    plain, corrected = CASES["dapo/plain"]["metrics"], CASES["dapo/token_mask"]["metrics"]
+    plain, masked = CASES["dapo/plain"]["metrics"], CASES["dapo/token_mask"]["metrics"]
     assert plain["clip_ratio/low_mean"] > 0.05
     assert plain["clip_ratio/high_mean"] > 0.05
-    assert corrected["sampling/correction/mean"] < 0.6
-    for name, without in {"grpo/delta": "grpo/plain", "grpo/sequence_delta": "grpo/sequence"}.items():
+    assert masked["sampling/correction/mean"] < 0.6
+    bounds = {"grpo/delta": "grpo/plain", "grpo/sequence_delta": "grpo/sequence"}
+    corrected = [name for name in CASES if CASES[name]["settings"].get("vllm_importance_sampling_clip_min")]
+    assert len(corrected) == 4
+    for name, without in (bounds | {name: name.removesuffix("_two_bounds") for name in corrected}).items():
         assert not np.allclose(ARRAYS[f"{name}/gradient"], ARRAYS[f"{without}/gradient"], atol=1e-3)
     assert np.all(ARRAYS["grpo/truncated/gradient"][~ARRAYS["far/finished"]] == 0)

@@ -82,11 +82,11 @@ NEAR: dict[str, dict[str, Any]] = {
     "grpo/gspo": {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4} | SEQUENCE,
 }
 MODE = "vllm_importance_sampling_mode"
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+FLOOR = {"vllm_importance_sampling_clip_min": 0.8}
 CORRECTED: dict[str, dict[str, Any]] = {
-    "dapo/token_truncate": {"loss_type": "dapo", MODE: "token_truncate"},
-    "dapo/token_mask": {"loss_type": "dapo", MODE: "token_mask"},
-    "dapo/sequence_truncate": {"loss_type": "dapo", MODE: "sequence_truncate"},
-    "dapo/sequence_mask": {"loss_type": "dapo", MODE: "sequence_mask"},
+    **{f"dapo/{mode}": {"loss_type": "dapo", MODE: mode} for mode in MODES},
+    **{f"dapo/{mode}_two_bounds": {"loss_type": "dapo", MODE: mode} | FLOOR for mode in MODES},
     "dapo/token_truncate_on_policy": {"loss_type": "dapo", MODE: "token_truncate"} | ON_POLICY,
     "cispo/token_truncate": {"loss_type": "cispo", "epsilon_high": 1.5, MODE: "token_truncate"},
     "grpo/sequence_mask": {"loss_type": "grpo", MODE: "sequence_mask"} | SEQUENCE,
@@ -97,7 +97,7 @@ SETTINGS = (
     "loss_type", "num_iterations", "gradient_accumulation_steps", "max_completion_length", "epsilon", "epsilon_high",
     "delta", "beta", "importance_sampling_level", "scale_rewards", "mask_truncated_completions",
     "sapo_temperature_pos", "sapo_temperature_neg", "use_vllm", MODE,
-    "vllm_importance_sampling_clip_max", "reward_weights",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "reward_weights",
 )  # fmt: skip
 """Settings of a case that are written down."""
 METRICS = {
@@ -209,16 +209,8 @@ def grpo(name: str, chosen: dict[str, Any], drawn: dict[str, np.ndarray]) -> tup
     config = GRPOConfig(**FIXED, **(GRPO | chosen))
     old, sampled = np.float64(drawn["logps" if config.num_iterations == 1 else "old"]), None
     if MODE in chosen:
-        config.use_vllm, sampled = True, sampler_of(chosen[MODE], drawn, old)
+        config.use_vllm, sampled = True, np.float64(drawn["sampled"])
     return step(name, GivenGRPO(config, drawn, sampled, old))
-
-
-def sampler_of(mode: str, drawn: dict[str, np.ndarray], old: np.ndarray) -> np.ndarray:
-    """The sampler's log-probs that TRL is given. Per sequence it takes exp of the sum of differences, we of their mean
-    (which does not grow with length): TRL's differences are divided by the length, so that its sum is our mean.
-    """
-    sampled = np.float64(drawn["sampled"])
-    return old + (sampled - old) / drawn["lengths"][:, None] if mode.startswith("sequence") else sampled
 
 
 def rloo(name: str, chosen: dict[str, Any], drawn: dict[str, np.ndarray]) -> tuple[dict[str, Any], Any]:
