@@ -108,7 +108,7 @@ class BoardRun:
         self._undiagnosed, self._diagnose_from = False, now + (now - start) / DIAGNOSIS_SHARE
 
     def data(self) -> RunData:
-        """Return the run as far as it was read, without answers to held-out prompts. Its curves grow with later rows."""
+        """Return the run as it was read so far, without answers to held-out prompts. Its curves grow later."""
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
         read = curves.steps, curves.seconds, curves.series, summary
