@@ -21,7 +21,7 @@ from covey.envs.protocol import Environment, LateError, Step, checked_prompt, ch
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
-from covey.text.messages import turn_with_call
+from covey.text.chat_template import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
 

@@ -29,7 +29,7 @@ from covey.display import safe_format
 from covey.errors import CoveyError, EpisodeError
 from covey.exits import block_exit
 from covey.rewards.call import as_float, excerpt
-from covey.text.messages import check_messages
+from covey.text.chat_template import check_messages
 from covey.types import Message, Prompt
 
 log = logging.getLogger(__name__)

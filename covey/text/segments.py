@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from covey.text.messages import unused_mark
+from covey.text.chat_template import unused_mark
 from covey.text.tokenizer import Tokenizer, token_texts
 from covey.types import Message, Prompt
 

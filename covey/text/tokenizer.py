@@ -28,7 +28,7 @@ import tokenizers
 from covey.errors import DataError, WeightsError
 from covey.files import check_file
 from covey.text import chat_template
-from covey.text.messages import (
+from covey.text.chat_template import (
     check_messages,
     fold_system_message,
     neutralise,
