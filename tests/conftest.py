@@ -174,7 +174,8 @@ def made_by() -> Callable[..., list[Any]]:
     """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.train_step`."""
 
     def make(learner: Any, prompts: Sequence[Any], take: Callable[[int], Sequence[Any]], step: int = 0) -> list[Any]:
-        from covey.rl.experience import StepStats, prompt_batches
+        from covey.rl.experience import prompt_batches
+        from covey.rl.step_stats import StepStats
 
         learner.step, learner.stats = step, StepStats()
         parts = prompt_batches(prompts, step, learner.sizes, learner.algorithm.needs_whole_step)

@@ -16,9 +16,7 @@ from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows
-from covey.parallel import channel
 from covey.rl.group_table import OVERLONG, GroupTable, join, table_of
-from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
 from covey.rl.stage_sizes import StageSizes
@@ -119,8 +117,8 @@ class RolloutBatch:
             replaced=self.replaced + other.replaced,
             tied=self.tied + other.tied,
             dropped=self.dropped + other.dropped,
-            failed=_sum_by_name(self.failed, other.failed),
-            seconds=_sum_by_name(self.seconds, other.seconds),
+            failed=sum_by_name(self.failed, other.failed),
+            seconds=sum_by_name(self.seconds, other.seconds),
         )
 
 
@@ -182,39 +180,7 @@ class Experience:
         return Experience(self.groups[first:last], self.table.select(range(start, stop)), **lists)
 
 
-@dataclass
-class StepStats:
-    """Record of how a step's data was made.
-
-    Attributes:
-        clock: measures the phases.
-        rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
-            of all processes, and the sums of their rollouts' counts.
-        waste: fraction of padding in each micro-batch's rows.
-    """
-
-    clock: Clock = field(default_factory=Clock)
-    rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
-    waste: list[float] = field(default_factory=list)
-
-    def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
-        """Add a rollout, whose groups to train on are `trained` since they have advantages."""
-        self.rollout = self.rollout.joined(rollout.with_advantages(trained))
-        self.clock.add(rollout.seconds)
-
-
-def gather_step_stats(stats: StepStats) -> StepStats:
-    """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
-    local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
-    sampler, failed, dropped, seconds = zip(*channel.all_gather(local, "step"), strict=True)
-    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
-    rollout = replace(
-        stats.rollout, stats=sum(sampler, SamplerStats()), failed=_sum_by_name(*failed), dropped=sum(dropped)
-    )
-    return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
-
-
-def _sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
+def sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sum(each.get(name, 0) for each in counts) for name in dict.fromkeys(chain(*counts))}
 
 

@@ -53,14 +53,11 @@ from covey.rl.experience import (
     NextPrompts,
     PromptBatch,
     RolloutBatch,
-    StepStats,
-    gather_step_stats,
     make_train_batch,
     penalize_length,
     prompt_batches,
     split_by_reward_variance,
 )
-from covey.rl.failure_counts import FailureCounts
 from covey.rl.group_table import GroupTable, gather_table
 from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
@@ -68,6 +65,7 @@ from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
 from covey.rl.run_ahead import DrawnStep, Replay, RolloutsAhead, rollouts_ahead, run_ahead
 from covey.rl.stage_sizes import stage_sizes
+from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
 from covey.train.optimizers import last_learning_rate

@@ -31,12 +31,12 @@ from covey.errors import CoveyError, EpisodeError, RecipeError
 from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.rewards.runner import RewardRunner
-from covey.rl.experience import RolloutBatch, StepStats, gather_step_stats
+from covey.rl.experience import RolloutBatch
 from covey.rl.grpo import GRPOLearner
-from covey.rl.learner import FailureCounts
 from covey.rl.metrics import group_metrics
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

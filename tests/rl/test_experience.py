@@ -12,13 +12,14 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import channel
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, gather_step_stats, tokens_in_loss
+from covey.rl.experience import PromptBatch, tokens_in_loss
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
+from covey.rl.step_stats import gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

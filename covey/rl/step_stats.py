@@ -1,0 +1,84 @@
+"""Record of how a step was made, in one process and in all: its rollouts, its phases, its padding, and the failures."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from covey.parallel import channel
+from covey.rewards import RewardRunner
+from covey.rl.experience import RolloutBatch, sum_by_name
+from covey.rl.metrics import Clock
+from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory
+from covey.types import Group
+
+
+@dataclass
+class StepStats:
+    """Record of how a step's data was made.
+
+    Attributes:
+        clock: measures the phases.
+        rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
+            of all processes, and the sums of their rollouts' counts.
+        waste: fraction of padding in each micro-batch's rows.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
+    waste: list[float] = field(default_factory=list)
+
+    def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
+        """Add a rollout, whose groups to train on are `trained` since they have advantages."""
+        self.rollout = self.rollout.joined(rollout.with_advantages(trained))
+        self.clock.add(rollout.seconds)
+
+
+def gather_step_stats(stats: StepStats) -> StepStats:
+    """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
+    local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
+    sampler, failed, dropped, seconds = zip(*channel.all_gather(local, "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
+    rollout = replace(
+        stats.rollout, stats=sum(sampler, SamplerStats()), failed=sum_by_name(*failed), dropped=sum(dropped)
+    )
+    return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
+
+
+class FailureCounts:
+    """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
+    run.
+
+    Args:
+        rewards: runs the reward functions of this process.
+        environments: runs its environments, if there are some.
+    """
+
+    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
+        self._rewards, self._environments = rewards, environments
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the counts of a checkpoint, which are those of all processes."""
+        self._known = self.counts()
+
+    def agree(self) -> None:
+        """Add the failures of the other processes since the last time. All processes must call it.
+
+        Raises:
+            RewardError, EpisodeError: there are more in all processes than the budget allows.
+        """
+        rewards, environments = self.counts()
+        new = rewards - self._known[0], environments - self._known[1]
+        of_rewards, of_environments = zip(*channel.all_gather((dict(new[0]), new[1]), "failures"), strict=True)
+        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new[0], sum(of_environments) - new[1]
+        self._known = rewards + elsewhere[0], environments + elsewhere[1]
+        if elsewhere[0]:
+            self._rewards.count_elsewhere(elsewhere[0])
+        if self._environments and elsewhere[1]:
+            self._environments.count_elsewhere(elsewhere[1])
+
+    def counts(self) -> tuple[Counter[str], int]:
+        """Return the failures of each reward function and those of environments, as this process knows them."""
+        return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0
