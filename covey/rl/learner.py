@@ -3,7 +3,8 @@
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
-ahead of the rest, within a step and over steps (`run_ahead`). Observers log, print and save the results of each step.
+ahead of the rest, within a step (`run_ahead`) and over steps (`drawn_steps`). Observers log, print and save the results
+of each step.
 
 Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
 numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
@@ -47,6 +48,7 @@ from covey.rewards import (
     score,
 )
 from covey.rl.cluster import RLCluster
+from covey.rl.drawn_steps import DrawnStep, RolloutsAhead, rollouts_ahead
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.experience import (
     Experience,
@@ -63,7 +65,7 @@ from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_met
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
-from covey.rl.run_ahead import DrawnStep, Replay, RolloutsAhead, rollouts_ahead, run_ahead
+from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats
 from covey.rl.token_values import TokenScorer

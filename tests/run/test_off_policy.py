@@ -26,7 +26,7 @@ from covey.config import recipe
 from covey.errors import RecipeError, ResumeError
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
-from covey.rl.run_ahead import RolloutThread
+from covey.rl.drawn_steps import RolloutThread
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

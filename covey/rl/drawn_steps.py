@@ -1,0 +1,172 @@
+"""Steps whose samples are drawn ahead of training. With k = `training.off_policy_steps`, steps counted from 0, and one
+update in each,
+
+    weights after so many updates     0              1      2      3
+    draw the rollouts of the steps    0, 1 … k       k+1    k+2    k+3
+    and train them at step            0              1      2      3
+
+So step s trains on samples of the weights after max(s − k, 0) updates. Which weights draw which step, and the order of
+the steps, follow from these numbers alone, never from the clock: a thread that draws while another one trains
+(`RolloutThread`) gives the same samples as a run that takes turns (`RolloutsAhead`), and a late rollout is waited for.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from covey.rl.run_ahead import DataQueue, produce
+
+if TYPE_CHECKING:
+    from covey.rl.cluster import RLCluster
+    from covey.rl.experience import RolloutBatch
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """Rollout of a step, and the state of the loop behind it, as a checkpoint has it.
+
+    Attributes:
+        version: number of updates of the weights that drew it.
+        rollout: groups with rewards, of all prompts of the step.
+        failed: failures of each reward function since the run began.
+        env_failed: failures of environments since then.
+    """
+
+    version: int
+    rollout: "RolloutBatch"
+    failed: Mapping[str, int] = field(default_factory=dict)
+    env_failed: int = 0
+
+
+Draw = Callable[[int, int], DrawnStep | None]
+"""Function (step, version) that draws a step with the rollout's weights, which have that version; None when the data
+have ended.
+"""
+
+
+class RolloutsAhead:
+    """Rollouts of the next steps, drawn in turns with training: as soon as there are new weights, the steps that these
+    have to draw.
+
+    Args:
+        draw: draws a step.
+        lead: number of steps k by which samples may be older than the weights that train on them.
+        steps: the steps that are not drawn yet.
+        drawn: steps that are, from a checkpoint.
+    """
+
+    takes_copies = False
+    """Whether it draws with copies of the weights, and the rollout need not have the last ones."""
+
+    def __init__(self, draw: Draw, lead: int, steps: range, drawn: Iterable[DrawnStep] = ()):
+        self._draw, self._lead, self._steps = draw, lead, deque(steps)
+        self._ready: deque[DrawnStep | None] = deque(drawn)
+        self._left = len(self._ready) + len(self._steps)
+
+    def offer(self, version: int) -> None:
+        """Let the weights after `version` updates, which are those of the rollout, draw their steps."""
+        self._ready.extend(self._draw(step, version) for step in self._due(version))
+
+    def take(self) -> DrawnStep | None:
+        """Return the next step; None when the data have ended."""
+        self._wait_for(1)
+        self._left -= 1
+        return self._ready.popleft()
+
+    def waiting(self) -> list[DrawnStep]:
+        """Return the k steps behind those that were taken, which no later weights can draw, for a checkpoint."""
+        self._wait_for(self._lead)
+        return [step for step in islice(self._ready, self._lead) if step is not None]
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is drawn, and the rollout has the weights of the last update."""
+        return nullcontext()
+
+    def _due(self, version: int) -> list[int]:
+        """Return the steps that these weights have to draw."""
+        due = []
+        while self._steps and self._steps[0] <= version + self._lead:
+            due.append(self._steps.popleft())
+        return due
+
+    def _wait_for(self, count: int) -> None:
+        """Wait until so many steps are ready, or all that there are."""
+
+
+class RolloutThread(RolloutsAhead):
+    """The same rollouts, drawn by a thread while another one trains. Use it as a context.
+
+    Args:
+        draw, lead, steps, drawn: see `RolloutsAhead`.
+        copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
+        set_weights: gives the rollout such a copy.
+    """
+
+    takes_copies = True
+
+    def __init__(
+        self,
+        draw: Draw,
+        lead: int,
+        steps: range,
+        drawn: Iterable[DrawnStep] = (),
+        *,
+        copy_weights: Callable[[], Any],
+        set_weights: Callable[[Any], None],
+    ):
+        super().__init__(draw, lead, steps, drawn)
+        self._copy_weights, self._set_weights = copy_weights, set_weights
+        self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
+        self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
+        self._drawing = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator["RolloutThread"]:
+        """Draw in a thread, as long as the context lasts."""
+        with produce(self._draw_offers(), self._results):
+            try:
+                yield self
+            finally:
+                self._offers.close()
+
+    def offer(self, version: int) -> None:
+        if due := self._due(version):
+            self._offers.put((due, version, self._copy_weights()))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._drawing:
+            self._set_weights(self._copy_weights())
+            yield
+
+    def _draw_offers(self) -> Iterator[DrawnStep | None]:
+        for steps, version, weights in self._offers:
+            for step in steps:
+                with self._drawing:
+                    self._set_weights(weights)
+                    drawn = self._draw(step, version)
+                yield drawn
+
+    def _wait_for(self, count: int) -> None:
+        while len(self._ready) < min(count, self._left):
+            self._ready.append(self._results.get())
+
+
+@contextmanager
+def rollouts_ahead(
+    draw: Draw, lead: int, steps: range, drawn: Iterable[DrawnStep], cluster: "RLCluster"
+) -> Iterator[RolloutsAhead]:
+    """Draw steps in turns with training, or in a thread where the cluster's settings ask for one; arguments as for
+    `RolloutsAhead`.
+    """
+    if not cluster.config.runs_ahead:
+        yield RolloutsAhead(draw, lead, steps, drawn)
+        return
+    weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
+    with RolloutThread(draw, lead, steps, drawn, **weights).running() as thread:
+        yield thread
+    cluster.sync_weights()  # the last that it was given may be those of k steps ago
