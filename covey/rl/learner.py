@@ -61,13 +61,13 @@ from covey.rl.experience import (
     split_by_reward_variance,
 )
 from covey.rl.group_table import GroupTable, gather_table
-from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
+from covey.rl.metrics import Clock
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
-from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats
+from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
 from covey.train.optimizers import last_learning_rate
@@ -539,21 +539,14 @@ class Learner(Keywords, ABC):
         return StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
 
     def _metrics(self, updates: list[Metrics], total: int, stats: StepStats) -> dict[str, float]:
-        training, trainer = self.cluster.config.training_config, self.cluster.trainer
+        trainer, optimizer = self.cluster.trainer, self.cluster.config.training_config.actor_optimizer
         assert trainer is not None, "the cluster is prepared before the first step"
-        dynamic, environments = self.algorithm.max_sampling_rounds > 1, self.cluster.rollout.environments
-        groups_prompts, rollout = environments is not None and environments.groups_prompts, stats.rollout
         return {
             "step": self.step,
-            **group_metrics(rollout.table),
-            **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
-            **combine_updates(updates),
-            **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
-            **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
+            **step_metrics(stats, updates, self.algorithm, self.cluster.rollout.environments),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             **({"sampling/staleness": float(self._staleness)} if self.lead else {}),
-            "learning_rate": last_learning_rate(training.actor_optimizer, total, trainer.step),
-            **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, float(np.mean(stats.waste))),
+            "learning_rate": last_learning_rate(optimizer, total, trainer.step),
         }
 
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:

@@ -1,14 +1,17 @@
 """Record of how a step was made, in one process and in all: its rollouts, its phases, its padding, and the failures."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+
+from covey.config.algorithms import Algorithm
 from covey.parallel import channel
 from covey.rewards import RewardRunner
 from covey.rl.experience import RolloutBatch, sum_by_name
-from covey.rl.metrics import Clock
+from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory
 from covey.types import Group
@@ -44,6 +47,25 @@ def gather_step_stats(stats: StepStats) -> StepStats:
         stats.rollout, stats=sum(sampler, SamplerStats()), failed=sum_by_name(*failed), dropped=sum(dropped)
     )
     return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
+
+
+def step_metrics(
+    stats: StepStats,
+    updates: Sequence[Mapping[str, float]],
+    algorithm: Algorithm,
+    environments: ResponderFactory | None,
+) -> dict[str, float]:
+    """Compute the metrics of a step from the record of all processes, and from those of its updates."""
+    rollout, dynamic = stats.rollout, algorithm.max_sampling_rounds > 1
+    groups_prompts = environments is not None and environments.groups_prompts
+    return {
+        **group_metrics(rollout.table),
+        **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
+        **combine_updates(updates),
+        **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
+        **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
+        **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, float(np.mean(stats.waste))),
+    }
 
 
 class FailureCounts:
