@@ -56,7 +56,7 @@ class Advice:
     @property
     def seconds(self) -> float:
         """Expected seconds of a step; infinite where it does not fit."""
-        return sum(time.expected for time in self.plan.phases) if self.plan is not None and self.fits else math.inf
+        return self.plan.step_seconds if self.plan is not None and self.fits else math.inf
 
     @property
     def update_seconds(self) -> float:

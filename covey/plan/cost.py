@@ -57,5 +57,4 @@ def cost_of(plan: Plan, recipe: Recipe | SFTRecipe, price: float) -> Cost:
     batch = recipe.training.prompts_per_step if isinstance(recipe, Recipe) else recipe.training.batch_size
     batches = 0 if recipe.training.max_steps else -(-len(load_data(recipe.data).train) // batch)
     steps = total_steps(recipe.training, batches, updates)
-    step = sum(time.expected for time in plan.phases)
-    return Cost(price, plan.target.count or 1, steps, -(-steps // updates) * step)
+    return Cost(price, plan.target.count or 1, steps, -(-steps // updates) * plan.step_seconds)

@@ -30,6 +30,7 @@ from covey.plan.compiled import CompiledProgram, compile_program, process_memory
 from covey.plan.lengths import Lengths, expected_lengths
 from covey.plan.machines import MACHINES, Machine, Target
 from covey.plan.memory import FURTHER_PROGRAMS, Outline, Residents, RunResidents, make_outline, nbytes, run_residents
+from covey.plan.overlap import Overlap, overlap_of
 from covey.plan.roofline import CPU_SHARE, PhaseTime, Rates, machine_peaks, phase_time
 from covey.plan.search import Trial, search
 from covey.plan.topologies import Places, mesh_size, place_on, rollout_config
@@ -77,6 +78,7 @@ class Plan:
             holds none of it.
         programs: the largest that the settings provide for, compiled.
         phases: work and seconds of a step.
+        overlap: rollout and training of a step, which may run at once; None in supervised training.
         inventory: every program that a run compiles on an accelerator.
         trials: settings that were tried because the run does not fit; the last fits, if any does.
         not_counted: parts of the run that are not counted.
@@ -92,6 +94,7 @@ class Plan:
     process: int
     programs: Sequence[CompiledProgram]
     phases: Sequence[PhaseTime]
+    overlap: Overlap | None = None
     inventory: Sequence[Entry] = ()
     trials: Sequence[Trial] = ()
     not_counted: Sequence[str] = ()
@@ -114,6 +117,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether the peak is at most the device's memory."""
         return self.peak <= self.machine.memory
+
+    @property
+    def step_seconds(self) -> float:
+        """Expected seconds of a step."""
+        return sum(time.expected for time in self.phases) if self.overlap is None else self.overlap.step
 
     @property
     def compile_seconds(self) -> float:
@@ -172,6 +180,10 @@ def plan_programs(
     process = process_memory() if machine.platform == "cpu" else 0
     executables.clear()
     tell("counting")
+    phases, overlap, listed = _phase_times(recipe, run, residents, compiled, machine, lengths), None, list[Entry]()
+    if isinstance(recipe, Recipe) and isinstance(run, RLPrograms):
+        overlap = overlap_of(recipe, phases, residents, machine)
+        listed = inventory(recipe, run)
     return Plan(
         recipe.name,
         target,
@@ -182,8 +194,9 @@ def plan_programs(
         residents,
         process,
         compiled,
-        _phase_times(recipe, run, residents, compiled, machine, lengths),
-        inventory(recipe, run) if isinstance(recipe, Recipe) and isinstance(run, RLPrograms) else (),
+        phases,
+        overlap,
+        listed,
         not_counted=_not_counted(recipe, compiled),
     )
 
@@ -398,12 +411,9 @@ def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]
     if isinstance(recipe, SFTRecipe):
         parts = {"answers in evaluations": recipe.evaluation.answers}
     else:
-        # A run with devices of its own for the rollout samples a part of its step while it trains on another.
         parts = {
             "programs that append an environment's responses": recipe.envs.environment or recipe.envs.tools,
             "the critic": algorithm_of(recipe.grpo).needs_critic,
-            "the time that sampling takes beside training, on devices of its own": recipe.role_to_mesh.rollout.size
-            and recipe.training.queueing != "sync",
             "the reward model": recipe.reward_model,
         }
     return unread + [name for name, there in parts.items() if there]

@@ -62,8 +62,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rollout": _rollout(plan),
         "step_seconds": {
             "roofline": sum(time.roofline for time in plan.phases),
-            "expected": sum(time.expected for time in plan.phases),
+            "expected": plan.step_seconds,
         },
+        "sampling_ahead": None if plan.overlap is None else plan.overlap.to_json(),
         "compile_seconds": plan.compile_seconds,
         "tried": [asdict(trial) | {"settings": list(trial.settings)} for trial in plan.trials],
         "left_out": list(plan.not_counted),
@@ -228,6 +229,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield f"Rates: {machine.source}."
     if plan.not_counted:
         yield f"Not counted: {', '.join(plan.not_counted)}."
+    if plan.overlap is not None:
+        yield plan.overlap.in_words()
 
 
 def _show_verdict(plan: Plan, console: Console) -> None:

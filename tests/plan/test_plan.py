@@ -27,6 +27,7 @@ from covey.plan.cost import cost_of
 from covey.plan.lengths import Lengths
 from covey.plan.machines import MACHINES, parse_target
 from covey.plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
+from covey.plan.overlap import overlap_of
 from covey.plan.roofline import Rates, phase_time
 from covey.plan.schedule import Timeline
 from covey.plan.topologies import Places
@@ -92,7 +93,10 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert "(fsdp 2; rollout data 2)" in out
     assert re.search(rf"\nsync +{found['sync']['peak'] / 1e9:.2f} *\n", out)
     assert "memory of a device of the rollout" in out
-    assert "Not counted: the time that sampling takes beside training" in out
+    assert "does not pay: rollout and training share one processor" in out
+    ahead = found["sampling_ahead"]
+    assert (ahead["pays"], ahead["shared"]) == (False, "one processor")
+    assert ahead["step_seconds"]["0"] == ahead["step_seconds"]["1"] == found["step_seconds"]["expected"]
     assert "completions of 3" in out
     assert "completions of 3 in the mean and 8 at most" in out
     assert "40% of the peak flops" in out
@@ -102,9 +106,27 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     priced = cost_of(made, load(("training.num_epochs=2", "grpo.num_iterations=3", "training.max_steps=null")), 1.5)
     assert (priced.devices, priced.steps) == (1, 1296 // 2 * 2 * 3)
     assert priced.total == pytest.approx(1.5 * 1296 * found["step_seconds"]["expected"] / 3600)
+    ahead_on(made, sampling["new weights of the rollout"])
     small = replace(made, machine=replace(made.machine, memory=1.0), trials=())
     table.show(small, Console(width=120))
     assert "does not fit: peak" in capsys.readouterr().out
+
+
+def ahead_on(made: plan.Plan, new_weights: int) -> None:
+    """On accelerators the two sides of this plan run at once: over steps, or in two parts of a step."""
+    at_once = ["training.rollout_micro_batch_size=1", "training.train_micro_batch_size=1"]
+    sides = made.phases, made.residents, MACHINES["v5e"]
+    stages = [f"training.{stage}_micro_batch_size=1" for stage in ("ref_logps", "old_logps")]
+    now, later = (
+        overlap_of(load([*at_once, *stages, *more]), *sides) for more in ((), ["training.off_policy_steps=1"])
+    )
+    rollout, other = made.phases[0].expected, sum(time.expected for time in made.phases[1:])
+    assert now.sync == pytest.approx(new_weights / (50e9 * 0.4))
+    assert (now.rollout, now.training) == (rollout, pytest.approx(other + now.sync))
+    longer = max(now.rollout, now.training)
+    assert (now.step, later.step) == (pytest.approx((now.rollout + now.training + longer) / 2), longer)
+    assert now.pays
+    assert later.to_json()["idle"] == {"rollout": 1 - now.rollout / longer, "training": 1 - now.training / longer}
 
 
 class CompiledError(Exception):
