@@ -62,6 +62,8 @@ class Child:
         cpu_seconds: CPU seconds per call, after which the system kills it; 0 for no limit.
         memory: bytes of its memory, where the system has such a limit; 0 for no limit.
         kept: whether a keeper kills all processes that it has started, however it ends.
+        python: interpreter of another environment, where the handler is imported from `folder`.
+        folder: folder of the handler's module, in place of the run's `sys.path`.
     """
 
     handler: str
@@ -69,6 +71,8 @@ class Child:
     cpu_seconds: float = 0.0
     memory: int = 0
     kept: bool = False
+    python: str = sys.executable
+    folder: str = ""
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,8 +123,9 @@ class Child:
         self._received = bytearray()
         settings = {name: getattr(self, name) for name in ("handler", "cpu_seconds", "memory", "kept")}
         with theirs:
-            words = [str(theirs.fileno()), json.dumps({**settings, "path": sys.path})]
-            command = [sys.executable, "-P", __file__, *words]
+            path = {"folder": self.folder} if self.folder else {"path": sys.path}
+            words = [str(theirs.fileno()), json.dumps({**settings, **path})]
+            command = [self.python, "-P", __file__, *words]
             self._process = start(command, {**os.environ, **self.env}, [theirs.fileno()], stdin=subprocess.DEVNULL)
         self._finish = weakref.finalize(self, _end, self._process, self._socket, self.kept, os.getpid())
 
@@ -217,9 +222,9 @@ def main(connection: int, settings: Mapping[str, Any]) -> None:
 
     Args:
         connection: file descriptor of the end that belongs to this process.
-        settings: attributes of the `Child`, and the run's `sys.path`.
+        settings: attributes of the `Child`, and the run's `sys.path` or the folder of the handler.
     """
-    sys.path[:] = settings["path"]
+    sys.path[:] = settings.get("path") or [settings["folder"], *sys.path]
     os.set_inheritable(connection, False)
     if settings["kept"]:
         fork_from_keeper(connection)

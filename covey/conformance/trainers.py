@@ -1,0 +1,188 @@
+"""Trainers: each is a process that answers calls of its adapter's functions, within a time limit.
+
+A reply is checked before a check uses it: names, shapes, and that all numbers are finite.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from covey.child import Child, ReplyError
+from covey.conformance import worker
+from covey.conformance.oracle import Row
+from covey.conformance.tiny_model import Weights
+from covey.errors import CoveyError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Handle = dict[str, int]
+"""A trainer object in the other process."""
+
+
+class Known(NamedTuple):
+    """A trainer whose adapter comes with Covey.
+
+    Attributes:
+        package: name of the distribution; "" for Covey itself.
+        version: version that `make conformance` installs, and that the adapter was written for.
+        environment: folder of its environment, beside the package; "" for that of Covey.
+    """
+
+    package: str = ""
+    version: str = ""
+    environment: str = ""
+
+
+KNOWN = {
+    "covey": Known(),
+    "trl": Known("trl", "1.16.0", ".venv-parity"),
+    "tunix": Known("google-tunix", "0.1.7", ".venv-tunix"),
+}
+
+
+class NotApplicableError(Exception):
+    """Raised with the reason why a trainer has nothing that a check could measure."""
+
+
+class FailedError(Exception):
+    """Raised with what went wrong in a trainer or its adapter."""
+
+
+@dataclass(eq=False)
+class Trainer:
+    """A trainer under test.
+
+    Args:
+        name: heading of its column.
+        adapter: its file.
+        exchange: answers a message within a number of seconds, as `Child.call` does.
+        scratch: folder for the arrays of messages and for what the trainer prints.
+        seconds: time limit of a call.
+
+    Attributes:
+        functions, version, notes: what the adapter tells of itself.
+    """
+
+    name: str
+    adapter: Path
+    exchange: Callable[[Mapping[str, Any], float], dict[str, Any]]
+    scratch: Path
+    seconds: float = 300.0
+    functions: frozenset[str] = frozenset()
+    version: str = ""
+    notes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Load the adapter.
+
+        Raises:
+            FailedError: it cannot be imported.
+        """
+        told = self._exchange({"open": str(self.adapter), "log": str(self.log)})
+        self.functions, self.version = frozenset(told["functions"]), told["version"]
+        self.notes = told["notes"]
+
+    @property
+    def log(self) -> Path:
+        """File of what the trainer prints."""
+        return self.scratch / f"{self.name}.log"
+
+    def note(self, kind: str, check: str) -> str:
+        """Return what the adapter says of a check, or of its group: its `SETTINGS` or its `REASONS`."""
+        notes = self.notes.get(kind, {})
+        return str(notes.get(check) or notes.get(check.partition("/")[0]) or "")
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call a function of the adapter.
+
+        Raises:
+            NotApplicableError: the adapter lacks it, or says that the trainer cannot do this.
+            FailedError: it raised, took too long, or its process ended.
+        """
+        if function not in self.functions:
+            raise NotApplicableError(f"the adapter has no function {function}")
+        path = str(self.scratch / f"{self.name}.npz")
+        value = self._exchange({"function": function, "arguments": worker.write(arguments, path), "arrays": path})
+        with np.load(path, allow_pickle=False) as arrays:
+            return worker.decode(value, dict(arrays))
+
+    def gradient(self, handle: Handle, rows: Sequence[Row], weights: Weights) -> Weights:
+        """Compute the gradient of a step, for the names and shapes of `weights`."""
+        return _checked_weights(self.call("gradient", handle, rows), weights, "gradient")
+
+    def step(self, handle: Handle, rows: Sequence[Row], weights: Weights) -> Weights:
+        """Make a step, and return the weights behind it."""
+        return _checked_weights(self.call("step", handle, rows), weights, "step")
+
+    def logps(self, handle: Handle, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Compute the trainer's log-probs of each completion's tokens."""
+        value, wanted = self.call("logps", handle, rows), [len(row["completion"]) for row in rows]
+        if [len(x) for x in value] != wanted:
+            raise FailedError(f"logps returned arrays of lengths {[len(x) for x in value]}, wanted {wanted}")
+        return [_finite(np.asarray(x, np.float64), "logps") for x in value]
+
+    def _exchange(self, message: Mapping[str, Any]) -> Any:
+        try:
+            reply = self.exchange(message, self.seconds)
+        except TimeoutError as error:
+            raise FailedError(f"the call took {error}, and its process was killed") from None
+        except (ChildProcessError, ReplyError, OSError) as error:
+            raise FailedError(f"the process ended: {error}; see {self.log}") from None
+        if "not_applicable" in reply:
+            raise NotApplicableError(reply["not_applicable"])
+        if "error" in reply:
+            raise FailedError(reply["error"])
+        return reply["value"]
+
+
+def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
+    """Make the trainer `name`: one of `KNOWN`, or the path of an adapter.
+
+    Args:
+        name: name or path.
+        scratch: folder for messages and logs.
+        python: interpreter that executes an adapter of the user's; this one when not given.
+
+    Raises:
+        CoveyError: there is no such adapter, or the environment of a known trainer is not installed.
+    """
+    adapter = HERE / "adapters" / f"{name}.py" if name in KNOWN else Path(name).expanduser()
+    if adapter.suffix != ".py" or not adapter.is_file():
+        want = f"{', '.join(KNOWN)}, or the path of an adapter, a .py file"
+        raise CoveyError(f"there is no trainer {name!r}", want=want, fix="docs/conformance.md says how to write one")
+    interpreter = _interpreter(name) if name in KNOWN else python or sys.executable
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    child = Child("worker:answer", env, python=interpreter, folder=str(HERE))
+    label = name if name in KNOWN else adapter.stem
+    return Trainer(label, adapter.resolve(), lambda message, seconds: child.call(message, seconds), scratch)
+
+
+def _interpreter(name: str) -> str:
+    """Return the interpreter of a known trainer's environment."""
+    if not (environment := KNOWN[name].environment):
+        return sys.executable
+    python = ROOT / environment / "bin" / "python"
+    if not python.exists():
+        raise CoveyError(f"{name} is not installed", want=str(python), fix="make conformance, in a checkout of Covey")
+    return str(python)
+
+
+def _checked_weights(value: Any, weights: Weights, function: str) -> Weights:
+    """Check that `value` has an array for each of `weights`."""
+    if not isinstance(value, dict) or set(value) != set(weights):
+        names = sorted(set(weights).symmetric_difference(value if isinstance(value, dict) else ()))
+        raise FailedError(f"{function} returned other names than the model's weights have: {', '.join(names[:3])} ...")
+    for name, w in weights.items():
+        if np.shape(value[name]) != w.shape:
+            raise FailedError(f"{function} returned {name} of shape {np.shape(value[name])}, wanted {w.shape}")
+    return {name: _finite(np.asarray(x, np.float64), f"{function}: {name}") for name, x in value.items()}
+
+
+def _finite(value: np.ndarray, where: str) -> np.ndarray:
+    if not np.isfinite(value).all():
+        raise FailedError(f"{where} has {int((~np.isfinite(value)).sum())} numbers that are NaN or infinite")
+    return value
