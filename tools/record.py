@@ -82,10 +82,9 @@ SUMS = (
 )
 GAME = (*COMMON, "model.source=scratch:guess-tiny@0", "training.prompts_per_step=6", "grpo.num_generations=4")
 SUPERVISED = (*COMMON, "training.batch_size=16", "evaluation.answers=4", "training.row_length=64")
-ASYNC = ("training.queueing=async", "training.train_micro_batch_size=2", "training.rollout_micro_batch_size=3")
 RUNS = {
     "grpo": Case("train", "arithmetic-tiny", SUMS),
-    "grpo-async": Case("train", "arithmetic-tiny", (*SUMS, *ASYNC)),
+    "grpo-ahead": Case("train", "arithmetic-tiny", (*SUMS, "training.off_policy_steps=2")),
     "grpo-processes": Case("train", "arithmetic-tiny", (*SUMS, "model.mesh.fsdp=2"), 2),
     "grpo-lora": Case("train", "arithmetic-tiny", (*SUMS, "model.lora.rank=4")),
     "grpo-updates": Case("train", "arithmetic-tiny", (*SUMS, "grpo.num_iterations=2", "grpo.beta=0.1")),

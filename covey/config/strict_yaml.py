@@ -152,8 +152,9 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     """Build the settings `cls`, with those of its sections, from `document`; missing settings keep their defaults.
 
     Args:
-        recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads is
-            left out and reported, since an earlier version of Covey may have accepted it: the run did not depend on it.
+        recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads, or
+            a former one without use, is left out and reported, since an earlier version of Covey may have accepted it:
+            the run did not depend on it.
 
     Raises:
         RecipeError: the error lists all wrong names and types; if there are none, all other problems.
@@ -242,6 +243,7 @@ def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str
         f"{section}.{name}".lstrip("."),
         f"there is no setting {shortened(name)}{inside}",
         fix=fix or nearest(name, cls.kinds),
+        unread=fix.startswith(foreign_names.NO_USE),
     )
 
 

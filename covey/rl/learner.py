@@ -28,7 +28,7 @@ from covey.config.base import Keywords
 from covey.config.schema import EvalConfig, GRPOConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import as_rows
-from covey.errors import EpisodeError, NumbersError, RecipeError, raise_together
+from covey.errors import EpisodeError, NumbersError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
@@ -136,7 +136,6 @@ class Learner(Keywords, ABC):
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         self._check_lead()
-        self._check_threads()
         self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
@@ -477,19 +476,6 @@ class Learner(Keywords, ABC):
         raise_together([problem.error("") for problem in problems])
         if total_steps is None and self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
-
-    def _check_threads(self) -> None:
-        """Refuse to sample and train side by side on common devices in several processes: the programs of two threads
-        would come in another order on each device, and wait for each other.
-        """
-        config = self.cluster.config
-        if distributed.count() > 1 and config.runs_ahead and not config.has_disjoint_rollout:
-            raise RecipeError(
-                f"training.queueing is async in {distributed.count()} processes, and rollout and actor share devices",
-                want="devices of its own for the rollout, and a reward model on those too",
-                fix="role_to_mesh.rollout in the recipe; or training.queueing auto, which samples and trains in turn",
-                where="training.queueing",
-            )
 
     def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
         functions = resolve_reward_fns(reward_fns)

@@ -92,8 +92,11 @@ class ClusterConfig(Config):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a thread samples the next groups of a step while the last ones are trained on."""
-        return {"sync": False, "async": True, "auto": self.has_disjoint_rollout}[self.training_config.queueing]
+        """Whether a thread samples while another one trains: the next steps with `off_policy_steps`, and without the
+        next groups of a step where the rollout has devices of its own. On common devices of several processes it would
+        launch programs in another order on each, which wait for each other: there sampling and training take turns.
+        """
+        return self.has_disjoint_rollout or (self.training_config.off_policy_steps > 0 and jax.process_count() == 1)
 
     def place(self, model: Model, role: Role) -> Model:
         """Put `model` on the mesh of `role`.

@@ -520,10 +520,14 @@ training: {actor_optimizer: {momentum: 0.9}}
 
 
 def test_a_run_may_be_recorded_with_settings_that_nothing_reads(tmp_path, caplog):
-    (tmp_path / "recipe.yaml").write_text(SMALL + UNREAD)
+    """Former settings among them."""
+    former = UNREAD.replace("training: {", "training: {queueing: async, ")
+    (tmp_path / "recipe.yaml").write_text(SMALL + former)
     assert recipe.load(tmp_path) == recipe.parse(SMALL + "grpo: {beta: 0.0}")
     left_out = [re.search(r"yaml:(\d): .*? is .*: left out$", text)[1] for text in caplog.messages]
-    assert sorted(left_out) == ["3", "3", "4", "5"]
+    assert sorted(left_out) == ["3", "3", "4", "5", "5"]
+    with pytest.raises(RecipeError, match=r"(?s)no setting .queueing. in training.*leave it out: a thread samples"):
+        recipe.parse(SMALL + former)
 
 
 def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run(tmp_path):

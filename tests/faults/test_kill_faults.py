@@ -44,12 +44,11 @@ SETTINGS = [
     "evaluation.accuracy=",
     "evaluation.format=",
 ]
-ASYNC = ("training.queueing=async", "training.train_micro_batch_size=1")
 WAYS = {
-    "full, sync": ("training.queueing=sync",),
-    "lora, async": (*ASYNC, "model.lora.rank=4", "grpo.beta=0.1"),
-    "full, ahead": ("training.queueing=async", "training.off_policy_steps=2"),
-    "lora, sync": ("training.queueing=sync", "model.lora.rank=4"),
+    "full, in turn": (),
+    "lora, ahead": ("training.off_policy_steps=1", "model.lora.rank=4", "grpo.beta=0.1"),
+    "full, ahead": ("training.off_policy_steps=2",),
+    "lora, in turn": ("model.lora.rank=4",),
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
@@ -154,14 +153,14 @@ def children(place: Path, straight: Any, bucket: Any) -> str:
     """What runs wrote that are halted and killed at moments, or whose reward function ends the process. One process has
     imported everything, and those that train are its children.
     """
-    straight("full, sync")  # compiles what the children find
+    straight("full, in turn")  # compiles what the children find
     jobs = [
         ("near", [("samples", 3), ("save", 4), ("metrics", 5)], ()),
         ("far", [("commit", 4)], (f"training.checkpoint_path={bucket.address}/runs",)),
         ("left", [("save", STEPS)], ("rewards=letters:leave",)),
     ]
     lines = [
-        json.dumps((name, moments, command(Path(name), *WAYS["full, sync"], *more))) for name, moments, more in jobs
+        json.dumps((name, moments, command(Path(name), *WAYS["full, in turn"], *more))) for name, moments, more in jobs
     ]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILDREN)], input="\n".join(lines), capture_output=True, text=True
@@ -190,7 +189,7 @@ def test_killed_between_metrics_and_save(
         with Checkpointer(out / "checkpoints", read_only=True) as saves:
             assert saves.steps() == [2]
     run.resume(out)
-    assert differences(straight("full, sync"), out) == []
+    assert differences(straight("full, in turn"), out) == []
 
 
 def test_a_run_whose_reward_exits_does_not_end_as_if_it_were_done(place: Path, children: str) -> None:
@@ -204,7 +203,7 @@ def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
     from benchmarks.soak import differences
 
     out = tmp_path / "run"
-    shutil.copytree(straight("full, sync"), out)
+    shutil.copytree(straight("full, in turn"), out)
     shutil.rmtree(out / "checkpoints" / f"{STEPS:08d}")
     file = max((out / "checkpoints" / "00000004" / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -216,7 +215,7 @@ def test_a_flipped_byte_is_found_and_the_way_back_leads_to_the_same_run(
     assert "remove this folder to go on from 2" in told
     shutil.rmtree(out / "checkpoints" / "00000004")
     assert main(["train", "--resume", str(out)]) == 0
-    assert differences(straight("full, sync"), out) == []
+    assert differences(straight("full, in turn"), out) == []
 
 
 # --- gone on with in another way
@@ -227,7 +226,7 @@ def edited(straight: Any, tmp_path: Path) -> Callable[..., Path]:
     """`edited(old, new, ...)`: a copy of the run whose recipe was edited, to be gone on with for a step more."""
 
     def edit(*pairs: str) -> Path:
-        shutil.copytree(straight("full, sync"), tmp_path / "run")
+        shutil.copytree(straight("full, in turn"), tmp_path / "run")
         text = (tmp_path / "run" / "recipe.yaml").read_text()
         longer = (f"max_steps: {STEPS}", f"max_steps: {STEPS + 1}")
         for old, new in (longer, *zip(pairs[::2], pairs[1::2], strict=True)):

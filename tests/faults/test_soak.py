@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).parents[2]
 TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
 SMALL = [
     "data.train_fraction=0.1", "training.prompts_per_step=4", "grpo.num_generations=2", "rollout.slots=8",
-    "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256", "training.queueing=async", "model.lora.rank=4",
-    "rollout.max_prompt_length=32",
+    "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256", "training.off_policy_steps=1",
+    "model.lora.rank=4", "rollout.max_prompt_length=32",
 ]  # fmt: skip
 
 

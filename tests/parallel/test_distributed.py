@@ -27,7 +27,7 @@ from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SIL
 from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
 from covey.envs import EnvironmentRunner
-from covey.errors import CoveyError, EpisodeError, RecipeError
+from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import distributed, make_mesh
 from covey.rewards.runner import RewardRunner
@@ -144,29 +144,19 @@ def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
 
 
-def test_a_thread_that_samples_on_the_actors_devices_is_refused_in_several_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_thread_samples_on_the_actors_devices_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its programs and those of the trainer would come in another order on each device, and wait for each other."""
     actor, first, last = make_mesh((2, 1), devices=jax.devices()[:2]), jax.devices()[:1], jax.devices()[3:]
-    found: dict[tuple[int, str, int], Any] = {}
-    for count, queueing, place in itertools.product((1, 2), ("auto", "async"), (first, last)):
-        for module in (distributed, jax):
-            name = "count" if module is distributed else "process_count"
-            monkeypatch.setattr(module, name, lambda count=count: count)
+    ahead: dict[tuple[int, int, int], bool] = {}
+    for count, lead, place in itertools.product((1, 2), (0, 1), (first, last)):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
         meshes = {Role.ACTOR: actor, Role.ROLLOUT: make_mesh((1, 1), devices=place)}
-        config = ClusterConfig(meshes, RLTrainingConfig(queueing=queueing))  # type: ignore[arg-type]
-        learner = object.__new__(GRPOLearner)
-        learner.cluster = SimpleNamespace(config=config)  # type: ignore[assignment]
-        try:
-            learner._check_threads()
-            found[count, queueing, place[0].id] = config.runs_ahead
-        except RecipeError as error:
-            found[count, queueing, place[0].id] = error
-    told = found.pop((2, "async", 0))
-    assert "training.queueing is async in 2 processes, and rollout and actor share devices" in str(told)
-    assert not found.pop((2, "auto", 0))
-    assert all(value is True for value in found.values())
+        config = ClusterConfig(meshes, RLTrainingConfig(off_policy_steps=lead))
+        ahead[count, lead, place[0].id] = config.runs_ahead
+    assert [where for where, there in ahead.items() if not there] == [(2, 0, 0), (2, 1, 0)]
+    assert [ClusterConfig({}, RLTrainingConfig(off_policy_steps=lead)).runs_ahead for lead in (0, 1)] == [False, False]
+    monkeypatch.undo()
+    assert [ClusterConfig({}, RLTrainingConfig(off_policy_steps=lead)).runs_ahead for lead in (0, 1)] == [False, True]
 
 
 def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:

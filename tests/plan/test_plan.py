@@ -202,7 +202,7 @@ def test_a_rollout_on_accelerators_takes_the_stacks_apart(monkeypatch: pytest.Mo
     monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
     settings, ahead = (
         ["model.lora.rank=4", "model.dtype=bfloat16", "model.compute_dtype=bfloat16"],
-        ["training.queueing=async"],
+        ["training.off_policy_steps=1"],
     )
 
     def twice(made: Any) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -150,12 +151,15 @@ class Lab:
         self.start = self.learner.state()
         self.learner.prepare(100)
 
-    def train(self, rows: int, sizes: Sizes = WHOLE, **training: Any) -> Steps:
-        """Steps on data that end after so many rows; `training` is put in place of the settings for this call."""
+    def train(self, rows: int, sizes: Sizes = WHOLE, thread: bool = False, **training: Any) -> Steps:
+        """Steps on data that end after so many rows, their samples drawn by a `thread` or in turn; `training` is put in
+        place of the settings for this call.
+        """
         self._set(sizes, **training)
         self.learner.load_state(self.start, 0)
         self.steps = Steps([], [])
-        self.learner.train(data(rows))
+        with patch.object(ClusterConfig, "runs_ahead", thread):
+            self.learner.train(data(rows))
         return self.steps
 
     def batches(self, made_by: Callable[..., list[TrainBatch]], sizes: Sizes) -> list[TrainBatch]:
@@ -182,7 +186,7 @@ class Lab:
         return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
 
     def _set(self, sizes: Sizes, **settings: Any) -> None:
-        training = replace(self.training, **{"queueing": "sync", **settings})
+        training = replace(self.training, **settings)
         self.cluster.config = replace(self.cluster.config, training_config=training)
         self.learner.sizes = StageSizes(*sizes)
 
@@ -292,12 +296,12 @@ def test_the_base_under_adapters_does_not_move_by_a_bit(labs: Labs) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_micro_batches_packing_and_queueing_change_nothing(labs: Labs, whole: Callable, case: str) -> None:
+def test_micro_batches_packing_and_a_thread_change_nothing(labs: Labs, whole: Callable, case: str) -> None:
     lab, want = labs(case), whole(case, ROWS)
     assert all(largest(gradient, role) > 1e-3 for gradient in want.gradients for role in lab.trainers())
     for train, packing in ((1, "dense"), (3, "groups")):
         same_steps(lab.train(ROWS, (P, P, P, train), packing=packing), want)
-    queued, straight = (lab.train(ROWS, (1, 2, 1, 1), queueing=queueing) for queueing in ("async", "sync"))
+    queued, straight = (lab.train(ROWS, (1, 2, 1, 1), thread=thread) for thread in (True, False))
     same_steps(queued, want)
     for one, other in zip(queued.gradients, straight.gradients, strict=True):
         assert all(np.array_equal(one[name], x) for name, x in other.items())
@@ -325,8 +329,8 @@ def test_a_rollout_on_other_devices_changes_nothing(labs: Labs, whole: Callable)
     the next micro-batch is sampled while the last one is trained on.
     """
     lab = labs("ppo", "two")
-    got = lab.train(ROWS, (2, 3, 1, 2), queueing="auto")
     assert lab.cluster.config.runs_ahead
+    got = lab.train(ROWS, (2, 3, 1, 2), thread=True)
     same(got.gradients, whole("ppo", ROWS).gradients)
 
 
@@ -341,7 +345,7 @@ size = st.integers(1, P)
     training=st.fixed_dictionaries(
         {
             "packing": st.sampled_from(["groups", "dense"]),
-            "queueing": st.sampled_from(["sync", "async"]),
+            "thread": st.booleans(),
         }
     ),
 )

@@ -52,6 +52,12 @@ class Note(NamedTuple):
     thread: str
 
 
+class Threaded(ClusterConfig):
+    """Settings of a cluster whose rollout runs ahead, as on devices of its own."""
+
+    runs_ahead = True  # type: ignore[assignment]
+
+
 class Played(RLCluster):
     """A cluster that notes what it is asked for, and makes up what its models would have said."""
 
@@ -136,21 +142,28 @@ def _group(row: Mapping[str, Any], samples: int, noise: tuple[int, int]) -> Grou
 
 @pytest.fixture(scope="module")
 def played() -> Callable[..., Played]:
-    """`played(prompts=4, samples=2, updates=1, batches=1, meshes={}, rollout=None, ..., train=None, **settings)`: sizes
-    of the stages by their short names, other settings where they belong.
+    """`played(prompts=4, samples=2, updates=1, batches=1, meshes={}, thread=False, rollout=None, ..., train=None,
+    **settings)`: sizes of the stages by their short names, other settings where they belong.
     """
     tokenizer = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
     base = Decoder(CONFIG, rngs=nnx.Rngs(0), remat=False)  # only read: a trainer would use up its arrays
 
     def make(
-        prompts: int = 4, samples: int = 2, updates: int = 1, batches: int = 1, meshes: Any = None, **settings: Any
+        prompts: int = 4,
+        samples: int = 2,
+        updates: int = 1,
+        batches: int = 1,
+        meshes: Any = None,
+        thread: bool = False,
+        **settings: Any,
     ) -> Played:
         sizes = {f"{name}_micro_batch_size": settings.pop(name, None) for name in SIZES}
         training = {name: settings.pop(name) for name in list(settings) if hasattr(RLTrainingConfig, name)}
         grpo = GRPOConfig(**{"num_generations": samples, "num_iterations": updates, "beta": 0.04, **settings})
         given = {"prompts_per_step": prompts, "max_steps": batches * updates, **sizes, **training}
         given = {"actor_optimizer": optax.sgd(0.1), **given}
-        config = ClusterConfig(meshes or {}, RLTrainingConfig(**given), RolloutConfig(max_new_tokens=8))
+        kind = Threaded if thread else ClusterConfig
+        config = kind(meshes or {}, RLTrainingConfig(**given), RolloutConfig(max_new_tokens=8))
         return Played(grpo, actor=base, tokenizer=tokenizer, cluster_config=config)
 
     return make
@@ -211,16 +224,16 @@ def test_data_that_ends_early_is_flushed(played: Callable) -> None:
 
 
 def test_nothing_is_fed_beyond_the_allowed_number_of_steps(played: Callable) -> None:
-    cluster = played(prompts=2, batches=3, rollout=2, train=1, queueing="async").train(100)
+    cluster = played(prompts=2, batches=3, rollout=2, train=1, thread=True).train(100)
     assert [record.step for record in cluster.records] == [1, 2, 3]
     assert sum(cluster.samples("rollout")) == 3 * 2 * 2
     assert len(cluster.updates) == 3
 
 
-@pytest.mark.parametrize("queueing", ["sync", "async"])
-def test_the_trainer_sees_exactly_the_micro_batches_that_went_in(played: Callable, queueing: str) -> None:
+@pytest.mark.parametrize("thread", [False, True])
+def test_the_trainer_sees_exactly_the_micro_batches_that_went_in(played: Callable, thread: bool) -> None:
     """Cut back at the original boundaries × G, though the stages between cut otherwise."""
-    cluster = played(prompts=8, samples=3, rollout=5, ref_logps=4, old_logps=3, train=3, queueing=queueing).train(8)
+    cluster = played(prompts=8, samples=3, rollout=5, ref_logps=4, old_logps=3, train=3, thread=thread).train(8)
     (batches,) = cluster.updates
     assert prompts(batches) == named(3, 3, 2)
     for batch in batches:
@@ -232,9 +245,9 @@ def test_the_trainer_sees_exactly_the_micro_batches_that_went_in(played: Callabl
 # Passes
 
 
-@pytest.mark.parametrize("queueing", ["sync", "async"])
-def test_each_micro_batch_is_used_mu_times(played: Callable, queueing: str) -> None:
-    cluster = played(prompts=4, updates=3, batches=2, train=2, queueing=queueing).train(8)
+@pytest.mark.parametrize("thread", [False, True])
+def test_each_micro_batch_is_used_mu_times(played: Callable, thread: bool) -> None:
+    cluster = played(prompts=4, updates=3, batches=2, train=2, thread=thread).train(8)
     assert len(cluster.updates) == 6
     for passes in (cluster.updates[:3], cluster.updates[3:]):
         for again in passes[1:]:
@@ -251,7 +264,7 @@ def test_in_sync_all_are_queued_before_the_first_is_used(played: Callable) -> No
 
 def test_in_async_each_micro_batch_is_queued_as_soon_as_it_exists(played: Callable) -> None:
     """The second is not even scored before the first has been trained on."""
-    cluster = played(prompts=3, rollout=1, ref_logps=1, old_logps=1, train=1, queueing="async")
+    cluster = played(prompts=3, rollout=1, ref_logps=1, old_logps=1, train=1, thread=True)
     arrived: list[bool] = []
 
     def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -311,16 +324,16 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_feeder_always_ends_with_the_end_marker(played: Callable, queues: list[Any]) -> None:
-    played(prompts=2, batches=2, train=1, queueing="async").train(4)
+    played(prompts=2, batches=2, train=1, thread=True).train(4)
     assert [queue.ends for queue in queues] == [[None], [None]]
 
 
-@pytest.mark.parametrize("queueing", ["sync", "async"])
+@pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("after", [0, 1])
 def test_also_when_it_fails_and_its_error_reaches_the_caller(
-    played: Callable, queues: list[Any], queueing: str, after: int
+    played: Callable, queues: list[Any], thread: bool, after: int
 ) -> None:
-    cluster = played(prompts=2, rollout=1, ref_logps=1, old_logps=1, train=1, queueing=queueing)
+    cluster = played(prompts=2, rollout=1, ref_logps=1, old_logps=1, train=1, thread=thread)
 
     def fails(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         if prompts[0] == f"p{after}":
@@ -329,9 +342,9 @@ def test_also_when_it_fails_and_its_error_reaches_the_caller(
 
     with pytest.raises(RewardError, match="'fails' raised OSError: the judge is away"):
         cluster.train(2, fails)
-    assert len(cluster.samples("train")) == (after if queueing == "async" else 0)
+    assert len(cluster.samples("train")) == (after if thread else 0)
     assert all(isinstance(error, RewardError) for queue in queues for error in queue.ends)
-    assert len(queues) == (queueing == "async")
+    assert len(queues) == (thread)
     assert not [t for t in threading.enumerate() if t.name == "covey-producer"]
 
 
@@ -389,7 +402,7 @@ def test_the_queue_size_is_accumulation_steps_plus_2(
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(run_ahead, "DataQueue", lambda maxsize: sizes.append(maxsize) or DataQueue(maxsize))
-    played(prompts=6, train=train, queueing="async").train(6)
+    played(prompts=6, train=train, thread=True).train(6)
     assert sizes == [accumulation + 2]
 
 

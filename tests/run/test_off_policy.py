@@ -32,7 +32,21 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 6) for b in range(1, 5)]
 STEPS = 6
-IN_TURN, THREAD = "sync", "async"
+
+
+class InTurn(ClusterConfig):
+    """Settings of a cluster that samples and trains in turn."""
+
+    runs_ahead = False  # type: ignore[assignment]
+
+
+class Thread(ClusterConfig):
+    """Settings of a cluster in which a thread samples, with k = 0 too."""
+
+    runs_ahead = True  # type: ignore[assignment]
+
+
+How = type[InTurn] | type[Thread]
 
 
 def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
@@ -45,16 +59,16 @@ def slow(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> 
     return length(prompts, completions)
 
 
-def learner_of(lead: int, how: str = IN_TURN, grpo: GRPOConfig | None = None, **more: Any) -> GRPOLearner:
+def learner_of(lead: int, how: How = InTurn, grpo: GRPOConfig | None = None, **more: Any) -> GRPOLearner:
     training = RLTrainingConfig(
         max_steps=STEPS, prompts_per_step=2, actor_optimizer=OptimizerConfig(learning_rate=3e-3), row_length=64,
-        max_tokens_per_micro_batch=64, off_policy_steps=lead, queueing=how, checkpoint_every_n_steps=1,  # type: ignore[arg-type]
+        max_tokens_per_micro_batch=64, off_policy_steps=lead, checkpoint_every_n_steps=1,
         token_values_every_n_steps=0, eval_every_n_steps=more.pop("evaluate", 0),
     )  # fmt: skip
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, slots=4, seed=3)
     cluster = RLCluster.load(
         actor="scratch:arithmetic-tiny@1",
-        cluster_config=ClusterConfig(training_config=training, rollout_config=rollout),
+        cluster_config=how(training_config=training, rollout_config=rollout),
     )
     grpo = grpo or GRPOConfig(num_generations=2, beta=0.0)
     others = {"observers": [], "eval_config": EvalConfig(prompts=2)} | more
@@ -80,7 +94,7 @@ class Kept:
         self.weights.append(self._learner.cluster.copy_weights())
 
 
-def trained(lead: int, how: str = IN_TURN, **more: Any) -> tuple[list[list[list[int]]], str, float]:
+def trained(lead: int, how: How = InTurn, **more: Any) -> tuple[list[list[list[int]]], str, float]:
     """Completions of each step, digest of the last weights, and the reward of the evaluation behind them."""
     learner = learner_of(lead, how, **more)
     kept = Kept(learner)
@@ -108,7 +122,7 @@ def test_a_step_is_drawn_by_the_weights_of_k_steps_before(lead: int) -> None:
 def test_a_thread_gives_the_bits_of_turns(lead: int) -> None:
     """With a reward of random duration, and evaluations in between."""
     alone = trained(lead)
-    assert trained(lead, THREAD, evaluate=2) == alone == trained(lead, IN_TURN, evaluate=2)
+    assert trained(lead, Thread, evaluate=2) == alone == trained(lead, InTurn, evaluate=2)
     assert (alone == trained(0)) == (lead == 0)
 
 
@@ -124,7 +138,7 @@ def test_weights_that_follow_the_clock_would_be_found(monkeypatch: pytest.Monkey
         original(self, *args, copy_weights=copy_weights, set_weights=lambda weights: set_weights(copy_weights()))
 
     monkeypatch.setattr(RolloutThread, "__init__", newest)
-    assert trained(3, THREAD, reward_fns=slow) != expected
+    assert trained(3, Thread, reward_fns=slow) != expected
 
 
 class KilledError(Exception):
@@ -140,8 +154,8 @@ def kill_at(step: int) -> Callable[[StepRecord], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lead", "how"), [(1, THREAD), (3, IN_TURN), (3, THREAD)])
-def test_a_run_that_was_killed_goes_on_with_the_same_samples(lead: int, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lead", "how"), [(1, Thread), (3, InTurn), (3, Thread)])
+def test_a_run_that_was_killed_goes_on_with_the_same_samples(lead: int, how: How, tmp_path: Path) -> None:
     straight = learner_of(lead)
     straight.train(ROWS, out=tmp_path / "straight")
 
@@ -169,15 +183,15 @@ def test_a_checkpoint_with_another_number_of_steps_is_refused(tmp_path: Path) ->
 def test_dynamic_sampling_has_prompts_of_its_own_in_each_step() -> None:
     """What a step leaves over is not used by another: its prompts follow from its number."""
     rounds = GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)
-    prompts: dict[str, list[list[str]]] = {IN_TURN: [], THREAD: []}
+    prompts: dict[How, list[list[str]]] = {InTurn: [], Thread: []}
     for how, seen in prompts.items():
         learner = learner_of(1, how, grpo=rounds)
         learner.observers.append(lambda record, seen=seen: seen.append([g.prompt for g in record.groups]))
         learner.train(ROWS)
         assert learner.loader(ROWS).position == STEPS * 4
-    assert prompts[IN_TURN] == prompts[THREAD]
+    assert prompts[InTurn] == prompts[Thread]
     stream = learner_of(1).loader(ROWS).take(STEPS * 4)
-    for step, used in enumerate(prompts[IN_TURN]):
+    for step, used in enumerate(prompts[InTurn]):
         assert used == [row["prompt"] for row in stream[4 * step : 4 * step + len(used)]]
 
 

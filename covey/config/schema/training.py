@@ -104,14 +104,9 @@ class RLTrainingConfig(Config, section="training"):
     set.
     """
     off_policy_steps: Decisive[NonNegativeInt] = 0
-    """k: step t trains on samples of the weights after step max(t − 1 − k, 0), so that they may be drawn while earlier
-    steps train; 0 trains on samples of the last weights. Where k is not 0, grpo.correction is token_truncate if it is
-    not set.
-    """
-    queueing: Reported[Literal["auto", "sync", "async"]] = "auto"
-    """async: a thread samples and scores the step's next micro-batch while the last one is trained on; auto does so
-    when actor and rollout live on different devices of one process. With off_policy_steps it samples and scores the
-    next steps. The result is the same. Several processes refuse async: they sample and train in turn.
+    """k: step t trains on samples of the weights after step max(t − 1 − k, 0), which a thread draws while earlier steps
+    train; 0 trains on samples of the last weights. Where k is not 0, grpo.correction is token_truncate if it is not
+    set.
     """
     eval_every_n_steps: Ignored[NonNegativeInt] = 0
     """Held-out evaluation during training; 0 leaves it to before and after."""
