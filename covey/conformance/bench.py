@@ -61,9 +61,11 @@ class Bench:
         rng = np.random.default_rng(seed)
         return {n: w + noise * w.std() * rng.normal(size=w.shape) for n, w in self.weights.items()}
 
-    def gradient(self, rows: Sequence[Row], **settings: Any) -> Weights:
-        """Compute the oracle's gradient of a step on the tiny model."""
-        return step_gradient(self.weights, rows, {**SETTINGS, **settings})
+    def gradient(
+        self, rows: Sequence[Row], *, only: Sequence[Sequence[float]] | None = None, **settings: Any
+    ) -> Weights:
+        """Compute the oracle's gradient of a step on the tiny model; `only` as in `step_gradient`."""
+        return step_gradient(self.weights, rows, {**SETTINGS, **settings}, only)
 
     def new_folder(self) -> Path:
         """Return the path of a folder that does not exist yet."""

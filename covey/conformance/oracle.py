@@ -137,23 +137,28 @@ class Model:
         return out, backward
 
 
-def step_gradient(weights: Weights, rows: Sequence[Row], settings: Settings) -> Weights:
+def step_gradient(
+    weights: Weights, rows: Sequence[Row], settings: Settings, only: Sequence[Sequence[float]] | None = None
+) -> Weights:
     """Compute the gradient of one optimizer step: of the loss over all rows, float64.
 
     Args:
         weights: the policy.
         rows: all samples of the step.
         settings: `algorithm`, `epsilon`, `epsilon_high`, `beta`, `kl`, `temperature`, `max_tokens`, `mask_truncated`.
+        only: 1 for the tokens whose part of the gradient is wanted, [n] for each row; all when not given.
     """
     model = Model(weights)
     forward = [model.logps(row, settings["temperature"]) for row in rows]
     masks = [_in_loss(row, settings["mask_truncated"]) for row in rows]
     total = sum(mask.sum() for mask in masks)
-    for row, mask, (logps, backward) in zip(rows, masks, forward, strict=True):
+    parts = only or [[1.0] * len(mask) for mask in masks]
+    for row, mask, part, (logps, backward) in zip(rows, masks, parts, forward, strict=True):
         count = max(mask.sum(), 1)
         denominator = {"dr_grpo": len(rows) * settings["max_tokens"], "dapo": max(total, 1)}
         weight = mask / denominator.get(settings["algorithm"], len(rows) * count)
-        backward(_surrogate_slope(row, logps, mask, weight, settings) + weight * _kl_slope(row, logps, settings))
+        slope = _surrogate_slope(row, logps, mask, weight, settings) + weight * _kl_slope(row, logps, settings)
+        backward(slope * np.array(part))
     return model.gradients
 
 

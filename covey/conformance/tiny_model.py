@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
+from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 Weights = dict[str, Float[np.ndarray, "..."]]
@@ -16,7 +17,7 @@ Weights = dict[str, Float[np.ndarray, "..."]]
 
 WIDTH, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, VOCAB = 32, 48, 2, 2, 1, 16, 64
 ROPE_THETA, NORM_EPS = 10_000.0, 1e-6
-PAD, START, STOP = 0, 1, 2
+PAD, STOP, END_OF_THOUGHT = 0, 2, 4
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 PIECES = "th the in an er on re nd hi ou aa aaa ba bb ab oo st en es xy or ea"
 """Tokens that the tokenizer merges, each of an earlier one and a letter."""
@@ -40,7 +41,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Weights:
 
 
 def make_weights(seed: int) -> Weights:
-    """Draw the weights, float32."""
+    """Draw the weights, float32; bfloat16 has them exactly."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
@@ -49,7 +50,10 @@ def make_weights(seed: int) -> Weights:
     def scale() -> np.ndarray:
         return 1 + 0.2 * rng.normal(size=WIDTH)
 
-    weights = {"model.embed_tokens.weight": rng.normal(size=(VOCAB, WIDTH))}
+    embedding, head = rng.normal(size=(VOCAB, WIDTH)), matrix(VOCAB, WIDTH, 1.5)
+    embedding[:, 0] += 3.0  # nearly constant in what the head sees, and so a bias of these tokens
+    head[[STOP, END_OF_THOUGHT], 0] += (0.8, 0.5)
+    weights = {"model.embed_tokens.weight": embedding}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
         weights |= {
@@ -63,8 +67,8 @@ def make_weights(seed: int) -> Weights:
             f"{at}mlp.up_proj.weight": matrix(HIDDEN, WIDTH),
             f"{at}mlp.down_proj.weight": matrix(WIDTH, HIDDEN),
         }
-    weights |= {"model.norm.weight": scale(), "lm_head.weight": matrix(VOCAB, WIDTH, 1.5)}
-    return {name: w.astype(np.float32) for name, w in weights.items()}
+    weights |= {"model.norm.weight": scale(), "lm_head.weight": head}
+    return {name: w.astype(bfloat16).astype(np.float32) for name, w in weights.items()}
 
 
 def read_weights(folder: Path) -> Weights:

@@ -3,6 +3,7 @@
 A reply is checked before a check uses it: names, shapes, and that all numbers are finite.
 """
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,9 @@ class Trainer:
     version: str = ""
     notes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._is_open, self._loaded = False, dict[str, Handle]()
+
     def open(self) -> None:
         """Load the adapter.
 
@@ -83,8 +87,15 @@ class Trainer:
             FailedError: it cannot be imported.
         """
         told = self._exchange({"open": str(self.adapter), "log": str(self.log)})
-        self.functions, self.version = frozenset(told["functions"]), told["version"]
+        self._is_open, self.functions, self.version = True, frozenset(told["functions"]), told["version"]
         self.notes = told["notes"]
+
+    def load(self, folder: str, settings: Mapping[str, Any]) -> Handle:
+        """Load a model, or return the one that was loaded with the same settings before."""
+        key = json.dumps([folder, settings], sort_keys=True)
+        if key not in self._loaded or not self._is_open:
+            self._loaded[key] = self.call("load", folder, settings)
+        return self._loaded[key]
 
     @property
     def log(self) -> Path:
@@ -103,6 +114,8 @@ class Trainer:
             NotApplicableError: the adapter lacks it, or says that the trainer cannot do this.
             FailedError: it raised, took too long, or its process ended.
         """
+        if not self._is_open:
+            self.open()
         if function not in self.functions:
             raise NotApplicableError(f"the adapter has no function {function}")
         path = str(self.scratch / f"{self.name}.npz")
@@ -112,11 +125,37 @@ class Trainer:
 
     def gradient(self, handle: Handle, rows: Sequence[Row], weights: Weights) -> Weights:
         """Compute the gradient of a step, for the names and shapes of `weights`."""
-        return _checked_weights(self.call("gradient", handle, rows), weights, "gradient")
+        return self.checked(self.call("gradient", handle, rows), weights, "gradient")
 
     def step(self, handle: Handle, rows: Sequence[Row], weights: Weights) -> Weights:
         """Make a step, and return the weights behind it."""
-        return _checked_weights(self.call("step", handle, rows), weights, "step")
+        return self.checked(self.call("step", handle, rows), weights, "step")
+
+    def checked(self, value: Any, weights: Weights, function: str) -> Weights:
+        """Check that `value`, which `function` returned, has a finite array for each of `weights`; return float64."""
+        if not isinstance(value, dict) or set(value) != set(weights):
+            names = sorted(set(weights).symmetric_difference(value if isinstance(value, dict) else ()))
+            raise FailedError(f"{function} returned other names than the model has: {', '.join(names[:3])} ...")
+        for name, w in weights.items():
+            if np.shape(value[name]) != w.shape:
+                raise FailedError(f"{function} returned {name} of shape {np.shape(value[name])}, wanted {w.shape}")
+        return {name: _finite(np.asarray(x, np.float64), f"{function}: {name}") for name, x in value.items()}
+
+    def sample(self, handle: Handle, prompts: Sequence[str], count: int, least: str = "") -> list[dict[str, Any]]:
+        """Sample `count` completions of each prompt; `least` is an entry that a trainer need not have, and must here.
+
+        Raises:
+            NotApplicableError: the trainer does not have it.
+        """
+        rows: list[dict[str, Any]] = self.call("sample", handle, prompts, count)
+        names = {"prompt", "sampled", "completion", "finished"}
+        if len(rows) != count * len(prompts) or any(names - set(row) for row in rows):
+            raise FailedError(
+                f"sample returned {len(rows)} rows, wanted {count * len(prompts)} with {', '.join(names)}"
+            )
+        if least and any(least not in row for row in rows):
+            raise NotApplicableError(f"its samples have no {least}")
+        return rows
 
     def logps(self, handle: Handle, rows: Sequence[Row]) -> list[np.ndarray]:
         """Compute the trainer's log-probs of each completion's tokens."""
@@ -128,15 +167,20 @@ class Trainer:
     def _exchange(self, message: Mapping[str, Any]) -> Any:
         try:
             reply = self.exchange(message, self.seconds)
-        except TimeoutError as error:
-            raise FailedError(f"the call took {error}, and its process was killed") from None
-        except (ChildProcessError, ReplyError, OSError) as error:
-            raise FailedError(f"the process ended: {error}; see {self.log}") from None
+        except (TimeoutError, ChildProcessError, ReplyError, OSError) as error:
+            self._is_open = False
+            self._loaded.clear()
+            raise FailedError(self._describe_end(error)) from None
         if "not_applicable" in reply:
             raise NotApplicableError(reply["not_applicable"])
         if "error" in reply:
             raise FailedError(reply["error"])
         return reply["value"]
+
+    def _describe_end(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"the call took {error}, and its process was killed"
+        return f"the process ended: {error}; it printed to {self.log}"
 
 
 def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
@@ -169,17 +213,6 @@ def _interpreter(name: str) -> str:
     if not python.exists():
         raise CoveyError(f"{name} is not installed", want=str(python), fix="make conformance, in a checkout of Covey")
     return str(python)
-
-
-def _checked_weights(value: Any, weights: Weights, function: str) -> Weights:
-    """Check that `value` has an array for each of `weights`."""
-    if not isinstance(value, dict) or set(value) != set(weights):
-        names = sorted(set(weights).symmetric_difference(value if isinstance(value, dict) else ()))
-        raise FailedError(f"{function} returned other names than the model's weights have: {', '.join(names[:3])} ...")
-    for name, w in weights.items():
-        if np.shape(value[name]) != w.shape:
-            raise FailedError(f"{function} returned {name} of shape {np.shape(value[name])}, wanted {w.shape}")
-    return {name: _finite(np.asarray(x, np.float64), f"{function}: {name}") for name, x in value.items()}
 
 
 def _finite(value: np.ndarray, where: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 VERSION = "1"
@@ -63,6 +63,14 @@ def loss(weights, batch, s):
     return (batch["weight"] * terms).sum()
 
 
+@jax.jit
+def adamw(w, g, m, v, count, rate, s):
+    """Return a weight and its moments after a step; norm scales do not decay."""
+    m, v = s["b1"] * m + (1 - s["b1"]) * g, s["b2"] * v + (1 - s["b2"]) * g * g
+    moved = m / (1 - s["b1"] ** count) / (jnp.sqrt(v / (1 - s["b2"] ** count)) + s["eps"])
+    return w - rate * (moved + s["weight_decay"] * w * (w.ndim > 1)), m, v
+
+
 class Trainer:
     """Weights with the moments of AdamW; with a rank, the sum of a frozen base and adapters B·A that are trained."""
 
@@ -103,12 +111,10 @@ class Trainer:
         factor = jnp.minimum(1, s["max_grad_norm"] / norm) if s["max_grad_norm"] else 1.0
         self.count += 1
         rate = s["learning_rate"] * min(1, self.count / (s["warmup_steps"] + 1))
+        hyper = {name: s[name] for name in ("b1", "b2", "eps", "weight_decay")}
         for name, g in gradient.items():
-            self.moments[0][name] = m = s["b1"] * self.moments[0][name] + (1 - s["b1"]) * g * factor
-            self.moments[1][name] = v = s["b2"] * self.moments[1][name] + (1 - s["b2"]) * jnp.square(g * factor)
-            m, v = m / (1 - s["b1"] ** self.count), v / (1 - s["b2"] ** self.count)
-            decay = s["weight_decay"] * self.params[name] if g.ndim > 1 else 0.0
-            self.params[name] -= rate * (m / (jnp.sqrt(v) + s["eps"]) + decay)
+            arrays = (self.params[name], g * factor, self.moments[0][name], self.moments[1][name])
+            self.params[name], self.moments[0][name], self.moments[1][name] = adamw(*arrays, self.count, rate, hyper)
         self.sampler = self.weights(self.params)
 
     def sample(self, prompts):
@@ -161,7 +167,10 @@ def make_batch(rows, masks, weight, s):
 
 
 def group_advantages(rewards, s):
-    """Return (R - mean) / (std + 1e-4) of each group; R is the weighted sum of those functions that scored."""
+    """Return R - mean of each group, over its std + 1e-4 unless it is centred only.
+
+    R is the weighted sum of the functions that scored.
+    """
     weights = np.ones(rewards.shape[-1]) if s["reward_weights"] is None else np.array(s["reward_weights"])
     scored = ~np.isnan(rewards)
     total = np.where(scored.any(-1), (np.where(scored, rewards, 0) * weights).sum(-1), np.nan)
@@ -169,7 +178,8 @@ def group_advantages(rewards, s):
     for group, advantage in zip(total, out, strict=True):
         valid = group[~np.isnan(group)]
         if len(valid) > 1 and valid.max() > valid.min():
-            advantage[~np.isnan(group)] = (valid - valid.mean()) / (valid.std(ddof=1) + 1e-4)
+            scale = 1.0 if s["advantage"] == "centred" else valid.std(ddof=1) + 1e-4
+            advantage[~np.isnan(group)] = (valid - valid.mean()) / scale
     return out
 
 
@@ -194,3 +204,53 @@ def gradient(trainer, rows):
 def step(trainer, rows):
     trainer.step(rows)
     return {name: np.asarray(w) for name, w in trainer.weights(trainer.params).items()}
+
+
+def logps(trainer, rows):
+    found = []
+    for row in rows:
+        ids = padded([[*row["prompt"], *row["completion"]]])
+        of_all = np.asarray(jax.nn.log_softmax(logits(trainer.weights(trainer.params), ids) / trainer.s["temperature"]))
+        at = np.arange(len(row["completion"])) + len(row["prompt"])
+        found.append(of_all[0, at - 1, ids[0, at]])
+    return found
+
+
+def sample(trainer, prompts, count):
+    ids = [trainer.tokenizer.encode(text).ids for text in prompts for _ in range(count)]
+    rows = []
+    for at in range(0, len(ids), ROWS):
+        drawn, of_drawn = trainer.sample(ids[at : at + ROWS])
+        for prompt, completion, logps in zip(ids[at : at + ROWS], drawn, of_drawn, strict=True):
+            row = {"prompt": prompt, "sampled": completion, "completion": completion, "logps": np.array(logps)}
+            rows.append(row | {"finished": completion[-1] == 2})
+    return rows
+
+
+def advantages(trainer, rewards):
+    return group_advantages(rewards, trainer.s)
+
+
+def save(trainer, folder):
+    Path(folder).mkdir()
+    arrays = {f"{kind} {name}": np.asarray(x) for kind, tree in state(trainer).items() for name, x in tree.items()}
+    np.savez(Path(folder) / "state.npz", count=trainer.count, draws=trainer.draws, **arrays)
+
+
+def restore(folder, settings):
+    trainer = load(settings["model"], settings)
+    with np.load(Path(folder) / "state.npz") as file:
+        trainer.count, trainer.draws = int(file["count"]), int(file["draws"])
+        for kind, tree in state(trainer).items():
+            tree.update({name: jnp.asarray(file[f"{kind} {name}"]) for name in tree})
+    return trainer
+
+
+def state(trainer):
+    return {"weights": trainer.params, "first": trainer.moments[0], "second": trainer.moments[1]}
+
+
+def export(trainer, folder):
+    Path(folder).mkdir()
+    weights = {name: np.ascontiguousarray(w) for name, w in trainer.weights(trainer.params).items()}
+    save_file(weights, Path(folder) / "model.safetensors")
