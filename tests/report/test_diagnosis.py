@@ -234,7 +234,8 @@ EXACT = {"model.dtype": "float32", "model.compute_dtype": "float32"}
 @pytest.mark.parametrize(
     ("agreement", "settings", "wanted"),
     [(0.9985, EXACT, True), (0.9995, EXACT, False), (0.96, {}, False), (0.94, {}, True),
-     (0.96, EXACT | {"model.dtype": "bfloat16"}, False), (step(1.0, 0.9), EXACT, False)],
+     (0.96, EXACT | {"model.dtype": "bfloat16"}, False), (step(1.0, 0.9), EXACT, False),
+     (0.94, {"training.off_policy_steps": 1}, False)],
 )  # fmt: skip
 def test_few_tokens_that_the_trainer_draws_too_are_a_problem(
     agreement: Values, settings: Mapping[str, Any], wanted: bool

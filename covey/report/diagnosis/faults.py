@@ -31,7 +31,7 @@ from covey.report.diagnosis.conditions import (
     UNSCORED,
 )
 from covey.report.diagnosis.features import DISAGREEMENT, EXACT, FALL_ERRORS, MIN_FALL, ROUNDED
-from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, percent
+from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
 from covey.rewards.signal import EXPLAINED, SAME
 
 FAULTS = (
@@ -56,20 +56,33 @@ FAULTS = (
     Rule(
         "sampler and trainer disagree",
         "The sampler and the trainer disagree about the probability of tokens",
-        f"over {FIRST} and {LAST}, their log-probs differ by at least {DISAGREEMENT} nats per token on average; or "
-        f"with the same noise the trainer would have drawn more than {percent(1 - ROUNDED)} of the compared tokens "
-        f"otherwise, or {percent(1 - EXACT)} where weights and products are float32",
+        f"without training.off_policy_steps, over {FIRST} and {LAST}, their log-probs differ by at least "
+        f"{DISAGREEMENT} nats per token on average; or with the same noise the trainer would have drawn more than "
+        f"{percent(1 - ROUNDED)} of the compared tokens otherwise, or {percent(1 - EXACT)} where weights and products "
+        "are float32",
         MIN_ROWS,
         [
             Case(
                 "their log-probs differ by {sampling/logp_difference/mean.last.mean:.3g} nats per token on average in "
                 "{sampling/logp_difference/mean.last.span}",
-                [at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT) for when in ("first", "last")],
+                [
+                    *(
+                        at_least(f"sampling/logp_difference/mean.{when}.mean", DISAGREEMENT)
+                        for when in ("first", "last")
+                    ),
+                    equal("samples_age", 0),
+                ],
             ),
             Case(
                 "with the same noise the trainer would have drawn {drawn_otherwise} of the tokens otherwise in "
                 "{sampling/token_agreement.last.span}",
-                [below(f"sampling/token_agreement.{when}.mean", 1, "least_agreement") for when in ("first", "last")],
+                [
+                    *(
+                        below(f"sampling/token_agreement.{when}.mean", 1, "least_agreement")
+                        for when in ("first", "last")
+                    ),
+                    equal("samples_age", 0),
+                ],
             ),
         ],
         "find the cause first: a rollout of your own with weights of an earlier update, another prompt or another "

@@ -418,6 +418,8 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         str(run.settings.get("grpo.algorithm")).startswith("gspo")
         or run.settings.get("grpo.ratio") in ("sequence", "sequence_token")
     ),
+    # steps by which samples may be older than the weights that train on them
+    "samples_age": lambda run: run.numeric_setting("training.off_policy_steps", 0),
     "samples": lambda run: run.num_samples(len(run)),
     "has_tools": lambda run: bool(run.settings.get("envs.tools")),
     "prompts": lambda run: run.data.get("prompts", run.data.get("examples")),
