@@ -9,6 +9,7 @@ training.
 import math
 import shlex
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,8 @@ class Progress:
         self._rows: list[Mapping[str, Any]] = []
         self._values: list[float] = []
         self._phase, self._count, self._compiling, self._program, self._updates = "", (0, 0), 0, "", 1
+        self._thread = threading.current_thread()
+        self._ahead = self._thread, ""
         view = StatusView(self.status, headline, self._values)
         drawn = self.console.is_terminal or self.console.is_jupyter
         self.display = (LiveDisplay if drawn else LogDisplay)(self.console, view, headline, show)
@@ -72,9 +75,13 @@ class Progress:
         self.display.close()
 
     def phase(self, text: str) -> None:
-        """Show the phase that begins (loading, compiling, ...)."""
-        self._phase, self._count, self._compiling = printable(text), (0, 0), 0
-        self._since = time.monotonic()
+        """Show the phase that begins (loading, compiling, ...); that of another thread than the display's beside it."""
+        thread = threading.current_thread()
+        if thread is not self._thread:
+            self._ahead = thread, printable(text)
+        else:
+            self._phase, self._count, self._compiling = printable(text), (0, 0), 0
+            self._since = time.monotonic()
         self.display.changed()
 
     def message(self, text: str) -> None:
@@ -122,6 +129,7 @@ class Progress:
             step=int(row.get("step", self.steps_before)),
             total=self.total,
             phase=self._phase,
+            ahead=self._ahead[1] if self._ahead[0].is_alive() else "",
             phase_seconds=now - self._since,
             done=done,
             parts=parts,

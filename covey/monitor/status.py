@@ -32,6 +32,7 @@ class Status:
         step: number of optimizer updates made.
         total: number of updates of the whole run; 0 while that is not known.
         phase: name of the current phase; empty between two phases.
+        ahead: name of the phase of a thread that samples ahead of training meanwhile; empty if there is none.
         phase_seconds: seconds since the phase began.
         done: number of parts of the phase that are finished, of `parts`; both are 0 if the phase does not count any.
         parts: number of parts of the phase.
@@ -46,6 +47,7 @@ class Status:
     step: int = 0
     total: int = 0
     phase: str = ""
+    ahead: str = ""
     phase_seconds: float = 0.0
     done: int = 0
     parts: int = 0
@@ -58,10 +60,13 @@ class Status:
 
     @property
     def activity(self) -> str:
-        """Phase with the count of its finished parts and the program that is being compiled."""
+        """Phase with the count of its finished parts, the phase that goes on beside it, and the program that is being
+        compiled.
+        """
         count = f" {self.done}/{self.parts}" if self.parts else ""
         program = f"program {self.compiling}" + (f", {self.program}" if self.program else "")
-        return f"{self.phase}{count}" + (f": compiling {program}" if self.compiling else "")
+        phases = " + ".join(filter(None, (f"{self.phase}{count}", self.ahead)))
+        return phases + (f": compiling {program}" if self.compiling else "")
 
 
 @dataclass(frozen=True)

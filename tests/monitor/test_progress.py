@@ -129,6 +129,27 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
     assert [line.split()[-1] for line in lines] == ["rollout", "update", "1/3", "2/3", "after:", "rollout"]
 
 
+def test_a_phase_of_a_thread_is_shown_beside_that_of_the_run_as_long_as_it_lives():
+    began, end = threading.Event(), threading.Event()
+    with Progress(3, plain()) as progress:
+
+        def draw():
+            progress.phase("rollout")
+            began.set()
+            end.wait()
+
+        thread = threading.Thread(target=draw)
+        progress.phase("update")
+        thread.start()
+        began.wait()
+        assert (progress.status().phase, progress.status().activity) == ("update", "update + rollout")
+        progress.step({"step": 1})
+        assert progress.status().activity == "rollout"
+        end.set()
+        thread.join()
+        assert progress.status().activity == ""
+
+
 def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
     console, now = plain(), 0.0
     monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
