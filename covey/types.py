@@ -187,8 +187,28 @@ class Mean(NamedTuple):
     total: Any
     count: Any
 
+    @property
+    def value(self) -> float:
+        """The mean; 0 without a count."""
+        return float(self.total) / (float(self.count) or 1.0)
 
-MetricSums = dict[str, "Mean | Array"]
-"""A micro-batch's contribution to each metric: totals and counts are summed; bare arrays, whose names end in `/min` or
-`/max`, are reduced by minimum or maximum.
+
+class EffectiveShare(NamedTuple):
+    """Effective sample size of the weights w of n tokens, as a share of n: (Σw)² / (n·Σw²). It is accumulated over a
+    step as Σw, Σw² and n, which are divided at its end.
+    """
+
+    total: Any
+    squares: Any
+    count: Any
+
+    @property
+    def value(self) -> float:
+        """The share; 0 without tokens, or where all weights are 0."""
+        return float(self.total) ** 2 / (float(self.count) * float(self.squares) or 1.0)
+
+
+MetricSums = dict[str, "Mean | EffectiveShare | Array"]
+"""A micro-batch's contribution to each metric: the parts of a tuple are summed; bare arrays, whose names end in `/min`
+or `/max`, are reduced by minimum or maximum.
 """

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.config.algorithms import Algorithm
-from covey.types import Mean, MetricSums
+from covey.types import EffectiveShare, Mean, MetricSums
 
 MAX_EXPONENT = 20.0
 """Largest exponent: e^20 is 5e8."""
@@ -95,6 +95,8 @@ def policy_loss(
     if algorithm.entropy_bonus:
         per_token = per_token - algorithm.entropy_bonus * entropy
     metric_sums = sampler_metric_sums(old, inputs)
+    if algorithm.correction != "none":
+        metric_sums["sampling/correction/effective"] = effective_share_sums(correction, mask)
     metric_sums |= {name: weighted_mean_sums(value, weight) for name, value in means.items()}
     return jnp.sum(weight * per_token), jax.lax.stop_gradient(metric_sums)
 
@@ -102,6 +104,12 @@ def policy_loss(
 def weighted_mean_sums(values: PerToken, weight: PerToken) -> Mean:
     """Return Σ weight·value and Σ weight."""
     return Mean(jnp.sum(weight * values), jnp.sum(weight))
+
+
+def effective_share_sums(values: PerToken, mask: Bool[Array, "R M"]) -> EffectiveShare:
+    """Return the sums of `EffectiveShare` over the tokens where `mask` is True."""
+    kept = jnp.where(mask, values, 0.0)
+    return EffectiveShare(jnp.sum(kept), jnp.sum(jnp.square(kept)), jnp.sum(mask))
 
 
 def sampler_metric_sums(old_logps: PerToken, inputs: LossInputs) -> MetricSums:

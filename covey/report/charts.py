@@ -108,7 +108,11 @@ CHARTS = (
     ),
     Chart("Probability kept by truncation", "Sampler and trainer", ("sampling/mass_kept",)),
     Chart("Age of the samples", "Sampler and trainer", ("sampling/staleness",)),
-    Chart("Correction weight", "Sampler and trainer", ("sampling/correction/mean", "sampling/correction/masked")),
+    Chart(
+        "Correction weight",
+        "Sampler and trainer",
+        ("sampling/correction/mean", "sampling/correction/masked", "sampling/correction/effective"),
+    ),
     Chart("Loss of the critic", "Critic", ("critic/loss", "critic/value_loss")),
     Chart("Explained variance", "Critic", ("critic/explained_variance",)),
     Chart("Values", "Critic", ("critic/value_mean",)),

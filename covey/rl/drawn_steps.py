@@ -14,10 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from covey.rl.metrics import Clock
 from covey.rl.run_ahead import DataQueue, produce
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class DrawnStep:
     rollout: "RolloutBatch"
     failed: Mapping[str, int] = field(default_factory=dict)
     env_failed: int = 0
+
+    def behind(self, clock: Clock) -> "DrawnStep":
+        """Return the step with the seconds of `clock`, which measured what came before it."""
+        seconds = {**self.rollout.seconds, **clock.seconds}
+        return replace(self, rollout=replace(self.rollout, seconds=seconds))
 
 
 Draw = Callable[[int, int], DrawnStep | None]
@@ -104,6 +110,7 @@ class RolloutThread(RolloutsAhead):
         draw, lead, steps, drawn: see `RolloutsAhead`.
         copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
         set_weights: gives the rollout such a copy.
+        on_phase: called in the thread when it begins to wait for weights, with the name of that phase.
     """
 
     takes_copies = True
@@ -117,9 +124,10 @@ class RolloutThread(RolloutsAhead):
         *,
         copy_weights: Callable[[], Any],
         set_weights: Callable[[Any], None],
+        on_phase: Callable[[str], None] = lambda name: None,
     ):
         super().__init__(draw, lead, steps, drawn)
-        self._copy_weights, self._set_weights = copy_weights, set_weights
+        self._copy_weights, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
         self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
         self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
         self._drawing = threading.Lock()
@@ -144,12 +152,19 @@ class RolloutThread(RolloutsAhead):
             yield
 
     def _draw_offers(self) -> Iterator[DrawnStep | None]:
-        for steps, version, weights in self._offers:
+        while True:
+            clock = Clock(on_phase=self._on_phase)
+            with clock("rollout_wait"):
+                offer = next(iter(self._offers), None)
+            if offer is None:
+                return
+            steps, version, weights = offer
             for step in steps:
                 with self._drawing:
                     self._set_weights(weights)
                     drawn = self._draw(step, version)
-                yield drawn
+                yield drawn and drawn.behind(clock)
+                clock = Clock({"rollout_wait": 0.0})
 
     def _wait_for(self, count: int) -> None:
         while len(self._ready) < min(count, self._left):
@@ -158,15 +173,20 @@ class RolloutThread(RolloutsAhead):
 
 @contextmanager
 def rollouts_ahead(
-    draw: Draw, lead: int, steps: range, drawn: Iterable[DrawnStep], cluster: "RLCluster"
+    draw: Draw,
+    lead: int,
+    steps: range,
+    drawn: Iterable[DrawnStep],
+    cluster: "RLCluster",
+    on_phase: Callable[[str], None],
 ) -> Iterator[RolloutsAhead]:
     """Draw steps in turns with training, or in a thread where the cluster's settings ask for one; arguments as for
-    `RolloutsAhead`.
+    `RolloutThread`.
     """
     if not cluster.config.runs_ahead:
         yield RolloutsAhead(draw, lead, steps, drawn)
         return
     weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
-    with RolloutThread(draw, lead, steps, drawn, **weights).running() as thread:
+    with RolloutThread(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as thread:
         yield thread
     cluster.sync_weights()  # the last that it was given may be those of k steps ago

@@ -88,7 +88,7 @@ class Learner(Keywords, ABC):
         reward_funcs: alias of `reward_fns`, as in TRL.
         surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, instead of the algorithm's surrogate.
         observers: called with a `StepRecord` after each step, in order. When not given, one line per step is printed.
-        on_phase: called with the name of each phase as it begins.
+        on_phase: called with the name of each phase as it begins, in the thread in which it does.
         eval_config: settings of the evaluations during training.
         reward_runner: sets where reward functions run and how their failures are handled. When not given, they run in
             this process and the first failure is raised.
@@ -183,7 +183,8 @@ class Learner(Keywords, ABC):
         rows = copy(loader)
         rows.take(len(self.drawn) * self._prompts_of_step)
         steps = range(self.step + len(self.drawn), total)
-        with rollouts_ahead(partial(self._draw_step, rows), self.lead, steps, self.drawn, self.cluster) as ahead:
+        draw, on_phase = partial(self._draw_step, rows), self.on_phase
+        with rollouts_ahead(draw, self.lead, steps, self.drawn, self.cluster, on_phase) as ahead:
             self._ahead, self.drawn = ahead, ()
             try:
                 while self.step < total:

@@ -23,7 +23,7 @@ from covey.models.lora import split_trainable
 from covey.parallel.programs import abstract
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms
-from covey.types import Mean, MetricSums
+from covey.types import EffectiveShare, Mean, MetricSums
 
 Metrics = dict[str, float]
 
@@ -200,7 +200,7 @@ def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
 def _metrics(totals: MetricSums, scale: float) -> Metrics:
     """Compute the step's metrics; those with a count of 0, as when all completions were masked, are 0."""
     means = {
-        name: float(value.total) / (float(value.count) or 1.0) if isinstance(value, Mean) else float(value)
+        name: value.value if isinstance(value, Mean | EffectiveShare) else float(value)
         for name, value in totals.items()
     }
     return means | {LOSS: means.get(LOSS, 0.0) * scale}

@@ -23,6 +23,7 @@ from covey.losses.policy import (
     MAX_EXPONENT,
     RATIOS,
     SURROGATES,
+    effective_share_sums,
     k3,
     sampler_correction,
     segment_mean,
@@ -195,6 +196,15 @@ def test_corrections_by_hand(name: str, floor: float | None, want: list[float]) 
     weights = lambda old: sampler_correction(x, old, jnp.zeros((1, 4)), segment_ids > 0, segment_ids)  # noqa: E731
     np.testing.assert_allclose(weights(old)[0], want, rtol=1e-6)
     assert not jax.grad(lambda old: weights(old).sum())(old).any()
+
+
+def test_the_effective_sample_size_by_hand() -> None:
+    """Weights 1.5, 0.5, 1.5 and 1 of four tokens beside padding: 4.5² / (4 · 5.75). Parts of a step add up."""
+    weights, mask = np.array([1.5, 0.5, 1.5, 1.0, 7.0]), np.array([1, 1, 1, 1, 0], bool)
+    of = lambda *w: effective_share_sums(jnp.asarray(w), jnp.ones(len(w), bool)).value  # noqa: E731
+    parts = [effective_share_sums(jnp.asarray(weights[at]), jnp.asarray(mask[at])) for at in (slice(2), slice(2, 5))]
+    assert jax.tree.map(jnp.add, *parts).value == pytest.approx(20.25 / 23, rel=1e-6)
+    assert (of(3.0, 3.0), of(2.0, 0.0, 0.0, 0.0), of(0.0, 0.0), of()) == (1.0, 0.25, 0.0, 0.0)
 
 
 def test_only_the_ratio_of_the_whole_sequence_grows_with_its_length() -> None:

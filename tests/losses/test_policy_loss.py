@@ -38,7 +38,7 @@ def single(x: Algorithm, logp: float, **fields: float) -> tuple[float, float, di
 
 
 def finished(metric_sums: dict[str, Any]) -> dict[str, float]:
-    return {n: float(s.total / s.count) if isinstance(s, Mean) else float(s) for n, s in metric_sums.items()}
+    return {n: s.value if isinstance(s, tuple) else float(s) for n, s in metric_sums.items()}
 
 
 def laid(

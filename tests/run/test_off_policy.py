@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from covey import (
     RolloutConfig,
 )
 from covey.config import recipe
-from covey.errors import RecipeError, ResumeError
+from covey.errors import RecipeError, ResumeError, Stopped
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
 from covey.rl.drawn_steps import RolloutThread
@@ -94,12 +97,12 @@ class Kept:
         self.weights.append(self._learner.cluster.copy_weights())
 
 
-def trained(lead: int, how: How = InTurn, **more: Any) -> tuple[list[list[list[int]]], str, float]:
-    """Completions of each step, digest of the last weights, and the reward of the evaluation behind them."""
+def trained(lead: int, how: How = InTurn, **more: Any) -> tuple[list[list[list[int]]], str, list[float]]:
+    """Completions of each step, digest of the last weights, and the rewards of evaluations behind the steps."""
     learner = learner_of(lead, how, **more)
     kept = Kept(learner)
     learner.train(ROWS, ROWS[:2])
-    return kept.tokens, digest_of(learner), learner.evaluations["after"]["reward"]
+    return kept.tokens, digest_of(learner), [*learner.history["eval/reward"], learner.evaluations["after"]["reward"]]
 
 
 @pytest.mark.slow
@@ -121,9 +124,16 @@ def test_a_step_is_drawn_by_the_weights_of_k_steps_before(lead: int) -> None:
 @pytest.mark.parametrize("lead", [0, 1, 3])
 def test_a_thread_gives_the_bits_of_turns(lead: int) -> None:
     """With a reward of random duration, and evaluations in between."""
-    alone = trained(lead)
-    assert trained(lead, Thread, evaluate=2) == alone == trained(lead, InTurn, evaluate=2)
+    alone, evaluated = trained(lead), trained(lead, InTurn, evaluate=2)
+    assert trained(lead, Thread, evaluate=2) == evaluated
+    assert (*evaluated[:2], evaluated[2][-1:]) == alone
     assert (alone == trained(0)) == (lead == 0)
+
+
+@pytest.mark.slow
+def test_a_reference_that_moves_and_an_adaptive_beta_follow_the_steps() -> None:
+    grpo = GRPOConfig(num_generations=2, beta=0.1, kl_target=0.01, reference_every_n_updates=2)
+    assert trained(2, Thread, grpo=grpo) == trained(2, InTurn, grpo=grpo) != trained(2)
 
 
 @pytest.mark.slow
@@ -134,8 +144,9 @@ def test_weights_that_follow_the_clock_would_be_found(monkeypatch: pytest.Monkey
     expected = trained(3)
     original = RolloutThread.__init__
 
-    def newest(self: RolloutThread, *args: Any, copy_weights: Callable[[], Any], set_weights: Any) -> None:
-        original(self, *args, copy_weights=copy_weights, set_weights=lambda weights: set_weights(copy_weights()))
+    def newest(self: RolloutThread, *args: Any, copy_weights: Any, set_weights: Any, **others: Any) -> None:
+        latest = lambda weights: set_weights(copy_weights())  # noqa: E731
+        original(self, *args, copy_weights=copy_weights, set_weights=latest, **others)
 
     monkeypatch.setattr(RolloutThread, "__init__", newest)
     assert trained(3, Thread, reward_fns=slow) != expected
@@ -169,6 +180,24 @@ def test_a_run_that_was_killed_goes_on_with_the_same_samples(lead: int, how: How
     rows = (tmp_path / "killed" / METRICS).read_text().splitlines()
     ages = [json.loads(row)["sampling/staleness"] for row in rows]
     assert ages == [min(step, lead) for step in range(STEPS)]
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_thread_draws_loses_no_order(tmp_path: Path) -> None:
+    draws = iter(range(STEPS))
+
+    def length_and_signal(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+        if next(draws) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return slow(prompts, completions)
+
+    length_and_signal.__name__ = length.__name__
+    for name, rewards in (("straight", length), ("stopped", length_and_signal), ("stopped", length)):
+        learner = learner_of(2, Thread, reward_fns=rewards)
+        with nullcontext() if rewards is length else pytest.raises(Stopped):
+            learner.train(ROWS, out=tmp_path / name)
+    assert (tmp_path / "stopped" / SAMPLES).read_bytes() == (tmp_path / "straight" / SAMPLES).read_bytes()
+    assert len(learner.history["time/rollout_wait"]) == len(learner.history["time/wait"]) == STEPS
 
 
 @pytest.mark.slow
