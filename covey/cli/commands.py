@@ -511,6 +511,22 @@ examples
             options=(JSON,),
         ),
         Command(
+            "conformance", "covey.cli.conformance:conformance", "", "does a trainer compute its equations?",
+            """\
+Puts one tiny model and the same rows to Covey and to other trainers, and compares the gradients with a float64 oracle;
+and checks invariances, masks, sampler, advantages, turns, optimizer and files. Others are trl and tunix ('make
+conformance' installs them), or your own adapter, one Python file, which is executed (docs/conformance.md).""",
+            "examples\n  covey conformance --against trl,tunix --html page.html\n  covey conformance --only gradient",
+            least=0,
+            most=0,
+            options=(
+                Option("--against", "TRAINER", "trl, tunix or an adapter's path; several with commas between them"),
+                Option("--only", "CHECK", "one check, or the checks of one group, such as gradient"),
+                Option("--python", "PYTHON", "Python that executes adapters that are files; Covey's when not given"),
+                Option("--html", "FILE", "write one HTML page that needs no network, with equations and sources"), JSON,
+            ),
+        ),
+        Command(
             "push", "covey.cli.model:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
             """\
 Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and

@@ -57,14 +57,21 @@ class Check(NamedTuple):
 # --- gradients, and what must not change them
 
 
-def gradient(**settings: Any) -> Measure:
-    """Return a measure: distance of the gradient of a whole step from the oracle's."""
+def gradient(change_row: Callable[[dict[str, Any]], dict[str, Any]] = dict, **settings: Any) -> Measure:
+    """Return a measure: distance of the gradient of a whole step, of rows that were changed, from the oracle's."""
 
     def measure(bench: Bench, trainer: Trainer) -> float:
-        got = trainer.gradient(shared(bench, trainer, **settings), bench.rows, bench.weights)
-        return distance(got, bench.gradient(bench.rows, **settings))
+        rows = [change_row(row) for row in bench.rows]
+        got = trainer.gradient(shared(bench, trainer, **settings), rows, bench.weights)
+        return distance(got, bench.gradient(rows, **settings))
 
     return measure
+
+
+def without_short(row: dict[str, Any]) -> dict[str, Any]:
+    """Empty the completion of two tokens."""
+    empty = {"completion": [], "old_logps": np.zeros(0, np.float32), "ref_logps": np.zeros(0, np.float32)}
+    return {**row, **(empty if len(row["completion"]) == 2 else {})}
 
 
 def invariance(common: dict[str, Any], *variants: dict[str, Any]) -> Measure:
@@ -177,10 +184,12 @@ def mean_ratio(bench: Bench, trainer: Trainer) -> float:
     return float(np.concatenate([np.exp(mine - its) for mine, its in pairs]).mean())
 
 
-def first_ratio(bench: Bench, trainer: Trainer) -> float:
-    """Compare the gradient of sampled rows before any update with the oracle's at a ratio of 1."""
-    handle = shared(bench, trainer, temperature=0.7)
-    rows = [{**row, "advantage": (-1.0) ** n} for n, row in enumerate(_samples(trainer, handle))]
+def first_ratio(bench: Bench, trainer: Trainer, iterations: int = 1) -> float:
+    """Compare the gradient of sampled rows before any update with the oracle's at a ratio of 1; with several iterations
+    the ratio is taken against the log-probs that the trainer has stored.
+    """
+    handle = shared(bench, trainer, temperature=0.7, iterations=iterations)
+    rows = [{**row, "advantage": (-1.0) ** n} for n, row in enumerate(_samples(trainer, handle, least=""))]
     return distance(trainer.gradient(handle, rows, bench.weights), bench.gradient(rows, temperature=0.7))
 
 
@@ -278,13 +287,13 @@ def random_rewards(functions: int = 1, missing: Sequence[tuple[int, ...]] = ()) 
 
 def foreign_tokens(bench: Bench, trainer: Trainer) -> float:
     """Compute the share of episodes whose tokens in the loss are not those that the sampler drew, turn after turn."""
-    episodes = trainer.call("turns", shared(bench, trainer, max_tokens=48), CHAT, REPLIES)
+    episodes = trainer.call("turns", shared(bench, trainer), CHAT, REPLIES)
     return float(np.mean([list(chain(*e["sampled"])) != list(e["trained"]) for e in episodes]))
 
 
 def turn_logps(bench: Bench, trainer: Trainer) -> float:
     """Compare the sampler's log-probs of the tokens in the loss with the trainer's, over all turns."""
-    episodes = trainer.call("turns", shared(bench, trainer, max_tokens=48), CHAT, REPLIES)
+    episodes = trainer.call("turns", shared(bench, trainer), CHAT, REPLIES)
     return _largest_gap([e["trainer_logps"] for e in episodes], [e["logps"] for e in episodes])
 
 
@@ -430,12 +439,16 @@ CHECKS: dict[str, Check] = {
               gradient(algorithm="dapo", epsilon_high=0.28), GRADIENT),
         Check("gradient/gspo", "w = exp(mean_t(logp − logp_old)) for the whole completion, clip range 0.97 to 1.04",
               "Zheng et al., 2025, eq. 5 and 7", gradient(algorithm="gspo", epsilon=0.03, epsilon_high=0.04), GRADIENT),
+        Check("gradient/empty", "a completion without tokens adds 0 and counts among the samples", GRPO,
+              gradient(without_short), GRADIENT),
         Check("invariance/micro-batch", "8, 4 or 2 samples at a time, the mean over samples", GRPO,
               invariance({}, *_each), REORDERED),
         Check("invariance/accumulation", "8, 4 or 2 samples at a time, the mean over tokens: of the step, not the mean "
               "of means", DAPO, invariance({"algorithm": "dapo"}, *_each), REORDERED),
-        Check("invariance/padding", "3 more tokens of padding before the prompts, 5 behind the completions",
-              "padding is masked", invariance({}, {"pad_prompt": 3}, {"pad_completion": 5}), REORDERED),
+        Check("invariance/padding-before", "3 more tokens of padding before the prompts", "padding is masked",
+              invariance({}, {"pad_prompt": 3}), REORDERED),
+        Check("invariance/padding-behind", "5 more tokens of padding behind the completions", "padding is masked",
+              invariance({}, {"pad_completion": 5}), REORDERED),
         Check("invariance/order", "groups and samples in reverse", "a sum has no order", order_of_rows, REORDERED),
         Check("invariance/packing", "several samples in a row, or one", "no token sees another sample",
               invariance({"algorithm": "dapo"}, {"packing": True}), REORDERED),
@@ -459,6 +472,8 @@ CHECKS: dict[str, Check] = {
               "importance weights have mean 1", mean_ratio, LOGPS, 1.0),
         Check("sampler/first-ratio", "the gradient of the first update is that of a ratio of 1", GRPO,
               first_ratio, GRADIENT),
+        Check("sampler/stored-ratio", "the same of the first of two updates, by the log-probs that the trainer stores",
+              GRPO, partial(first_ratio, iterations=2), GRADIENT),
         Check("sampler/stop", "share of finished completions that lack the stop token", "it was sampled",
               without_stop, EQUAL),
         Check("sampler/tokens", "share of completions trained on with other tokens than were drawn",

@@ -4,6 +4,7 @@ A reply is checked before a check uses it: names, shapes, and that all numbers a
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,9 +60,11 @@ class Trainer:
 
     Args:
         name: heading of its column.
+        target: name or path by which the user names it.
         adapter: its file.
         exchange: answers a message within a number of seconds, as `Child.call` does.
         scratch: folder for the arrays of messages and for what the trainer prints.
+        end: ends the process.
         seconds: time limit of a call.
 
     Attributes:
@@ -69,9 +72,11 @@ class Trainer:
     """
 
     name: str
+    target: str
     adapter: Path
     exchange: Callable[[Mapping[str, Any], float], dict[str, Any]]
     scratch: Path
+    end: Callable[[], None] = lambda: None
     seconds: float = 300.0
     functions: frozenset[str] = frozenset()
     version: str = ""
@@ -96,6 +101,11 @@ class Trainer:
         if key not in self._loaded or not self._is_open:
             self._loaded[key] = self.call("load", folder, settings)
         return self._loaded[key]
+
+    def close(self) -> None:
+        """End the process."""
+        self._is_open = False
+        self.end()
 
     @property
     def log(self) -> Path:
@@ -153,7 +163,7 @@ class Trainer:
             raise FailedError(
                 f"sample returned {len(rows)} rows, wanted {count * len(prompts)} with {', '.join(names)}"
             )
-        if least and any(least not in row for row in rows):
+        if least and any(row.get(least) is None for row in rows):
             raise NotApplicableError(f"its samples have no {least}")
         return rows
 
@@ -199,10 +209,14 @@ def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
         want = f"{', '.join(KNOWN)}, or the path of an adapter, a .py file"
         raise CoveyError(f"there is no trainer {name!r}", want=want, fix="docs/conformance.md says how to write one")
     interpreter = _interpreter(name) if name in KNOWN else python or sys.executable
-    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(scratch / "programs"), **os.environ}["JAX_COMPILATION_CACHE_DIR"]
+    env = {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }  # fmt: skip
     child = Child("worker:answer", env, python=interpreter, folder=str(HERE))
     label = name if name in KNOWN else adapter.stem
-    return Trainer(label, adapter.resolve(), lambda message, seconds: child.call(message, seconds), scratch)
+    return Trainer(label, name, adapter.resolve(), child.call, scratch, child.end)
 
 
 def _interpreter(name: str) -> str:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 VERSION = "1"
-ROWS, TIME = 8, 48  # every batch is padded to these, so that the model is compiled once
+ROWS, TIMES = 8, (32, 128)  # every batch is padded to these shapes, so that the model is compiled twice
 
 
 @jax.jit
@@ -145,8 +145,9 @@ def token_mask(row, s):
     return np.array(row.get("mask", np.ones(len(row["completion"])))) * (row["finished"] or not s["mask_truncated"])
 
 
-def padded(sequences, pad=0):
-    ids = np.full((ROWS, TIME), pad, np.int32)
+def padded(sequences, more=0):
+    longest = max(map(len, sequences)) + more
+    ids = np.zeros((ROWS, next(time for time in TIMES if time >= longest)), np.int32)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = sequence
     return ids
@@ -155,15 +156,16 @@ def padded(sequences, pad=0):
 def make_batch(rows, masks, weight, s):
     """Return arrays [B, T - 1] of scored tokens: the label of position t is token t + 1."""
     names = ("mask", "weight", "old_logps", "has_old", "ref_logps")
-    batch = {name: np.zeros((ROWS, TIME - 1), np.float32) for name in names}
+    ids = padded([[*row["prompt"], *row["completion"]] for row in rows], 8 * s["pad_completion"])
+    batch = {name: np.zeros((ROWS, ids.shape[1] - 1), np.float32) for name in names}
     batch["advantage"] = np.zeros((ROWS, 1), np.float32)
     for n, row in enumerate(rows):
         at = slice(len(row["prompt"]) - 1, len(row["prompt"]) - 1 + len(row["completion"]))
         batch["mask"][n, at], batch["weight"][n, at] = masks[n], masks[n] * weight[n]
-        batch["advantage"][n], batch["has_old"][n] = row["advantage"], "old_logps" in row
-        for name in ("old_logps", "ref_logps"):
-            batch[name][n, at] = row.get(name, 0)
-    return batch | {"ids": padded([[*row["prompt"], *row["completion"]] for row in rows])}
+        old = row.get("old_logps", row.get("logps") if s["iterations"] > 1 else None)  # None: the ratio is 1
+        batch["advantage"][n], batch["has_old"][n] = row["advantage"], old is not None
+        batch["old_logps"][n, at], batch["ref_logps"][n, at] = 0 if old is None else old, row.get("ref_logps", 0)
+    return batch | {"ids": ids}
 
 
 def group_advantages(rewards, s):
@@ -187,9 +189,8 @@ def group_advantages(rewards, s):
 
 
 def load(folder, settings):
-    for name, unit in (("packing", "packing"), ("pad_prompt", "padding of prompts")):
-        if settings[name]:
-            raise NotImplementedError(f"this loop has no {unit}")
+    if settings["packing"] or settings["pad_prompt"]:
+        raise NotImplementedError("this loop has one sample in a row, from its beginning")
     if settings["devices"] > 1:
         raise NotImplementedError("this loop uses one device")
     trainer = Trainer(load_file(Path(folder) / "model.safetensors"), settings)
@@ -229,6 +230,31 @@ def sample(trainer, prompts, count):
 
 def advantages(trainer, rewards):
     return group_advantages(rewards, trainer.s)
+
+
+def turns(trainer, messages, replies):
+    """Play episodes: the tokens of a turn stay as they were drawn, and those of the environment follow them."""
+    episodes = []
+    ids = [encode(trainer, messages)] * ROWS
+    for reply in [*replies, None]:
+        drawn, its = trainer.sample(ids)
+        episodes.append((ids, drawn, its))
+        after = [] if reply is None else encode(trainer, [{"role": "user", "content": reply}], "\n")
+        ids = [[*before, *turn, *after] for before, turn in zip(ids, drawn, strict=True)]
+    found = []
+    for n in range(ROWS):
+        parts = [{"prompt": ids[n], "completion": drawn[n]} for ids, drawn, _ in episodes]
+        of_trainer = logps(trainer, parts)
+        found.append({"sampled": [part["completion"] for part in parts]})
+        found[-1]["trained"] = [token for part in parts for token in part["completion"]]
+        found[-1]["logps"] = np.concatenate([its[n] for _, _, its in episodes])
+        found[-1]["trainer_logps"] = np.concatenate(of_trainer)
+    return found
+
+
+def encode(trainer, messages, before=""):
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return trainer.tokenizer.encode(f"{before}{text}<|im_start|>assistant\n").ids
 
 
 def save(trainer, folder):

@@ -8,6 +8,7 @@ micro-batches, loss, trainer and files are what a run uses.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -17,19 +18,22 @@ import optax
 from safetensors.numpy import load_file
 
 import covey
+from covey import types as covey_types
 from covey.models import families
 from covey.parallel.reshard import flatten
 from covey.rl.experience import Experience, PromptBatch
 from covey.rl.group_table import gather_table
 
 VERSION = covey.__version__
+NO_PADDING = "rows are padded, not samples: invariance/packing changes how"
 SETTINGS = {
     "": "GRPOConfig(algorithm=...); packing='dense' unless the check packs",
     "invariance/micro-batch": "max_tokens_per_micro_batch of 8, 4, 2 samples",
 }
 REASONS = {
     "gradient/grpo-k1": "a choice of design: k1 has zero expected gradient on-policy, so kl_in='reward' takes it alone",
-    "invariance/padding": "samples are not padded one by one: rows are, by packing and by length (invariance/packing)",
+    "invariance/padding-before": NO_PADDING,
+    "invariance/padding-behind": NO_PADDING,
 }
 ROW = 32
 """Tokens of a row of one sample."""
@@ -46,7 +50,7 @@ class _Learner(covey.GRPOLearner):
         x = super().compute_logps(x)
         if not self.rows:
             return x
-        old = [np.asarray(row["old_logps"]) for row in self.rows] if "old_logps" in self.rows[0] else x.old_logps
+        old = [np.asarray(row["old_logps"]) for row in self.rows]
         return replace(x, old_logps=old, ref_logps=x.ref_logps and [np.asarray(r["ref_logps"]) for r in self.rows])
 
 
@@ -76,7 +80,7 @@ class Trainer:
 def load(folder: str, settings: Mapping[str, Any]) -> Trainer:
     """Load the model; settings that Covey refuses are named by its own error."""
     if settings["pad_prompt"] or settings["pad_completion"]:
-        raise NotImplementedError("samples have no padding of their own")
+        raise NotImplementedError("samples are not padded one by one")
     trainer = Trainer(folder, settings)
     _refusals(lambda: _algorithm(settings))
     return trainer
@@ -130,13 +134,7 @@ def step(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
 
 def logps(trainer: Trainer, rows: Sequence[Row]) -> list[np.ndarray]:
     """Compute the log-probs before an update, as a learner does that makes several on a batch."""
-    learner = trainer.main
-    several = replace(learner.config, num_iterations=2)
-    scorer = _Learner(rl_cluster=learner.cluster, grpo_config=several, reward_fns=lambda prompts, **_: prompts)
-    groups = _groups(rows)
-    found = scorer.compute_logps(Experience(groups, gather_table(groups))).old_logps
-    assert found is not None
-    return found
+    return _old_logps(trainer.main, _groups(rows))
 
 
 def sample(trainer: Trainer, prompts: Sequence[str], count: int) -> list[dict[str, Any]]:
@@ -173,18 +171,79 @@ def save(trainer: Trainer, folder: str) -> None:
 
 
 def restore(folder: str, settings: Mapping[str, Any]) -> Trainer:
-    raise NotImplementedError
+    """Load the model, and then the last checkpoint of the folder, as a run does that goes on."""
+    trainer = load(settings["model"], settings)
+    learner = trainer.main
+    with covey.Checkpointer(folder, read_only=True) as checkpoints:
+        step = checkpoints.latest()
+        state, extra = checkpoints.restore(step, learner.cluster.state_shapes())
+    learner.cluster.load_state(state, step or 0)
+    learner.load_state(extra, step or 0)
+    return trainer
+
+
+def agreement(trainer: Trainer, prompts: Sequence[str]) -> float:
+    """Sample and make an update; return the metric of its record."""
+    learner = make_learner(trainer.folder, trainer.settings, optax.identity(), reward_fns=_either)
+    record = learner.train_step([{"prompt": text} for text in prompts], lambda missing: [], 1)
+    return record.metrics["sampling/token_agreement"]
+
+
+def turns(trainer: Trainer, messages: Sequence[covey_types.Message], replies: Sequence[str]) -> list[dict[str, Any]]:
+    """Play episodes in an environment that replies as it is told, with the history that the template renders."""
+    config = covey.EnvsConfig(
+        max_turns=len(replies) + 1, max_turn_tokens=trainer.settings["turn_tokens"], history="template", rehearsal=False
+    )
+    environments = covey.EnvironmentRunner(lambda row: _Script(messages, replies), config)
+    s = {**trainer.settings, "max_tokens": 128}
+    with environments:
+        learner = make_learner(trainer.folder, s, optax.identity(), environments=environments)
+        groups = learner.cluster.generate([{"prompt": ""}] * 2, s["samples"])
+    trained = zip((c for g in groups for c in g.completions), _old_logps(learner, groups), strict=True)
+    return [_episode(completion, mine) for completion, mine in trained]
+
+
+class _Script:
+    """Environment that says `replies`, one after each turn of the model."""
+
+    def __init__(self, messages: Sequence[covey_types.Message], replies: Sequence[str]):
+        self.messages, self.replies = messages, iter(replies)
+
+    def reset(self) -> Sequence[covey_types.Message]:
+        return self.messages
+
+    def step(self, reply: str) -> covey.Step:
+        text = next(self.replies, None)
+        return covey.Step("" if text is None else text, done=text is None)
+
+
+def _episode(completion: covey.Completion, trainer_logps: np.ndarray) -> dict[str, Any]:
+    assert completion.episode is not None
+    assert completion.mask is not None
+    ends, at = completion.episode.turn_ends, np.flatnonzero(completion.mask)
+    turns = [completion.tokens[at[(at >= start) & (at < end)]] for start, end in pairwise([0, *ends])]
+    names = {"trained": completion.tokens, "logps": completion.logps, "trainer_logps": trainer_logps}
+    return {"sampled": [turn.tolist() for turn in turns]} | {name: x[at] for name, x in names.items()}
+
+
+def _old_logps(learner: _Learner, groups: list[covey.Group]) -> list[np.ndarray]:
+    several = replace(learner.config, num_iterations=2)
+    scorer = _Learner(rl_cluster=learner.cluster, grpo_config=several, reward_fns=_either)
+    found = scorer.compute_logps(Experience(groups, gather_table(groups))).old_logps
+    assert found is not None, "several updates need them"
+    return found
 
 
 def _train(learner: _Learner, rows: Sequence[Row]) -> None:
     prompts, next_prompts = _stand_in(learner, rows)
     learner.train_step(prompts.examples, next_prompts, learner.step + 1)
+    del learner.cluster.generate  # that of the class samples again
 
 
 def _stand_in(learner: _Learner, rows: Sequence[Row]) -> tuple[PromptBatch, Callable[[int], list[Any]]]:
     """Let the cluster give these rows for what it would sample; return the arguments of a rollout."""
     groups = iter(_groups(rows))
-    learner.rows = rows if "advantage" in rows[0] else ()
+    learner.rows = rows if "old_logps" in rows[0] else ()
     learner.cluster.generate = lambda examples, *_, **__: [next(groups) for _ in examples]  # type: ignore[method-assign]
     examples = [{"prompt": "", "number": number} for number in sorted({row["group"] for row in rows})]
     return PromptBatch(learner.step, 0, examples), lambda missing: []
@@ -207,6 +266,11 @@ def _completion(row: Row) -> covey.Completion:
     return covey.Completion(tokens, logps, logps, finish, mask=np.array(row["mask"], bool) if "mask" in row else None)
 
 
+def _either(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Reward function: every second sample has 1."""
+    return [float(n % 2) for n in range(len(completions))]
+
+
 def _advantage_of_row(number: Sequence[int], advantage: Sequence[Sequence[float]], **columns: Any) -> list[float]:
     """Reward function that returns each row's advantage; both columns are those of the row's group."""
     return [of_group[number[:n].count(number[n])] for n, of_group in enumerate(advantage)]
@@ -227,7 +291,8 @@ def _algorithm(s: Mapping[str, Any]) -> covey.GRPOConfig:
     if s["algorithm"] == "dapo":  # the loss alone
         others |= {"max_sampling_rounds": 1, "overlong_buffer": 0.0}
     return covey.GRPOConfig(
-        algorithm=s["algorithm"], num_generations=s["samples"], epsilon=s["epsilon"], epsilon_high=s["epsilon_high"],
+        algorithm=s["algorithm"], num_generations=s["samples"], num_iterations=s["iterations"],
+        epsilon=s["epsilon"], epsilon_high=s["epsilon_high"],
         beta=s["beta"], mask_truncated=s["mask_truncated"], advantage=s["advantage"],
         reward_weights=s["reward_weights"] and tuple(s["reward_weights"]), **others,
     )  # fmt: skip
