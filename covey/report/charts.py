@@ -20,6 +20,8 @@ class Chart(NamedTuple):
         metrics: names of its metrics, with `<function>` and `<k>` as in the table of metrics.
         error: metric with the standard error of the first one, drawn as a band.
         band: metrics of the lower and the upper end of a band around the first one.
+        stacked: whether the metrics of one run are drawn on top of each other, as parts of a sum.
+        ahead: whether it is for runs in which a thread samples ahead of training, or for the others; None for all.
     """
 
     title: str
@@ -27,6 +29,8 @@ class Chart(NamedTuple):
     metrics: tuple[str, ...]
     error: str = ""
     band: tuple[str, ...] = ()
+    stacked: bool = False
+    ahead: bool | None = None
 
 
 CHARTS = (
@@ -123,7 +127,23 @@ CHARTS = (
     Chart(
         "Time by phase",
         "Speed",
-        ("time/rollout", "time/reward", "time/logps", "time/update", "time/sync", "time/wait"),
+        ("time/rollout", "time/reward", "time/wait", "time/logps", "time/update", "time/sync"),
+        stacked=True,
+        ahead=False,
+    ),
+    Chart(
+        "Time by phase: training",
+        "Speed",
+        ("time/wait", "time/logps", "time/update", "time/sync"),
+        stacked=True,
+        ahead=True,
+    ),
+    Chart(
+        "Time by phase: the thread that samples ahead",
+        "Speed",
+        ("time/rollout_wait", "time/rollout", "time/reward"),
+        stacked=True,
+        ahead=True,
     ),
     Chart("Padding", "Speed", ("waste/rollout", "waste/rows")),
     Chart("Slots without work", "Speed", ("waste/slots",)),
@@ -139,6 +159,8 @@ MAIN = {
 MAIN_COUNT = 4
 ROUNDING = {"loss": 1e-6, "kl": 1e-6}
 """Differences that are rounding alone, by metric, where its scale is 1 and not that of its values."""
+AHEAD = "time/rollout_wait"
+"""Metric of the runs in which a thread samples ahead of training."""
 OTHER = "Other metrics"
 """Section of the metrics that no chart names."""
 
@@ -146,16 +168,17 @@ OTHER = "Other metrics"
 def charts_for(names: Iterable[str], methods: Iterable[str]) -> list[dict[str, Any]]:
     """Return the charts of the metrics `names` of runs by `methods`, in the form that the page reads.
 
-    Each has title, section, main (whether it stands at the top), and its series: name, label, unit, meaning, the
-    difference that is `rounding` alone, and the names of the ends of its band (`low`, `high`) or of its standard error
-    (`error`) where they are measured.
+    Each has title, section, main (whether it stands at the top), `stacked` if it is, and its series: name, label, unit,
+    meaning, the difference that is `rounding` alone, and the names of the ends of its band (`low`, `high`) or of its
+    standard error (`error`) where they are measured.
     """
     measured = dict.fromkeys(names)
     charts: list[dict[str, Any]] = []
-    for chart in CHARTS:
+    for chart in (chart for chart in CHARTS if chart.ahead in (None, AHEAD in measured)):
         pairs = [(pattern, name) for pattern in chart.metrics for name in _matching(pattern, measured)]
         if series := [_series(chart, pattern, name, measured) for pattern, name in pairs]:
-            charts.append({"title": chart.title, "section": chart.section, "series": series})
+            stacked = {"stacked": True} if chart.stacked else {}
+            charts.append({"title": chart.title, "section": chart.section, **stacked, "series": series})
     keys = ("name", "low", "high", "error")
     drawn = {series[key] for chart in charts for series in chart["series"] for key in keys if key in series}
     others = [name for name in measured if name not in drawn]

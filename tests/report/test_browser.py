@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,11 @@ def test_real_runs_are_drawn_with_every_chart(
         labels = "one => [one.chart.u.axes[1]._size, ...one.chart.u.axes[1]._values.map(text => text.length)]"
         width, *lengths = chart(page, "Probability ratio").evaluate(labels)
         assert width >= 6 * max(lengths) + 12
+        parts = """({chart: c}) => c.lines.map((line, i) =>
+            [line.values.at(-1), c.u.data[c.columns[i]].at(-1), parseFloat(c.values[i].textContent)])"""
+        seconds, tops, shown = map(list, zip(*chart(page, "Time by phase").evaluate(parts), strict=True))
+        assert tops == pytest.approx(list(accumulate(seconds)))
+        assert shown[3] == pytest.approx(seconds[3], rel=0.01)
         page.locator("#completions").get_by_label("Step", exact=True).select_option("all")
         page.locator("#completions").get_by_label("Search").fill("lions")
         wait_for_count(page.locator("#completions .group"), 1)

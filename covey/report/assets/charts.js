@@ -58,11 +58,12 @@ class ChartView {
   // The metrics of the chart that each run has.
   collect() {
     const lines = this.runs.flatMap((run, r) => this.chart.series.map((series, s) => ({ run, r, series, s, points: run.series[series.name] })));
-    return lines.filter(({ points }) => points && points[0].length).map(({ run, r, series, s, points: [steps, values] }) => ({
+    const measured = lines.filter(({ points }) => points && points[0].length).map(({ run, r, series, s, points: [steps, values] }) => ({
       run, r, series, s, steps, values, note: constancy(values, series.rounding),
       // The ranges of several runs would hide each other; standard errors are what their comparison needs.
       ends: this.several && !series.error ? null : ends(run, series),
     }));
+    return this.chart.stacked && !this.several ? stack(measured) : measured;
   }
 
   get unit() { return this.chart.series[0].unit; }
@@ -92,7 +93,7 @@ class ChartView {
   }
 
   bandNote() {
-    const series = this.lines.map((line) => line.ends && line.series).find(Boolean);
+    const series = this.lines.map((line) => line.ends && !line.base && line.series).find(Boolean);
     return series ? element('li', {}, series.error ? 'band: standard error' : 'band: lowest to highest') : null;
   }
 
@@ -103,7 +104,7 @@ class ChartView {
       const [first, last] = [line.values[0], line.values[line.values.length - 1]].map((value) => inUnit(value, line.series.unit));
       return this.label(line) + (line.note ? ' ' + last + line.note : ' from ' + first + ' to ' + last);
     });
-    return 'Line chart of ' + escapedLine(title) + (this.unit ? ' in ' + this.unit : '') + ': ' + about.join('; ') +
+    return (this.lines.some((line) => line.base) ? 'Stacked chart of ' : 'Line chart of ') + escapedLine(title) + (this.unit ? ' in ' + this.unit : '') + ': ' + about.join('; ') +
       '. Arrow keys read values, plus and minus zoom, 0 resets.';
   }
 
@@ -127,9 +128,9 @@ class ChartView {
   // One table per line: x, the measured values, the smoothed ones, and the ends of its band.
   data() {
     return uPlot.join(this.lines.map((line) => {
-      const smooth = view.smooth > 0 ? smoothed(line.values, view.smooth) : line.values.map(() => null);
-      const columns = [dedupe(this.xs(line)), line.values, smooth];
-      if (line.ends) columns.push(line.ends[0], line.ends[1]);
+      const values = line.base ? line.ends[1] : line.values, smooth = view.smooth > 0 ? smoothed(values, view.smooth) : values.map(() => null);
+      const columns = [dedupe(this.xs(line)), values, smooth];
+      if (line.ends) columns.push(...(line.base && view.smooth > 0 ? [smoothed(line.base, view.smooth), smooth] : line.ends));
       return columns;
     }), this.lines.map((line) => (line.ends ? [0, 0, 0, 0, 0] : [0, 0, 0])));
   }
@@ -147,7 +148,7 @@ class ChartView {
       if (line.ends) {
         const hidden = { stroke: 'transparent', width: 0, spanGaps: true, points: { show: false } };
         series.push({ ...hidden }, { ...hidden });
-        bands.push({ series: [series.length - 1, series.length - 2], fill: () => faint(colourOf(number), 0.14) });
+        bands.push({ series: [series.length - 1, series.length - 2], fill: () => faint(colourOf(number), line.base ? 0.45 : 0.14) });
       }
     }
     const strip = this.runs.some((run) => (run.marks || []).length) ? MARKS_HEIGHT : 0;
@@ -208,10 +209,10 @@ class ChartView {
     this.lines.forEach((line, i) => {
       const column = this.columns[i] + (view.smooth ? 1 : 0);
       const index = at ? this.u.cursor.idxs[column] : null;
-      const value = index === null || index === undefined ? lastOf(this.u.data[column]) : this.u.data[column][index];
+      const j = index === null || index === undefined ? lastIndex(this.u.data[column]) : index;
+      const value = this.u.data[column][j] - (line.base ? this.u.data[this.columns[i] + 2][j] : 0);
       let text = inUnit(value, line.series.unit);
       if (line.series.error && line.ends && !view.smooth) {
-        const j = index === null || index === undefined ? lastIndex(this.u.data[column]) : index;
         const high = this.u.data[this.columns[i] + 3][j];
         if (high !== undefined && high !== null) text += ' \u00b1\u202f' + inUnit(high - value, line.series.unit, 2);
       }
@@ -262,6 +263,16 @@ function ends(run, series) {
   const [steps, values] = points;
   if (error) return [steps.map((s, i) => (error.has(s) ? values[i] - error.get(s) : null)), steps.map((s, i) => (error.has(s) ? values[i] + error.get(s) : null))];
   return low && high ? [steps.map((s) => (low.has(s) ? low.get(s) : null)), steps.map((s) => (high.has(s) ? high.get(s) : null))] : null;
+}
+
+// Lines on top of each other: `base` is where one begins.
+function stack(lines) {
+  const tops = new Map();
+  return lines.map((line) => {
+    const base = line.steps.map((step) => tops.get(step) || 0), top = line.values.map((value, i) => base[i] + value);
+    line.steps.forEach((step, i) => tops.set(step, top[i]));
+    return { ...line, base, ends: [base, top] };
+  });
 }
 
 // Ascending x without repetition: two steps may end at the same moment.
@@ -399,7 +410,6 @@ function lastIndex(values) {
   for (let i = values.length - 1; i >= 0; i--) if (values[i] !== undefined && values[i] !== null) return i;
   return -1;
 }
-const lastOf = (values) => values[lastIndex(values)];
 
 const positionText = (x) => AXES[view.axis][2](x);
 const showPosition = (x) => { const shown = byId('position'); if (shown) shown.textContent = x === null ? 'last step' : positionText(x); };
