@@ -75,6 +75,7 @@ class Episodes:
     ):
         self._runner, self._tokenizer = runner, tokenizer
         self.turn_limit, self.max_num_seqs = runner.config.max_turn_tokens, runner.config.max_live
+        self.answer_lag = runner.answer_lag
         self._states = [[_State(row) for _ in range(samples)] for row in rows]
         self.requests = [SamePrompt(row, 0, samples) for row in range(len(rows))]
         self._rewrites = runner.config.history == "template"
@@ -137,26 +138,42 @@ class Episodes:
             return FinishReason.STOP
         return FinishReason.TURNS if len(record.turn_ends) >= self._runner.config.max_turns else FinishReason.LENGTH
 
-    def warn_of_waiting(self, slots: int, seconds: float) -> None:
-        """Warn, once in a run, if the slots of a rollout waited much for their environments and `envs.max_live` would
-        help.
+    def warn_of_waiting(self, slots: int, seconds: float, chunk_seconds: float) -> None:
+        """Warn, once in a run, if the episodes of a rollout waited much for their environments and `envs.max_live` or
+        `envs.answer_lag` would help.
 
         Args:
             slots: number of the sampler's slots.
             seconds: time that the sampler took.
+            chunk_seconds: time that it took for a chunk of decode steps.
         """
-        samples, share = sum(map(len, self._states)), self._waited / max(slots * seconds, 1e-9)
-        helps = samples > slots >= (self.max_num_seqs or 0)
-        if self._runner.warned_of_waiting or not helps or share < MUCH_WAITING:
+        turns = sum(len(state.record.turn_ends) for states in self._states for state in states)
+        under_way = max(slots, self.max_num_seqs or 0)
+        share, per_turn = self._waited / max(under_way * seconds, 1e-9), self._waited / max(turns, 1)
+        advice = self._more_live(slots, share) + self._longer_lag(per_turn, chunk_seconds)
+        if self._runner.warned_of_waiting or share < MUCH_WAITING or not advice:
             return
         self._runner.warned_of_waiting = True
-        live = useful_live(slots, min(samples, slots + self._runner.config.concurrency), share)
-        turns = sum(len(state.record.turn_ends) for states in self._states for state in states)
         log.warning(
-            f"the environment {self._runner.name!r} took {self._waited / max(turns, 1):.2g} s to answer a turn, and "
-            f"the {slots} slots waited for it in {share:.0%} of the rollout's time; envs.max_live: {live} lets {live} "
-            f"episodes be under way, with memory for the caches of {live - slots} more"
+            f"the environment {self._runner.name!r} took {per_turn:.2g} s to answer a turn, and the {under_way} "
+            f"episodes under way waited for it in {share:.0%} of the rollout's time; {'; '.join(advice)}"
         )
+
+    def _more_live(self, slots: int, share: float) -> list[str]:
+        """Return the advice to begin more episodes than there are slots, if there are any and nobody has set it."""
+        samples = sum(map(len, self._states))
+        if not samples > slots >= (self.max_num_seqs or 0):
+            return []
+        live = useful_live(slots, min(samples, slots + self._runner.config.concurrency), share)
+        caches = f"with memory for the caches of {live - slots} more"
+        return [f"envs.max_live: {live} lets {live} episodes be under way, {caches}"]
+
+    def _longer_lag(self, per_turn: float, chunk_seconds: float) -> list[str]:
+        """Return the advice to take answers so late that they are there, if all slots wait for them now."""
+        if self.answer_lag is None or per_turn <= (self.answer_lag + 1) * chunk_seconds or not chunk_seconds:
+            return []
+        lag = math.ceil(per_turn / chunk_seconds)
+        return [f"envs.answer_lag: {lag} lets the others decode {lag} chunks before all wait for an answer"]
 
     async def _reset(self, state: _State) -> Prompt | None:
         """Make and reset the environment of a sample; return its prompt, or None when it failed."""

@@ -40,6 +40,8 @@ CLOSE_SECONDS = 5.0
 """Maximum time to close the environments that are left when a run ends."""
 CANCEL_SECONDS = 1.0
 """Maximum time to wait for calls of `close` that were cancelled."""
+LAG_AHEAD = 1
+"""Lag of answers in a run that samples ahead of training, where the settings have none: a chunk of decode steps."""
 END_SECONDS = 5.0 + CLOSE_SECONDS
 """Maximum time to wait for the end of the event loop."""
 
@@ -128,6 +130,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
+        answer_lag: number of chunks of decode steps behind a turn at which its answer is taken; None for as soon as it
+            is there.
         warned_of_waiting: whether a warning has said that the sampler waits for the environments.
         is_remote: whether episodes are played on a server or by another library, which may be slow or cost something.
         own_numbers: the numbers in `Step.info` that become metrics.
@@ -162,7 +166,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             self._factory = chosen if isinstance(chosen, TrlFactory) else resolve(chosen, self.config)
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
-        self.failed, self.warned_of_waiting = 0, False
+        self.failed, self.warned_of_waiting, self.answer_lag = 0, False, self.config.answer_lag
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         seconds = (self.config.timeout or None) if chosen else None  # each call of a tool has its own limit
@@ -180,6 +184,11 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
                 if callable(begin := getattr(tool.function, "at_start", None)):
                     begin()
             self.tools = make_toolset(self._tools, template, self.config)
+
+    def keep_order(self) -> None:
+        """Take answers in an order that does not follow the clock, also where `envs.answer_lag` is not set."""
+        if self.answer_lag is None:
+            self.answer_lag = LAG_AHEAD
 
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Episodes:
         """Return episodes of `rows`, `samples` for each, which have not begun."""

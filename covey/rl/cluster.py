@@ -112,6 +112,8 @@ class RLCluster(Keywords):
         # Under dropout the logits of an update are not those of the weights.
         self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
+        if environments is not None and self.config.training_config.off_policy_steps:
+            environments.keep_order()
         self.rollout = RolloutWorker(
             rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self.fixed_shapes
         )

@@ -157,7 +157,8 @@ class RolloutWorker:
         ]
         sampled = self._sample(requests, config or self.config, progress)
         if episodes:
-            episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds)
+            chunk_seconds = self.stats.decode_seconds / max(self.stats.chunks, 1)
+            episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds, chunk_seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         else:
             sampled = [[self._with_text(c, tool) for c in group] for group in sampled]

@@ -192,6 +192,7 @@ class Tool:
     hidden: frozenset[int] = frozenset()
     turn_limit: ClassVar[None] = None
     is_async: ClassVar[bool] = False
+    answer_lag: ClassVar[None] = None
     max_num_seqs: ClassVar[None] = None
 
     @property

@@ -15,7 +15,9 @@ wait for the host. A slot that has ended is seen one program late, and draws not
 needs of a slot on the device. Where sizes follow the samples, each step reads what it launched.
 
 With a responder (a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
-prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on.
+prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on. A
+response that comes later is taken as soon as it is there, or a fixed number of chunks behind its turn
+(`Responder.answer_lag`), so that which programs are launched, and with what in which slot, does not follow the clock.
 
 One thread at a time uses an engine. What a responder raises comes out of `step` and cancels its request; the others go
 on. After any other exception, as an interruption, `reset` the engine.
@@ -314,7 +316,7 @@ class Engine:
         """Run one batch: prompts that enter free slots, or else a chunk of decode steps. Return the samples that ended,
         as far as they are read.
 
-        Where nothing can run before a response comes, wait for one.
+        Where nothing can run before a response comes, or one is due, wait for it.
         """
         began = self._stepped_at if self._launched else time.perf_counter()
         self._schedule()
@@ -374,6 +376,7 @@ class Engine:
         self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
         began = time.perf_counter()
         drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
+        self._responses.count_chunk()
         return Launched(samples, drawn, self.version, decodes=True, began=began)
 
     def _read(self, num_unread: int) -> None:

@@ -56,6 +56,8 @@ class Responder(Protocol):
             completion.
         is_async: whether a response may come later. The sampler then uses shapes that do not depend on the time at
             which responses come, so that neither do the samples.
+        answer_lag: number of chunks of decode steps behind a turn at which a response that comes later is taken, and
+            waited for, so that no order depends on the time either; None to take it as soon as it is there.
         max_num_seqs: maximum number of samples begun and not finished; None for the number of slots. While a sample
             waits, another may have its slot.
     """
@@ -66,6 +68,8 @@ class Responder(Protocol):
     def turn_limit(self) -> int | None: ...
     @property
     def is_async(self) -> bool: ...
+    @property
+    def answer_lag(self) -> int | None: ...
     @property
     def max_num_seqs(self) -> int | None: ...
 
@@ -112,7 +116,7 @@ class Conversations(Responder, Protocol):
         """Return a finished completion with its text and how it ended."""
         ...
 
-    def warn_of_waiting(self, slots: int, seconds: float) -> None:
+    def warn_of_waiting(self, slots: int, seconds: float, chunk_seconds: float) -> None:
         """Warn if the slots waited much for responses."""
         ...
 
@@ -131,6 +135,7 @@ class ResponderFactory(Protocol):
     @property
     def groups_prompts(self) -> bool: ...
     def prepare(self, template: str | None) -> None: ...
+    def keep_order(self) -> None: ...
     def prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray] | None: ...
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations: ...
     def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
@@ -144,33 +149,68 @@ def demands_of(responder: Responder | None) -> Demands:
     return Demands(responder.pause_id, responder.is_async, responder.max_num_seqs)
 
 
+class Pending(NamedTuple):
+    """A response that may not be there yet.
+
+    Attributes:
+        response: the response, or its future.
+        due: number of chunks of decode steps behind which it is taken, and waited for; None for when it is there.
+    """
+
+    response: "Response | Future[Response]"
+    due: int | None
+
+
 class PendingResponses:
-    """Turns that responders have not answered yet."""
+    """Turns that responders have not answered yet. Time is counted in chunks of decode steps: what is due behind so
+    many of them is taken then, whenever it came.
+    """
 
     def __init__(self) -> None:
-        self._responses: dict[Sample, Response | Future[Response]] = {}
+        self._pending: dict[Sample, Pending] = {}
+        self._chunks = 0
+
+    def count_chunk(self) -> None:
+        """Count a chunk of decode steps that was launched."""
+        self._chunks += 1
 
     def submit(self, turn: Turn, responder: Responder | None) -> None:
         """Ask for the response to a turn; without a responder it is the end of the completion. What the responder
         raises is raised where the response is taken.
         """
+        response: Response | Future[Response]
         try:
-            self._responses[turn.sample] = None if responder is None else responder.answer(turn)
+            response = None if responder is None else responder.answer(turn)
         except Exception as error:
-            failed: Future[Response] = Future()
-            failed.set_exception(error)
-            self._responses[turn.sample] = failed
+            response = Future()
+            response.set_exception(error)
+        lag = responder.answer_lag if responder is not None and isinstance(response, Future) else None
+        self._pending[turn.sample] = Pending(response, None if lag is None else self._chunks + lag)
 
     def collect(self, *, block: bool) -> "Iterator[tuple[Sample, Response | Future[Response]]]":
-        """Yield each sample whose response is there, with it; with `block`, wait for one if there is none."""
-        futures = [response for response in self._responses.values() if isinstance(response, Future)]
-        if block and len(futures) == len(self._responses):
+        """Yield each sample whose response is there or due, with it; with `block`, let the time pass until there is
+        one. A response that is due may have to be waited for.
+        """
+        if block and not any(map(self._is_taken, self._pending.values())):
+            self._pass_time()
+        for sample, one in list(self._pending.items()):
+            if self._is_taken(one):
+                del self._pending[sample]
+                yield sample, one.response
+
+    def _is_taken(self, one: Pending) -> bool:
+        if one.due is not None:
+            return one.due <= self._chunks
+        return not isinstance(one.response, Future) or one.response.done()
+
+    def _pass_time(self) -> None:
+        """Go on to the next response that will be due; where none will, wait for one to come."""
+        if due := [one.due for one in self._pending.values() if one.due is not None]:
+            self._chunks = min(due)
+        else:
+            futures = [one.response for one in self._pending.values() if isinstance(one.response, Future)]
             wait(futures, return_when=FIRST_COMPLETED)
-        for sample, response in list(self._responses.items()):
-            if not isinstance(response, Future) or response.done():
-                del self._responses[sample]
-                yield sample, response
 
     def drop(self, request: int) -> None:
         """Forget the turns of a request: nobody waits for their responses."""
-        self._responses = {sample: it for sample, it in self._responses.items() if sample.request != request}
+        self._pending = {sample: one for sample, one in self._pending.items() if sample.request != request}

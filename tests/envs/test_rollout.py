@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
+from covey.sampling.engine import Engine, Launched
+from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
 
@@ -201,6 +203,50 @@ def test_samples_do_not_depend_on_the_order_of_the_answers(episodes: list[Comple
             assert a.sampler_logps.tobytes() == b.sampler_logps.tobytes()
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Sample]]:
+    """The sample in each slot of each program that draws, one program after the other."""
+    programs: list[dict[int, Sample]] = []
+
+    def recorded(launch: Callable[[Engine], Launched]) -> Callable[[Engine], Launched]:
+        def record(engine: Engine) -> Launched:
+            one = launch(engine)
+            programs.append(dict(one.samples))
+            return one
+
+        return record
+
+    for name in ("_admit", "_decode"):
+        monkeypatch.setattr(Engine, name, recorded(getattr(Engine, name)))
+    return programs
+
+
+@pytest.mark.parametrize("max_live", [None, 6])
+def test_with_a_lag_not_even_the_programs_depend_on_the_time_of_answers(
+    max_live: int | None, launched: list[dict[int, Sample]]
+) -> None:
+    """Without one, they do: this is found by what the programs hold, since on a CPU they compute the same for a sample
+    in any slot and beside any other.
+    """
+
+    def programs_of(factory: Any, lag: int | None) -> list[dict[int, Sample]]:
+        launched.clear()
+        played(factory, answer_lag=lag, max_live=max_live)
+        return [*launched]
+
+    for lag in (0, 1, 3):
+        assert programs_of(Sums, lag) == programs_of(LateSums, lag)
+    assert programs_of(LateSums, None) != programs_of(LateSums, None)
+
+
+def test_a_lag_that_is_too_short_is_a_warning_that_names_a_longer_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes_module, "MUCH_WAITING", 0.0)
+    played(LateSums, max_live=6, answer_lag=0)
+    assert re.search(r"and the 6 episodes under way waited .*; envs\.answer_lag: \d+ lets the others", caplog.text)
+
+
 def test_a_sample_that_waits_gives_its_slot_to_another() -> None:
     """Four slots and six episodes: none has an answer before all have ended their first turn."""
 
@@ -228,7 +274,9 @@ def test_slots_that_wait_for_environments_are_a_warning_once_that_names_max_live
         for _ in range(2):
             worker().generate(ROWS, 2)
     (told,) = [record.message for record in caplog.records if "max_live" in record.message]
-    assert re.search(r"the 4 slots waited for it in \d+% of the rollout's time; envs\.max_live: [56] ", told)
+    assert re.search(
+        r"the 4 episodes under way waited for it in \d+% of the rollout's time; envs\.max_live: [56] ", told
+    )
     assert worker().stats.slot_waste > worker().stats.waste
 
 

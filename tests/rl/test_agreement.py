@@ -30,7 +30,7 @@ PROMPTS = [np.arange(3, 8), np.arange(50, 60), np.array([299])]
 class Reply:
     """Answers each halt, every other time by a branch that drops half of the sequence."""
 
-    pause_id, turn_limit, is_async, max_num_seqs = None, 4, False, None
+    pause_id, turn_limit, is_async, answer_lag, max_num_seqs = None, 4, False, None, None
 
     def answer(self, turn: Turn) -> Response:
         new = np.array([70 + len(turn.tokens), 5, 6], np.int32)

@@ -24,7 +24,7 @@ CONFIG = RolloutConfig(max_prompt_length=60, max_new_tokens=40, slots=4, decode_
 class Turns:
     """A responder of three turns; the third begins a branch inside the prompt."""
 
-    pause_id, turn_limit, max_num_seqs, is_async = None, 9, None, False
+    pause_id, turn_limit, max_num_seqs, is_async, answer_lag = None, 9, None, False, None
 
     def __init__(self, prompt_length: int):
         self.kept = 2 * prompt_length // 3

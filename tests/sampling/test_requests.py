@@ -197,7 +197,7 @@ def test_samples_with_different_settings_run_side_by_side(fixed_shapes: bool) ->
 class Echo:
     """A responder that appends the turn's last token, later if it is asynchronous; the second turn is the last one."""
 
-    pause_id, turn_limit, max_num_seqs = None, 3, None
+    pause_id, turn_limit, max_num_seqs, answer_lag = None, 3, None, None
 
     def __init__(self, is_async: bool = False):
         self.is_async, self.futures = is_async, list[tuple[Future[Response], Response]]()

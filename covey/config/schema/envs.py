@@ -73,6 +73,11 @@ class EnvsConfig(Config, section="envs"):
     its environment gives its slot to another, and its cache is kept beside the slots: memory for as many caches. As
     many as there are slots when not set; a warning says if they wait much, and how many would keep them busy.
     """
+    answer_lag: Reported[NonNegativeInt | None] = None
+    """Number of chunks of rollout.decode_chunk decode steps behind the end of a turn at which its answer is taken, and
+    waited for if it is late; then what is decoded side by side does not follow the clock. Not set: an answer is taken
+    as soon as it is there, or one chunk behind its turn where training.off_policy_steps is not 0.
+    """
     concurrency: Reported[PositiveInt] = 64
     """Largest number of calls of environments under way at once, and of tools."""
     on_error: Reported[OnRewardError] = "raise"
