@@ -1,13 +1,14 @@
-"""Benchmark of episodes: slots given away while environments respond, against slots that are kept, and lock-step.
+"""Benchmark of episodes: slots given away while environments respond, against slots that are kept, and answers that are
+taken as they come, against those of a fixed number of chunks behind their turns.
 
-    python -m benchmarks.episodes
+    python -m benchmarks.episodes [SECONDS ...]
 
-192 episodes of four turns of 24 tokens, 64 of them live at a time, whose environments take 0 to 200 ms, on 16 slots. In
-lock-step environments wait until every live episode has ended its turn. Every variant draws the same tokens.
+48 episodes of four turns of 1 to 96 tokens, on 16 slots, whose environments take so many seconds in the mean, from none
+to twice as many: 0, 0.2 and 2 by default. Every variant draws the same tokens.
 """
 
 import random
-import threading
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,26 +24,18 @@ from covey.rl.rollout import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "parity" / "golden" / "tiny-llama"
-EPISODES, TURNS, TURN_TOKENS, SLOTS, LIVE = 192, 4, 24, 16, 64
-DELAY = 0.2
-"""Largest number of seconds that an environment takes."""
-
-
-VARIANTS = (
-    ("warm", LIVE, False),
-    ("lock-step", LIVE, True),
-    ("kept", SLOTS, False),
-    ("given away", LIVE, False),
-    ("lock-step", LIVE, True),
-    ("given away", LIVE, False),
-)
-"""Name, live episodes, and whether turns are in lock-step; the first run compiles."""
+EPISODES, TURNS, TURN_TOKENS, SLOTS, LIVE = 48, 4, 96, 16, 48
+STOPS_EVERY = 24
+"""One token of so many ends a turn, which therefore has about as many tokens in the mean."""
+DELAYS = ("0", "0.2", "2")
+LAGS = (None, 0, 1, 8, 32)
+"""Chunks behind its turn at which an answer is taken; None as soon as it is there."""
 
 
 class Waits:
-    """Responds after a random time."""
+    """Responds after a random time, of `delay` seconds in the mean."""
 
-    lockstep: threading.Barrier | None = None
+    delay = 0.0
 
     def __init__(self, row: Mapping[str, Any]):
         self.prompt, self.turns, self.random = row["prompt"], 0, random.Random(row["number"])
@@ -51,48 +44,58 @@ class Waits:
         return str(self.prompt)
 
     def step(self, reply: str) -> Step:
-        if self.lockstep is not None:
-            self.lockstep.wait()
-        time.sleep(self.random.random() * DELAY)
+        time.sleep(2 * self.random.random() * self.delay)
         self.turns += 1
         return Step(" and then?", done=self.turns == TURNS)
 
 
-def main() -> None:
-    """Print the share of slot-steps and of the slots' time that drew a token, and the seconds, of each variant, and the
-    ratio to lock-step.
-    """
-    tokenizer = Tokenizer.from_folder(TOKENIZER)
+def make_worker() -> RolloutWorker:
+    """Make the sampler of a decoder with random weights."""
+    plain = Tokenizer.from_folder(TOKENIZER)
+    tokenizer = Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=range(9, plain.vocab_size, STOPS_EVERY))
     model = ModelConfig(
         vocab_size=tokenizer.vocab_size,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_layers=6,
-        num_heads=6,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=2,
         num_kv_heads=2,
         head_dim=64,
     )
-    config = RolloutConfig(max_prompt_length=32, max_new_tokens=160, slots=SLOTS, decode_chunk=2)
+    new_tokens = TURNS * (TURN_TOKENS + 16)
+    config = RolloutConfig(max_prompt_length=32, max_new_tokens=new_tokens, slots=SLOTS, decode_chunk=8)
+    return RolloutWorker(Decoder(model, rngs=nnx.Rngs(0)), tokenizer, config)
+
+
+def play(worker: RolloutWorker, live: int, lag: int | None) -> tuple[float, list[list[int]]]:
+    """Play all episodes; return the seconds, and the tokens of each."""
     rows = [{"prompt": "Once", "number": number} for number in range(EPISODES)]
-    worker = RolloutWorker(Decoder(model, rngs=nnx.Rngs(0)), tokenizer, config)
-    tokens, fastest, fewest = None, dict[str, float](), dict[str, int]()
-    for name, live, lockstep in VARIANTS:
-        settings = EnvsConfig(environment="guess", max_turns=TURNS, max_turn_tokens=TURN_TOKENS, max_live=live)
-        Waits.lockstep = threading.Barrier(LIVE) if lockstep else None
-        with EnvironmentRunner(Waits, settings) as worker.environments:
-            began = time.perf_counter()
-            groups = worker.generate(rows, 1)
-            seconds = time.perf_counter() - began
-        drawn = [c.tokens.tolist() for group in groups for c in group.completions]
-        assert tokens in (None, drawn), "the variants drew different tokens"
-        tokens, stats = drawn, worker.stats
-        fastest[name] = min(seconds, fastest.get(name, seconds))
-        fewest[name] = min(stats.slot_steps, fewest.get(name, stats.slot_steps))
-        busy = f"{1 - stats.waste:6.1%} of slot-steps, {1 - stats.slot_waste:6.1%} of the slots' time drew a token"
-        print(f"{name:12} {busy}  {seconds:6.1f} s  {stats.tokens} tokens")
-    for name in ("kept", "given away"):
-        time_ratio, step_ratio = fastest["lock-step"] / fastest[name], fewest["lock-step"] / fewest[name]
-        print(f"lock-step takes {time_ratio:.2f} times the seconds and {step_ratio:.2f} times the slot-steps of {name}")
+    settings = EnvsConfig(
+        environment="guess", max_turns=TURNS, max_turn_tokens=TURN_TOKENS, max_live=live, answer_lag=lag
+    )
+    with EnvironmentRunner(Waits, settings) as worker.environments:
+        began = time.perf_counter()
+        groups = worker.generate(rows, 1)
+        seconds = time.perf_counter() - began
+    return seconds, [c.tokens.tolist() for group in groups for c in group.completions]
+
+
+def main() -> None:
+    """Print the seconds of each variant, the share of slot-steps and of the slots' time that drew a token, and the
+    seconds of a chunk.
+    """
+    worker = make_worker()
+    _, tokens = play(worker, LIVE, None)  # compiles
+    for Waits.delay in map(float, sys.argv[1:] or DELAYS):
+        for live in (SLOTS, LIVE):
+            for lag in LAGS:
+                seconds, drawn = play(worker, live, lag)
+                assert drawn == tokens, "the variants drew different tokens"
+                stats = worker.stats
+                busy = f"{1 - stats.waste:6.1%} of slot-steps, {1 - stats.slot_waste:6.1%} of the slots' time"
+                order = "as they come" if lag is None else f"lag {lag}"
+                chunk = f"a chunk {stats.decode_seconds / stats.chunks:.3f} s"
+                print(f"{Waits.delay:g} s a turn, {live} live, {order:12} {seconds:6.1f} s  {busy}  {chunk}")
 
 
 if __name__ == "__main__":

@@ -292,7 +292,6 @@ def with_correction(config: GRPOConfig, off_policy_steps: int) -> GRPOConfig:
 def off_policy_problems(
     off_policy_steps: int,
     config: GRPOConfig,
-    has_environment: bool,
     *,
     processes: int = 1,
     total_steps: int | None = None,
@@ -312,9 +311,6 @@ def off_policy_problems(
             key,
             f"{text}{config.algorithm} has a critic, which learns the values of the last weights",
             "0, or an algorithm without a critic",
-        ),
-        *problem_if(
-            has_environment, key, f"{text}there is an environment or a tool, whose answers come by the clock", "0"
         ),
         *problem_if(processes > 1, key, f"{text}there are {processes} processes", "0, or one process"),
         *problem_if(

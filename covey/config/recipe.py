@@ -435,7 +435,6 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
         *off_policy_problems(
             recipe.training.off_policy_steps,
             grpo,
-            scored or bool(envs.tools),
             total_steps=recipe.training.max_steps,
         ),
         *problem_if(

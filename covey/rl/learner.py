@@ -470,7 +470,6 @@ class Learner(Keywords, ABC):
         problems = off_policy_problems(
             self.lead,
             self.config,
-            has_environment=self.cluster.rollout.environments is not None,
             processes=distributed.count(),
             total_steps=total_steps,
         )

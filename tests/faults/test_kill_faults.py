@@ -2,7 +2,7 @@
 bit. All runs here are processes, really killed, or halted while their files are copied: a kill at that moment leaves
 the same files.
 
-COVEY_KILLS=5 tries all four ways to train, each killed at five random steps, which `benchmarks.soak` does; without it
+COVEY_KILLS=5 tries all ways to train, each killed at five random steps, which `benchmarks.soak` does; without it
 they are skipped, and `test_soak.py` kills one of them once.
 """
 
@@ -49,7 +49,26 @@ WAYS = {
     "lora, ahead": ("training.off_policy_steps=1", "model.lora.rank=4", "grpo.beta=0.1"),
     "full, ahead": ("training.off_policy_steps=2",),
     "lora, in turn": ("model.lora.rank=4",),
+    "episodes, ahead": ("training.off_policy_steps=2", "envs.environment=letters:Talk", "envs.max_turn_tokens=2"),
 }
+
+TALK = """
+import random, time
+from covey import Step
+
+class Talk:
+    def __init__(self, row):
+        self.prompt, self.left = row["prompt"], 1 + len(row["prompt"]) % 3
+
+    def reset(self):
+        return self.prompt
+
+    def step(self, reply):
+        time.sleep(random.random() / 20)
+        self.left -= 1
+        return Step(str(len(reply)), float(len(reply) % 3), not self.left)
+"""
+"""An environment of one to three turns, whose answers come at random times."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
@@ -62,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "data.jsonl").write_text("".join(lines))
     (folder / "letters.py").write_text(
         "import os\n\ndef share(completions):\n    return [sum(c < 'n' for c in t) for t in completions]\n\n"
-        "def leave(completions):\n    os._exit(0)\n"
+        "def leave(completions):\n    os._exit(0)\n" + TALK
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -242,7 +242,6 @@ def recipe_with(name: str, *settings: str) -> recipe.AnyRecipe:
         (lambda: learner_of(1, grpo=GRPOConfig(num_iterations=2)), "num_iterations is 2"),
         (lambda: learner_of(STEPS).train(ROWS), f"the run has {STEPS} steps"),
         (lambda: recipe_with("arithmetic-tiny", "grpo.algorithm=ppo", "grpo.num_generations=1"), "has a critic"),
-        (lambda: recipe_with("guess-tiny"), "answers come by the clock"),
     ],
 )  # fmt: skip
 def test_what_cannot_train_on_old_samples_is_refused_by_name(make: Callable[[], Any], part: str) -> None:
