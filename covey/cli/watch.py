@@ -58,7 +58,9 @@ class WatchedProgress(Progress):
         now = replace(beat, step=max(own.step, beat.step), left=own.left if running else 0.0)
         now = replace(now, total=max(now.total, now.step) if now.total else 0)
         now = replace(now, tokens_per_second=own.tokens_per_second or now.tokens_per_second)
-        return now if running else replace(now, phase=self.run.state, done=0, parts=0, compiling=0, phase_seconds=0.0)
+        if running:
+            return now
+        return replace(now, phase=self.run.state, ahead="", done=0, parts=0, compiling=0, phase_seconds=0.0)
 
     def begin(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Show the evaluation before training, if there is one, and the last of the steps that are there."""

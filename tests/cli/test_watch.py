@@ -138,13 +138,14 @@ def test_a_run_that_grows_is_followed_to_its_end(folder: Path, monkeypatch: pyte
 def test_a_run_that_has_ended_too_early_is_told_with_the_way_on(
     folder: Path, ended: dict[str, str], state: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beat(folder, step=3, **ended)
+    beat(folder, step=3, ahead="rollout", **ended)
     code, text = shown(folder)
     told = capsys.readouterr().out
     assert code == 75
     assert words in told
     assert f"go on with: covey train --resume {folder}" in told
     assert text.splitlines()[-1].startswith(state)
+    assert "rollout" not in text
     assert "\x1b" not in told + text
 
 
