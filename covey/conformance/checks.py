@@ -129,6 +129,11 @@ def with_tool_tokens(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "mask": [0.0 if length > 3 and at in (1, 2) else 1.0 for at in range(length)]}
 
 
+def rewarded(row: dict[str, Any]) -> dict[str, Any]:
+    """Give the row the advantage 1: those of a group would cancel at its prompt."""
+    return {**row, "advantage": 1.0}
+
+
 def prompt_tokens(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[float]]]:
     """Choose all tokens of the prompts that have one before them."""
     scored = [
@@ -455,7 +460,7 @@ CHECKS: dict[str, Check] = {
         Check("invariance/devices", "one or two devices", "a mean over the step is over all devices",
               invariance({"algorithm": "dapo"}, {"devices": 2}), REORDERED),
         Check("mask/prompt", "share with which tokens of the prompt count", "they were not sampled",
-              share(prompt_tokens, counted=0.0), SHARE),
+              share(prompt_tokens, counted=0.0, drop=rewarded), SHARE),
         Check("mask/padding", "share with which padding counts", "it was not sampled",
               share(padding_tokens, counted=0.0), SHARE),
         Check("mask/stop", "share with which the stop token counts", "it was sampled",

@@ -204,11 +204,11 @@ def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
     Raises:
         CoveyError: there is no such adapter, or the environment of a known trainer is not installed.
     """
+    interpreter = _interpreter(name) if name in KNOWN else python or sys.executable
     adapter = HERE / "adapters" / f"{name}.py" if name in KNOWN else Path(name).expanduser()
     if adapter.suffix != ".py" or not adapter.is_file():
         want = f"{', '.join(KNOWN)}, or the path of an adapter, a .py file"
         raise CoveyError(f"there is no trainer {name!r}", want=want, fix="docs/conformance.md says how to write one")
-    interpreter = _interpreter(name) if name in KNOWN else python or sys.executable
     cache = {"JAX_COMPILATION_CACHE_DIR": str(scratch / "programs"), **os.environ}["JAX_COMPILATION_CACHE_DIR"]
     env = {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2",

@@ -27,7 +27,7 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
             `log`, what this process prints goes to that file from now on.
     """
     try:
-        if "log" in message:
+        if message.get("log"):
             _redirect(message["log"])
         if "open" in message:
             return {"value": open_adapter(message["open"])}
@@ -51,22 +51,13 @@ def open_adapter(path: str) -> dict[str, Any]:
     _adapter = importlib.util.module_from_spec(spec)
     sys.modules["adapter"] = _adapter
     spec.loader.exec_module(_adapter)
-    use(_adapter)
+    _handles.clear()
     notes = {name: getattr(_adapter, name, {}) for name in ("SETTINGS", "REASONS")}
     functions = [name for name, value in vars(_adapter).items() if callable(value) and not name.startswith("_")]
     return {"functions": functions, "version": str(getattr(_adapter, "VERSION", "")), "notes": notes}
 
 
-def use(adapter: Any) -> None:
-    """Let `adapter`, a module or anything with its functions, answer the calls from now on."""
-    global _adapter
-    _adapter = adapter
-    _handles.clear()
-
-
 def _call(function: str, arguments: list[Any]) -> Any:
-    if function == "forget":
-        return _handles.clear()
     value = getattr(_adapter, function)(*(_handles[x[HANDLE]] if _is(x, HANDLE) else x for x in arguments))
     if function not in ("load", "restore"):
         return value

@@ -16,8 +16,8 @@ ROWS, TIMES = 8, (32, 128)  # every batch is padded to these shapes, so that the
 
 
 @jax.jit
-def logits(weights, ids):
-    """Compute the logits [B, T, V] of ids [B, T]."""
+def all_logps(weights, ids, temperature):
+    """Compute the log-probs [B, T, V] of the token behind each of ids [B, T]."""
     angles = jnp.outer(jnp.arange(ids.shape[1]), 10_000.0 ** (-jnp.arange(8) / 8))[:, None]
     x = weights["model.embed_tokens.weight"][ids]
     for at in ("model.layers.0", "model.layers.1"):
@@ -30,7 +30,7 @@ def logits(weights, ids):
         y = norm(weights, f"{at}.post_attention_layernorm", x)
         gate, up = (linear(weights, f"{at}.mlp.{n}_proj", y) for n in ("gate", "up"))
         x += linear(weights, f"{at}.mlp.down_proj", jax.nn.silu(gate) * up)
-    return linear(weights, "lm_head", norm(weights, "model.norm", x))
+    return jax.nn.log_softmax(linear(weights, "lm_head", norm(weights, "model.norm", x)) / temperature)
 
 
 def linear(weights, name, x):
@@ -46,10 +46,19 @@ def rotate(x, angles):
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
 
 
-def loss(weights, batch, s):
+@jax.jit
+def weights_gradient(weights, batch, temperature, slope):
+    """Compute the gradient of the loss in the weights from its slope in each token's log-prob (chain rule)."""
+    logps = lambda weights: pick(all_logps(weights, batch["ids"], temperature), batch["labels"])  # noqa: E731
+    return jax.vjp(logps, weights)[1](slope)[0]
+
+
+def pick(logps, labels):
+    return jnp.take_along_axis(logps[:, :-1], labels[..., None], -1)[..., 0]
+
+
+def loss(logps, batch, s):
     """Compute the part of the step's loss that a micro-batch has: a weighted sum over its tokens."""
-    per_token = jax.nn.log_softmax(logits(weights, batch["ids"])[:, :-1] / s["temperature"])
-    logps = jnp.take_along_axis(per_token, batch["ids"][:, 1:, None], -1)[..., 0]
     mask, advantage = batch["mask"], batch["advantage"]
     difference = (logps - jnp.where(batch["has_old"], batch["old_logps"], jax.lax.stop_gradient(logps))) * mask
     if s["algorithm"] == "gspo":
@@ -63,34 +72,26 @@ def loss(weights, batch, s):
     return (batch["weight"] * terms).sum()
 
 
-@jax.jit
-def adamw(w, g, m, v, count, rate, s):
-    """Return a weight and its moments after a step; norm scales do not decay."""
-    m, v = s["b1"] * m + (1 - s["b1"]) * g, s["b2"] * v + (1 - s["b2"]) * g * g
-    moved = m / (1 - s["b1"] ** count) / (jnp.sqrt(v / (1 - s["b2"] ** count)) + s["eps"])
-    return w - rate * (moved + s["weight_decay"] * w * (w.ndim > 1)), m, v
-
-
 class Trainer:
     """Weights with the moments of AdamW; with a rank, the sum of a frozen base and adapters B·A that are trained."""
 
     def __init__(self, weights, s):
         self.s, self.count, self.draws = s, 0, 0
-        self.base = self.sampler = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
-        self.params, rng = dict(self.base), np.random.default_rng(s["seed"])
+        self.base = self.params = self.sampler = weights
         if s["lora_rank"]:
+            rng, r = np.random.default_rng(s["seed"]), s["lora_rank"]
             shapes = {name: w.shape for name, w in weights.items() if "proj" in name}
-            a = {f"{name} A": rng.normal(size=(s["lora_rank"], n)) / n**0.5 for name, (_, n) in shapes.items()}
-            self.params = a | {f"{name} B": np.zeros((m, s["lora_rank"])) for name, (m, _) in shapes.items()}
-        self.params = {name: jnp.asarray(w, jnp.float32) for name, w in self.params.items()}
-        self.moments = [{name: jnp.zeros_like(w) for name, w in self.params.items()} for _ in range(2)]
+            a = {f"{name} A": rng.normal(size=(r, n)).astype("f") / n**0.5 for name, (_, n) in shapes.items()}
+            self.params = a | {f"{name} B": np.zeros((m, r), "f") for name, (m, _) in shapes.items()}
+        self.params = dict(self.params)
+        self.first, self.second = ({name: np.zeros_like(w) for name, w in self.params.items()} for _ in range(2))
 
-    def weights(self, params):
+    def weights(self):
         if self.s["lora_rank"]:
-            scale = self.s["lora_alpha"] / self.s["lora_rank"]
-            merged = {n: w + scale * params[f"{n} B"] @ params[f"{n} A"] for n, w in self.base.items() if "proj" in n}
-            return self.base | merged
-        return {name: w.astype(self.s["dtype"]).astype(jnp.float32) for name, w in params.items()}
+            scale = np.float32(self.s["lora_alpha"] / self.s["lora_rank"])
+            at = [name for name in self.base if "proj" in name]
+            return self.base | {n: self.base[n] + scale * self.params[f"{n} B"] @ self.params[f"{n} A"] for n in at}
+        return {name: w.astype(jnp.dtype(self.s["dtype"])).astype("f") for name, w in self.params.items()}
 
     def gradient(self, rows):
         masks = [token_mask(row, self.s) for row in rows]
@@ -98,24 +99,33 @@ class Trainer:
         divisors = {"dapo": counts.sum(), "dr_grpo": len(rows) * self.s["max_tokens"]}
         divisor = divisors.get(self.s["algorithm"], len(rows) * np.maximum(counts, 1))
         weight = np.broadcast_to(1 / divisor, len(rows))
-        size, total = self.s["micro_batch"], None
+        size, weights = self.s["micro_batch"], self.weights()
+        total = {name: np.zeros_like(w) for name, w in weights.items()}
         for at in range(0, len(rows), size):
             batch = make_batch(rows[at : at + size], masks[at : at + size], weight[at : at + size], self.s)
-            part = jax.grad(lambda params, batch=batch: loss(self.weights(params), batch, self.s))(self.params)
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
+            logps = pick(all_logps(weights, batch["ids"], self.s["temperature"]), batch["labels"])
+            slope = jax.grad(loss)(logps, batch, self.s)
+            part = weights_gradient(weights, batch, self.s["temperature"], slope)
+            total = {name: g + np.asarray(part[name]) for name, g in total.items()}
         return total
 
     def step(self, rows):
         s, gradient = self.s, self.gradient(rows)
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradient.values()))
-        factor = jnp.minimum(1, s["max_grad_norm"] / norm) if s["max_grad_norm"] else 1.0
+        if s["lora_rank"]:
+            scale, whole = np.float32(s["lora_alpha"] / s["lora_rank"]), gradient
+            gradient = {n: scale * self.params[n[:-1] + "B"].T @ whole[n[:-2]] for n in self.params if n[-1] == "A"}
+            gradient |= {n: scale * whole[n[:-2]] @ self.params[n[:-1] + "A"].T for n in self.params if n[-1] == "B"}
+        norm = sum(float((g * g).sum()) for g in gradient.values()) ** 0.5
+        factor = np.float32(min(1, s["max_grad_norm"] / norm) if s["max_grad_norm"] and norm else 1)
         self.count += 1
         rate = s["learning_rate"] * min(1, self.count / (s["warmup_steps"] + 1))
-        hyper = {name: s[name] for name in ("b1", "b2", "eps", "weight_decay")}
         for name, g in gradient.items():
-            arrays = (self.params[name], g * factor, self.moments[0][name], self.moments[1][name])
-            self.params[name], self.moments[0][name], self.moments[1][name] = adamw(*arrays, self.count, rate, hyper)
-        self.sampler = self.weights(self.params)
+            g, w = g * factor, self.params[name]
+            self.first[name] = s["b1"] * self.first[name] + (1 - s["b1"]) * g
+            self.second[name] = s["b2"] * self.second[name] + (1 - s["b2"]) * g * g
+            m, v = self.first[name] / (1 - s["b1"] ** self.count), self.second[name] / (1 - s["b2"] ** self.count)
+            self.params[name] = w - rate * (m / (np.sqrt(v) + s["eps"]) + s["weight_decay"] * w * (w.ndim > 1))
+        self.sampler = self.weights()
 
     def sample(self, prompts):
         """Draw a completion for each of at most `ROWS` prompts; return ids and log-probs of the drawn distribution."""
@@ -124,11 +134,11 @@ class Trainer:
         drawn, logps = [[] for _ in prompts], [[] for _ in prompts]
         for _ in range(s["max_tokens"]):
             ids = padded([[*p, *c] for p, c in zip(prompts, drawn, strict=True)])
-            all_logps = np.asarray(jax.nn.log_softmax(logits(self.sampler, ids) / s["temperature"]))
+            of_all = np.asarray(all_logps(self.sampler, ids, s["temperature"]))
             for row, (prompt, completion) in enumerate(zip(prompts, drawn, strict=True)):
                 if 2 in completion:
                     continue
-                of_token = all_logps[row, len(prompt) + len(completion) - 1]
+                of_token = of_all[row, len(prompt) + len(completion) - 1]
                 completion.append(draw(np.exp(of_token), s["top_p"], rng))
                 logps[row].append(of_token[completion[-1]])
         return drawn, logps
@@ -163,9 +173,9 @@ def make_batch(rows, masks, weight, s):
         at = slice(len(row["prompt"]) - 1, len(row["prompt"]) - 1 + len(row["completion"]))
         batch["mask"][n, at], batch["weight"][n, at] = masks[n], masks[n] * weight[n]
         old = row.get("old_logps", row.get("logps") if s["iterations"] > 1 else None)  # None: the ratio is 1
-        batch["advantage"][n], batch["has_old"][n] = row["advantage"], old is not None
+        batch["advantage"][n], batch["has_old"][n, at] = row["advantage"], old is not None
         batch["old_logps"][n, at], batch["ref_logps"][n, at] = 0 if old is None else old, row.get("ref_logps", 0)
-    return batch | {"ids": ids}
+    return batch | {"ids": ids, "labels": ids[:, 1:]}
 
 
 def group_advantages(rewards, s):
@@ -199,21 +209,24 @@ def load(folder, settings):
 
 
 def gradient(trainer, rows):
-    return {name: np.asarray(g) for name, g in trainer.gradient(rows).items()}
+    return trainer.gradient(rows)
 
 
 def step(trainer, rows):
     trainer.step(rows)
-    return {name: np.asarray(w) for name, w in trainer.weights(trainer.params).items()}
+    return trainer.weights()
 
 
 def logps(trainer, rows):
-    found = []
-    for row in rows:
-        ids = padded([[*row["prompt"], *row["completion"]]])
-        of_all = np.asarray(jax.nn.log_softmax(logits(trainer.weights(trainer.params), ids) / trainer.s["temperature"]))
-        at = np.arange(len(row["completion"])) + len(row["prompt"])
-        found.append(of_all[0, at - 1, ids[0, at]])
+    found, weights = [], trainer.weights()
+    for at in range(0, len(rows), ROWS):
+        part = rows[at : at + ROWS]
+        ids = padded([[*row["prompt"], *row["completion"]] for row in part])
+        picked = np.asarray(pick(all_logps(weights, ids, trainer.s["temperature"]), ids[:, 1:]))
+        starts = [len(row["prompt"]) - 1 for row in part]
+        found += [
+            picked[n, at : at + len(row["completion"])] for n, (at, row) in enumerate(zip(starts, part, strict=True))
+        ]
     return found
 
 
@@ -259,7 +272,7 @@ def encode(trainer, messages, before=""):
 
 def save(trainer, folder):
     Path(folder).mkdir()
-    arrays = {f"{kind} {name}": np.asarray(x) for kind, tree in state(trainer).items() for name, x in tree.items()}
+    arrays = {f"{kind} {name}": x for kind, tree in state(trainer).items() for name, x in tree.items()}
     np.savez(Path(folder) / "state.npz", count=trainer.count, draws=trainer.draws, **arrays)
 
 
@@ -268,15 +281,15 @@ def restore(folder, settings):
     with np.load(Path(folder) / "state.npz") as file:
         trainer.count, trainer.draws = int(file["count"]), int(file["draws"])
         for kind, tree in state(trainer).items():
-            tree.update({name: jnp.asarray(file[f"{kind} {name}"]) for name in tree})
+            tree.update({name: file[f"{kind} {name}"] for name in tree})
     return trainer
 
 
 def state(trainer):
-    return {"weights": trainer.params, "first": trainer.moments[0], "second": trainer.moments[1]}
+    return {"weights": trainer.params, "first": trainer.first, "second": trainer.second}
 
 
 def export(trainer, folder):
     Path(folder).mkdir()
-    weights = {name: np.ascontiguousarray(w) for name, w in trainer.weights(trainer.params).items()}
+    weights = {name: np.ascontiguousarray(w) for name, w in trainer.weights().items()}
     save_file(weights, Path(folder) / "model.safetensors")
