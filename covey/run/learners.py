@@ -197,7 +197,8 @@ def _train_in_folder(
     validate(recipe)
     out = out.expanduser()
     check_shared_folder(out)
-    resuming = channel.broadcast(is_run(out), "run folder")
+    in_use = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    resuming, in_use = channel.broadcast((is_run(out), in_use), "run folder")  # process 0 soon writes there
     if resuming and not is_from_python(load_any(out)):
         raise ResumeError(
             "this run was begun by a command",
@@ -211,7 +212,7 @@ def _train_in_folder(
             want="a learner that has not trained yet, or the folder of its run",
             fix="make a new learner",
         )
-    if not resuming and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not resuming and in_use:
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
     opened = reopen_folder(out, recipe, kind.step_files) if resuming else create_folder(out, recipe)
     with opened as folder:
