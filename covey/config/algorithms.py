@@ -293,7 +293,6 @@ def off_policy_problems(
     off_policy_steps: int,
     config: GRPOConfig,
     *,
-    processes: int = 1,
     total_steps: int | None = None,
 ) -> list[Problem]:
     """Return the problems of settings that cannot train on samples of earlier steps."""
@@ -312,7 +311,6 @@ def off_policy_problems(
             f"{text}{config.algorithm} has a critic, which learns the values of the last weights",
             "0, or an algorithm without a critic",
         ),
-        *problem_if(processes > 1, key, f"{text}there are {processes} processes", "0, or one process"),
         *problem_if(
             total_steps is not None and off_policy_steps >= total_steps,
             key,

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, Sharding
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree, UInt8
 
 from covey.errors import CoveyError
-from covey.parallel.mesh import local_mesh, with_process_axis
+from covey.parallel import channel
+from covey.parallel.mesh import PROCESS, local_mesh, with_process_axis
 
 Tree = TypeVar("Tree")
 
@@ -178,6 +179,15 @@ def put_host(tree: Tree, to: Sharding) -> Tree:
     # Not device_put: it sends the arrays to all other processes, to compare them.
     divided: Tree = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, to, lambda index: x[index]), tree)
     return divided
+
+
+def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
+    """Return the bytes of each process as a row on its first device, with zeros behind shorter ones. All call this."""
+    row = np.zeros((1, max(channel.all_gather(len(data), "number of bytes"))), np.uint8)
+    row[0, : len(data)] = np.frombuffer(data, np.uint8)
+    firsts = [next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())]
+    rows = NamedSharding(Mesh(firsts, (PROCESS,)), PartitionSpec(PROCESS))
+    return jax.make_array_from_callback((len(firsts), row.shape[1]), rows, lambda index: row)
 
 
 def to_host(x: jax.Array) -> np.ndarray:

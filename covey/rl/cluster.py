@@ -323,7 +323,7 @@ class RLCluster(Keywords):
             return jax.tree.map(jnp.copy, trainer.trainable)
         _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
-        # processes nothing is sampled meanwhile, and the copy is not needed.
+        # processes what samples meanwhile has other devices, and where nothing does the copy is not needed.
         return reshard(trainer.trainable, held, copy=distributed.count() == 1)
 
     def state(self) -> dict[str, Any]:

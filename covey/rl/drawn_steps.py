@@ -10,20 +10,23 @@ the steps, follow from these numbers alone, never from the clock: a thread that 
 (`RolloutThread`) gives the same samples as a run that takes turns (`RolloutsAhead`), and a late rollout is waited for.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from covey.parallel import distributed, order
+from covey.rl.experience import RolloutBatch
 from covey.rl.metrics import Clock
 from covey.rl.run_ahead import DataQueue, produce
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster
-    from covey.rl.experience import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class DrawnStep:
     """
 
     version: int
-    rollout: "RolloutBatch"
+    rollout: RolloutBatch
     failed: Mapping[str, int] = field(default_factory=dict)
     env_failed: int = 0
 
@@ -52,6 +55,19 @@ Draw = Callable[[int, int], DrawnStep | None]
 """Function (step, version) that draws a step with the rollout's weights, which have that version; None when the data
 have ended.
 """
+
+
+def own_share(parts: Sequence[DrawnStep]) -> DrawnStep:
+    """Return this process's share of a step, given those of the processes that drew it, perhaps of another number."""
+    first, of_each = parts[0], [iter(part.rollout.groups) for part in parts]
+    groups = [next(of_each[owner]) for owner in first.rollout.table.owner]
+    bounds = np.arange(distributed.count() + 1) * len(groups) // distributed.count()
+    table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), np.diff(bounds)))
+    # Each count of the processes that drew it goes to one process.
+    kept = (part.rollout for part in parts[distributed.index() :: distributed.count()])
+    rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
+    counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
+    return replace(first, rollout=replace(first.rollout, groups=[*distributed.share(groups)[1]], table=table, **counts))
 
 
 class RolloutsAhead:
@@ -106,6 +122,9 @@ class RolloutsAhead:
 class RolloutThread(RolloutsAhead):
     """The same rollouts, drawn by a thread while another one trains. Use it as a context.
 
+    In several processes each has such a thread, which launches programs of its own process alone. The threads meet
+    where they exchange rewards, in the order of the steps, and rest where all that was offered is drawn.
+
     Args:
         draw, lead, steps, drawn: see `RolloutsAhead`.
         copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
@@ -127,10 +146,10 @@ class RolloutThread(RolloutsAhead):
         on_phase: Callable[[str], None] = lambda name: None,
     ):
         super().__init__(draw, lead, steps, drawn)
-        self._copy_weights, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
+        self._copy, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
+        self._end = steps.stop
         self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
         self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
-        self._drawing = threading.Lock()
 
     @contextmanager
     def running(self) -> Iterator["RolloutThread"]:
@@ -147,9 +166,15 @@ class RolloutThread(RolloutsAhead):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        with self._drawing:
-            self._set_weights(self._copy_weights())
-            yield
+        # All that was offered, so that the threads of several processes rest at the same step.
+        self._wait_for(self._left - len(self._steps))
+        self._set_weights(self._copy_weights())
+        yield
+
+    def _copy_weights(self) -> Any:
+        """Copy the weights of the last update; of several processes, in the thread that trains."""
+        with order.phase("sync", self._end - self._left):
+            return self._copy()
 
     def _draw_offers(self) -> Iterator[DrawnStep | None]:
         while True:
@@ -159,10 +184,9 @@ class RolloutThread(RolloutsAhead):
             if offer is None:
                 return
             steps, version, weights = offer
+            self._set_weights(weights)
             for step in steps:
-                with self._drawing:
-                    self._set_weights(weights)
-                    drawn = self._draw(step, version)
+                drawn = self._draw(step, version)
                 yield drawn and drawn.behind(clock)
                 clock = Clock({"rollout_wait": 0.0})
 
@@ -189,4 +213,5 @@ def rollouts_ahead(
     weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
     with RolloutThread(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as thread:
         yield thread
-    cluster.sync_weights()  # the last that it was given may be those of k steps ago
+    with order.phase("sync", steps.stop):
+        cluster.sync_weights()  # the last that it was given may be those of k steps ago

@@ -209,6 +209,7 @@ class Learner(Keywords, ABC):
             return None
         reserve = iter(own[count:])
         rollout = self.rollout(PromptBatch(step, 0, own[:count]), lambda missing: list(islice(reserve, missing)))
+        self._failures.agree()
         return DrawnStep(version, rollout, *self._failures.counts())
 
     @property
@@ -470,7 +471,6 @@ class Learner(Keywords, ABC):
         problems = off_policy_problems(
             self.lead,
             self.config,
-            processes=distributed.count(),
             total_steps=total_steps,
         )
         raise_together([problem.error("") for problem in problems])
@@ -518,7 +518,8 @@ class Learner(Keywords, ABC):
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
         stats = gather_step_stats(self.stats)
-        self._failures.agree()
+        if not self.lead:  # else as samples are drawn
+            self._failures.agree()
         groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
         values = self._token_scorer.values(groups)
         metrics = self._metrics(updates, total, stats)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,9 +29,11 @@ from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
+from covey.parallel.reshard import stack_bytes
 from covey.parallel.wire import deserialize, serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
+from covey.rl.drawn_steps import own_share
 from covey.rl.evaluate import during_training
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
@@ -49,7 +50,7 @@ from covey.train.checkpoint import Checkpointer
 
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
-"""Array of a checkpoint with the serialized steps that earlier weights have drawn."""
+"""Array of a checkpoint with the serialized steps that earlier weights have drawn, a row from each process."""
 
 
 @dataclass(eq=False)
@@ -140,8 +141,7 @@ class RLRun(Run[Recipe]):
     def arrays(self) -> dict[str, Any]:
         if not self.learner.lead:
             return super().arrays()
-        drawn = np.frombuffer(serialize(list(self.learner.drawn_ahead())), np.uint8)
-        return {**super().arrays(), DRAWN: jnp.asarray(drawn)}
+        return {**super().arrays(), DRAWN: stack_bytes(serialize(list(self.learner.drawn_ahead())))}
 
     def array_shapes(self, step: int) -> dict[str, Any]:
         if not self.learner.lead:
@@ -151,7 +151,8 @@ class RLRun(Run[Recipe]):
 
     def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
         if self.learner.lead:
-            self.learner.drawn = deserialize(np.asarray(arrays.pop(DRAWN)).tobytes())
+            by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN))]
+            self.learner.drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
         super().load_arrays(arrays, step)
 
     def checkpoint_metadata(self) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import itertools
 import json
 import os
 import pickle
+import random
 import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import partial
@@ -35,6 +37,7 @@ from covey import (
     ClusterConfig,
     GRPOConfig,
     GRPOLearner,
+    OptimizerConfig,
     PPOConfig,
     PPOLearner,
     RLCluster,
@@ -247,6 +250,44 @@ def role_meshes(model: str) -> dict[str, Any]:
     return found
 
 
+def ahead(model: str) -> dict[str, Any]:
+    """Four steps on samples of the weights one step before, in which dynamic sampling replaces prompts. Of several
+    processes each has a thread that draws its share; one process samples and trains in turns.
+    """
+    folder = ahead_folder(model, distributed.count())
+    with mock.patch.object(ClusterConfig, "runs_ahead", distributed.count() > 1), redirect_stdout(io.StringIO()):
+        learner = learner_ahead(model)
+        learner.train(AHEAD, AHEAD[:2], out=folder)
+    channel.all_gather(0, "written")
+    written = rows(folder / "metrics.jsonl")
+    return {
+        "metrics": [{name: x for name, x in row.items() if not name.startswith(OWN)} for row in written],
+        "samples": texts(folder / "samples.jsonl"),
+        "arrays": arrays(learner.cluster.state()),
+    }
+
+
+AHEAD = [{"prompt": f"why {i}", "wanted": i % 3} for i in range(24)]
+
+
+def ahead_folder(model: str, processes: int) -> Path:
+    return Path(model).with_name(f"ahead-{processes}")
+
+
+def learner_ahead(model: str) -> GRPOLearner:
+    """A learner that samples one step ahead, on devices of its own; Adam with a large constant is as good as linear."""
+    optimizer = OptimizerConfig(learning_rate=0.1, eps=0.1, schedule="constant")
+    every = {"checkpoint_every_n_steps": 1, "eval_every_n_steps": 2, "off_policy_steps": 1}
+    cluster = loaded(model, meshes=_of_roles(), steps=4, optimizer=optimizer, **every)
+    grpo = GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)
+    return GRPOLearner(rl_cluster=cluster, reward_fns=unsteady, grpo_config=grpo, observers=[])
+
+
+def unsteady(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list[float]:
+    time.sleep(random.random() / 20)
+    return even(completion_ids, wanted)
+
+
 SIZES = {f"{stage}_micro_batch_size": 2 for stage in ("rollout", "ref_logps", "old_logps", "train")}
 
 
@@ -262,6 +303,7 @@ CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "ppo": ppo,
     "sft": sft,
     "role meshes": role_meshes,
+    "ahead": ahead,
     "transfers": transfers,
 }
 
@@ -313,16 +355,18 @@ def loaded(
     lora: bool = False,
     steps: int = 1,
     meshes: Mapping[Role, Mesh] | None = None,
+    optimizer: Any = None,
     **sizes: int,
 ) -> RLCluster:
     meshes = meshes or {Role.ACTOR: make_mesh(shape, axes)}
+    optimizer = optimizer or remembering(0.1)
     read = weights.load(model, mesh=meshes[Role.ACTOR])
     actor = with_lora(read.model, LoRAConfig(rank=2)) if lora else read.model
     training = RLTrainingConfig(
         **{"prompts_per_step": 3} | sizes,  # type: ignore[arg-type]
         max_steps=steps,
-        actor_optimizer=remembering(0.1),
-        critic_optimizer=remembering(0.1),
+        actor_optimizer=optimizer,
+        critic_optimizer=optimizer,
         row_length=64,
     )
     rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=4, slots=4, seed=3)
@@ -453,6 +497,7 @@ def two(launched: tuple[Path, str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_programs")
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(two: list[dict[str, Any]], model: str, case: str) -> None:
     """One mesh of four devices, of one process or of two: samples and rewards exactly, advantages, losses and weights
@@ -468,6 +513,19 @@ def test_two_processes_are_one(two: list[dict[str, Any]], model: str, case: str)
         assert not [name for name in differ if not name.startswith(OWN)]
     assert close(one["arrays"], first["arrays"], 1e-5)
     assert all(np.array_equal(first["arrays"][name], second["arrays"][name]) for name in one["arrays"])
+
+
+@pytest.mark.slow
+def test_samples_ahead_of_two_processes_are_trained_on_by_one(two: list[dict[str, Any]], model: str) -> None:
+    """One process goes on behind the second step with what two have drawn for the third."""
+    resumed = shutil.copytree(ahead_folder(model, 2), ahead_folder(model, 2).with_name("ahead-resumed"))
+    for step in (3, 4):
+        shutil.rmtree(resumed / "checkpoints" / f"{step:08}")
+    learner = learner_ahead(model)
+    learner.train(AHEAD, AHEAD[:2], out=resumed)
+    assert learner.history.rows[2]["sampling/staleness"] == 1
+    assert texts(resumed / "samples.jsonl") == two[0]["ahead"]["samples"]
+    assert close(arrays(learner.cluster.state()), two[0]["ahead"]["arrays"], 1e-5)
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import pytest
 
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
-from covey.parallel import channel
+from covey.parallel import channel, distributed
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, tokens_in_loss
+from covey.rl.drawn_steps import DrawnStep, own_share
+from covey.rl.experience import PromptBatch, RolloutBatch, tokens_in_loss
+from covey.rl.group_table import table_of
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.metrics import Clock
@@ -224,3 +226,25 @@ def test_answers_that_differ_in_length_alone_are_replaced(fed: Callable) -> None
     rows = [row("tied", (1.0, 1.0), (completion(3), completion(10)))]
     batches, _ = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
     assert prompts(batches) == ["new"]
+
+
+def test_a_share_of_a_drawn_step_follows_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes drew five groups, the last of them in a second round; of three each has those that it owns."""
+    groups = [Group(str(n), np.full(1 + n, n, np.int32), ()) for n in range(5)]
+    owner = np.array([0, 0, 1, 1, 0])
+    table = replace(table_of(groups), owner=owner)
+    parts = [
+        DrawnStep(7, RolloutBatch([groups[n] for n in np.flatnonzero(owner == mine)], table, dropped=1 + mine))
+        for mine in range(2)
+    ]
+    monkeypatch.setattr(distributed, "count", lambda: 3)
+    seen, dropped = list[str](), 0
+    for index in range(3):
+        monkeypatch.setattr(distributed, "index", lambda index=index: index)
+        share = own_share(parts)
+        own = [groups[n] for n in share.rollout.table.own]
+        assert share.version == 7
+        assert [g.prompt for g in share.rollout.groups] == [g.prompt for g in own]
+        seen += [g.prompt for g in own]
+        dropped += share.rollout.dropped
+    assert (seen, dropped) == (list("01234"), 3)
