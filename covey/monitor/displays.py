@@ -78,8 +78,8 @@ class LogDisplay:
         """Print a new phase, the progress of a long one, and a compilation that takes long."""
         status = self.view.status()
         self._slow_compile.cancel()
-        if status.phase and status.phase not in self._announced:
-            self._announced.add(status.phase)
+        if new := {status.phase, status.ahead} - self._announced - {""}:
+            self._announced |= new
             self.stamp()
         elif status.compiling:
             self._slow_compile = Timer(SLOW_COMPILE, self.stamp)

@@ -130,8 +130,8 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
 
 
 def test_a_phase_of_a_thread_is_shown_beside_that_of_the_run_as_long_as_it_lives():
-    began, end = threading.Event(), threading.Event()
-    with Progress(3, plain()) as progress:
+    began, end, console = threading.Event(), threading.Event(), plain()
+    with Progress(3, console) as progress:
 
         def draw():
             progress.phase("rollout")
@@ -148,6 +148,10 @@ def test_a_phase_of_a_thread_is_shown_beside_that_of_the_run_as_long_as_it_lives
         end.set()
         thread.join()
         assert progress.status().activity == ""
+    assert [line.partition("] ")[2] for line in console.file.getvalue().splitlines()[:2]] == [
+        "update",
+        "update + rollout",
+    ]
 
 
 def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
