@@ -16,7 +16,7 @@ SETTINGS: Mapping[str, Any] = {
     "samples": 4, "prompts": 2, "micro_batch": 8, "turn_tokens": 12, "iterations": 1,
     "packing": False, "pad_prompt": 0, "pad_completion": 0, "devices": 1,
     "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 8, "b1": 0.9, "b2": 0.99, "eps": 0.01, "weight_decay": 0.0,
-    "max_grad_norm": 0.0, "dtype": "float32", "lora_rank": 0, "lora_alpha": 0.0,
+    "max_grad_norm": 0.0, "dtype": "float32", "lora_rank": 0, "lora_alpha": 0.0, "as_released": False,
 }  # fmt: skip
 """Settings with which a trainer is loaded where a check sets no others; docs/conformance.md explains each."""
 LENGTHS = ((3, (5, 3, 2, 12)), (5, (1, 7, 4, 9)))

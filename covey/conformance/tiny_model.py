@@ -52,7 +52,7 @@ def make_weights(seed: int) -> Weights:
 
     embedding, head = rng.normal(size=(VOCAB, WIDTH)), matrix(VOCAB, WIDTH, 1.5)
     embedding[:, 0] += 3.0  # nearly constant in what the head sees, and so a bias of these tokens
-    head[[STOP, END_OF_THOUGHT], 0] += (0.8, 0.5)
+    head[[PAD, STOP, END_OF_THOUGHT], 0] += (-4.0, 0.8, 0.5)  # trainers know padding by its token: it is never drawn
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
