@@ -33,7 +33,7 @@ DOCS := zensical mkdocstrings-python ruff
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity golden-families check-jobs release-check release-tag colab clean
+.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -89,6 +89,11 @@ bench: .venv/ready ## measure; each part ends in one line of JSON
 
 bench-peers: .venv/ready .venv-tunix/ready .venv-parity/ready ## the same GRPO steps through Covey, google-tunix and TRL, in turn
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+conformance: .venv/ready .venv-parity/ready .venv-tunix/ready ## the checks of covey conformance on Covey, TRL, google-tunix and a plain loop, to runs/conformance (OUT=folder ARGS="--only gradient")
+	@mkdir -p $(or $(OUT),runs/conformance)
+	$(BIN)/covey conformance --against trl,tunix,examples/conformance/plain_loop.py $(ARGS) \
+	  --html $(or $(OUT),runs/conformance)/table.html --json > $(or $(OUT),runs/conformance)/table.json
 
 parity: .venv-parity/ready ## golden numbers again, and round trips, with torch, transformers, PEFT, TRL (ARGS="--gguf FILE")
 	.venv-parity/bin/python tests/parity/make_golden.py $(ARGS)
