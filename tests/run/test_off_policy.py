@@ -120,20 +120,17 @@ def test_a_step_is_drawn_by_the_weights_of_k_steps_before(lead: int) -> None:
         assert [c.tokens.tolist() for group in groups for c in group.completions] == kept.tokens[step]
 
 
+MOVING = {"grpo": GRPOConfig(num_generations=2, beta=0.1, kl_target=0.01, reference_every_n_updates=2)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lead", [0, 1, 3])
-def test_a_thread_gives_the_bits_of_turns(lead: int) -> None:
-    """With a reward of random duration, and evaluations in between."""
-    alone, evaluated = trained(lead), trained(lead, InTurn, evaluate=2)
-    assert trained(lead, Thread, evaluate=2) == evaluated
+@pytest.mark.parametrize(("lead", "more"), [(0, {}), (1, MOVING), (3, {})])
+def test_a_thread_gives_the_bits_of_turns(lead: int, more: dict[str, Any]) -> None:
+    """With a reward of random duration, evaluations in between, and a reference and a β that follow the steps."""
+    alone, evaluated = trained(lead, **more), trained(lead, InTurn, evaluate=2, **more)
+    assert trained(lead, Thread, evaluate=2, **more) == evaluated
     assert (*evaluated[:2], evaluated[2][-1:]) == alone
-    assert (alone == trained(0)) == (lead == 0)
-
-
-@pytest.mark.slow
-def test_a_reference_that_moves_and_an_adaptive_beta_follow_the_steps() -> None:
-    grpo = GRPOConfig(num_generations=2, beta=0.1, kl_target=0.01, reference_every_n_updates=2)
-    assert trained(2, Thread, grpo=grpo) == trained(2, InTurn, grpo=grpo) != trained(2)
+    assert (alone == trained(0, **more)) == (lead == 0)
 
 
 @pytest.mark.slow
