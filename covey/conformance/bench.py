@@ -14,7 +14,7 @@ SETTINGS: Mapping[str, Any] = {
     "algorithm": "grpo", "epsilon": 0.2, "epsilon_high": 0.2, "beta": 0.0, "kl": "k3", "advantage": "group_zscore",
     "reward_weights": None, "mask_truncated": False, "max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "seed": 0,
     "samples": 4, "prompts": 2, "micro_batch": 8, "turn_tokens": 12, "iterations": 1,
-    "packing": False, "pad_prompt": 0, "pad_completion": 0, "devices": 1,
+    "packing": False, "pad_prompt": 0, "pad_completion": 0, "devices": 1, "processes": 1,
     "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 8, "b1": 0.9, "b2": 0.99, "eps": 0.01, "weight_decay": 0.0,
     "max_grad_norm": 0.0, "dtype": "float32", "lora_rank": 0, "lora_alpha": 0.0, "as_released": False,
 }  # fmt: skip

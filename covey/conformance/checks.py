@@ -477,6 +477,8 @@ CHECKS: dict[str, Check] = {
               invariance({"algorithm": "dapo"}, {"packing": True}), REORDERED),
         Check("invariance/devices", "one or two devices", "a mean over the step is over all devices",
               invariance({"algorithm": "dapo"}, {"devices": 2}), REORDERED),
+        Check("invariance/processes", "one process, or two that each sample a part", "a mean over the step is over all",
+              invariance({"algorithm": "dapo"}, {"processes": 2}), REORDERED),
         Check("mask/prompt", "share with which tokens of the prompt count", "they were not sampled",
               share(prompt_tokens, counted=0.0, drop=rewarded), SHARE),
         Check("mask/padding", "share with which padding counts", "it was not sampled",

@@ -113,9 +113,9 @@ class Trainer:
         return self.scratch / f"{self.name}.log"
 
     def note(self, kind: str, check: str) -> str:
-        """Return what the adapter says of a check, or of its group: its `SETTINGS` or its `REASONS`."""
+        """Return what the adapter says of a check, its group, or all: in its `SETTINGS` or its `REASONS`."""
         notes = self.notes.get(kind, {})
-        return str(notes.get(check) or notes.get(check.partition("/")[0]) or "")
+        return str(notes.get(check) or notes.get(check.partition("/")[0]) or notes.get("") or "")
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a function of the adapter.

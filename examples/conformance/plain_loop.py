@@ -201,8 +201,8 @@ def group_advantages(rewards, s):
 def load(folder, settings):
     if settings["packing"] or settings["pad_prompt"]:
         raise NotImplementedError("this loop has one sample in a row, from its beginning")
-    if settings["devices"] > 1:
-        raise NotImplementedError("this loop uses one device")
+    if settings["devices"] > 1 or settings["processes"] > 1:
+        raise NotImplementedError("this loop uses one device in one process")
     trainer = Trainer(load_file(Path(folder) / "model.safetensors"), settings)
     trainer.tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     return trainer

@@ -5,10 +5,16 @@ rewards (`advantage_fn`), and an optax transformation that of AdamW where a grad
 micro-batches, loss, trainer and files are what a run uses.
 """
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +25,12 @@ from safetensors.numpy import load_file
 
 import covey
 from covey import types as covey_types
+from covey.config.processes import ADDRESS, COUNT, NUMBER
+from covey.conformance import worker
+from covey.launch.local import free_port
 from covey.models import families
-from covey.parallel.reshard import flatten
+from covey.parallel import distributed
+from covey.parallel.reshard import flatten, to_host
 from covey.rl.experience import Experience, PromptBatch
 from covey.rl.group_table import gather_table
 
@@ -50,8 +60,9 @@ class _Learner(covey.GRPOLearner):
         x = super().compute_logps(x)
         if not self.rows:
             return x
-        old = [np.asarray(row["old_logps"]) for row in self.rows]
-        return replace(x, old_logps=old, ref_logps=x.ref_logps and [np.asarray(r["ref_logps"]) for r in self.rows])
+        own = {group.columns["number"] for group in x.groups}
+        old, ref = ([np.asarray(r[n]) for r in self.rows if r["group"] in own] for n in ("old_logps", "ref_logps"))
+        return replace(x, old_logps=old, ref_logps=x.ref_logps and ref)
 
 
 class Trainer:
@@ -118,10 +129,41 @@ def make_learner(folder: str, s: Mapping[str, Any], optimizer: Any, **others: An
 
 def gradient(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
     """Compute the gradient of one step: the learner makes it, with an optimizer that keeps the gradient."""
+    if trainer.settings["processes"] > 1:
+        return _gradient_of_processes(trainer, rows)
     learner = trainer.recorder
     _train(learner, rows)
     assert learner.cluster.trainer is not None, "made by `prepare`"
     return _arrays(learner, learner.cluster.trainer.opt_state)
+
+
+def _gradient_of_processes(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
+    """Compute the gradient in several processes, each of which samples a share; this file is their script."""
+    count = trainer.settings["processes"]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        settings = {**trainer.settings, "processes": 1}
+        arguments = worker.write([trainer.folder, settings, rows], f"{folder}/rows.npz")
+        Path(folder, "arguments.json").write_text(json.dumps(arguments))
+        env = os.environ | {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(count), "XLA_FLAGS": ""}
+        command = [sys.executable, "-P", __file__, folder]
+        started = [subprocess.Popen(command, env=env | {NUMBER: str(number)}) for number in range(count)]
+        for process in started:
+            stack.callback(process.kill)
+        codes = [process.wait() for process in started]
+        if any(codes):
+            raise ChildProcessError(f"the processes ended with exit codes {codes}")
+        with np.load(f"{folder}/gradient.npz") as arrays:
+            return dict(arrays)
+
+
+def _join(folder: str) -> None:
+    """Compute the gradient together with other processes; the first one writes it."""
+    with distributed.start():
+        with np.load(f"{folder}/rows.npz") as arrays:
+            arguments = worker.decode(json.loads(Path(folder, "arguments.json").read_text()), dict(arrays))
+        found = gradient(load(*arguments[:2]), arguments[2])
+        if distributed.is_first():
+            np.savez(f"{folder}/gradient.npz", **found)  # type: ignore[arg-type]  # NumPy takes names for switches
 
 
 def step(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
@@ -242,10 +284,10 @@ def _train(learner: _Learner, rows: Sequence[Row]) -> None:
 
 def _stand_in(learner: _Learner, rows: Sequence[Row]) -> tuple[PromptBatch, Callable[[int], list[Any]]]:
     """Let the cluster give these rows for what it would sample; return the arguments of a rollout."""
-    groups = iter(_groups(rows))
+    groups = {group.columns["number"]: group for group in _groups(rows)}
     learner.rows = rows if "old_logps" in rows[0] else ()
-    learner.cluster.generate = lambda examples, *_, **__: [next(groups) for _ in examples]  # type: ignore[method-assign]
-    examples = [{"prompt": "", "number": number} for number in sorted({row["group"] for row in rows})]
+    learner.cluster.generate = lambda examples, *_, **__: [groups[row["number"]] for row in examples]  # type: ignore[method-assign]
+    examples = [{"prompt": "", "number": number} for number in groups]
     return PromptBatch(learner.step, 0, examples), lambda missing: []
 
 
@@ -312,7 +354,7 @@ def _record(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
 def _arrays(learner: _Learner, tree: Any) -> Arrays:
     """Return the arrays of a tree like the weights, by Hugging Face name and in that layout."""
     names = families.tensor_names(learner.cluster.actor.config)
-    return {names[path]: families.convert_layout(path, np.asarray(x)) for path, x in flatten(tree).items()}
+    return {names[path]: families.convert_layout(path, to_host(x)) for path, x in flatten(tree).items()}
 
 
 def _refusals(make: Callable[[], Any]) -> Any:
@@ -321,3 +363,7 @@ def _refusals(make: Callable[[], Any]) -> Any:
         return make()
     except covey.CoveyError as error:
         raise NotImplementedError(str(error).splitlines()[0]) from None
+
+
+if __name__ == "__main__":
+    _join(sys.argv[1])

@@ -1,0 +1,60 @@
+"""Write the table of docs/conformance.md from docs/conformance.json, what `covey conformance --json` has printed.
+
+covey conformance --against trl,tunix,examples/conformance/plain_loop.py --json > docs/conformance.json
+python tools/conformance_table.py           # write it
+python tools/conformance_table.py --print   # print it
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from covey.conformance.results import PASS, Cell, expectation, heading
+from covey.display import escape_markdown
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, RESULTS = DOCS / "conformance.md", DOCS / "conformance.json"
+BEGIN, END = "<!-- written by tools/conformance_table.py -->", "<!-- end -->"
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """Return the table, and below it a line for each cell that is no pass and each setting."""
+    names = [trainer["name"] for trainer in data["trainers"]]
+    titles = ["check", "expected", *(escape_markdown(heading(trainer)) for trainer in data["trainers"])]
+    lines = [f"Covey {data['covey']}, {data['date']}.", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for check in data["checks"]:
+        first = f"`{check['name']}`: {escape_markdown(check['equation'])}"
+        cells = [escape_markdown(Cell(**check["results"][name]).text) for name in names]
+        lines.append(f"| {' | '.join([first, expectation(check), *cells])} |")
+    return "\n".join([*lines, "", *remarks(data)])
+
+
+def remarks(data: Mapping[str, Any]) -> list[str]:
+    """Return a line for each reason, with the checks that it belongs to, and for each trainer's settings."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for check in data["checks"]:
+        for name, cell in check["results"].items():
+            if cell["verdict"] != PASS:
+                reasons.setdefault((name, cell["verdict"], cell["reason"]), []).append(f"`{check['name']}`")
+            if cell["settings"]:
+                reasons.setdefault((name, "settings", cell["settings"]), []).append(f"`{check['name']}`")
+    return [
+        f"- {escape_markdown(name)}, {kind}: {escape_markdown(reason)} ({', '.join(checks)})"
+        for (name, kind, reason), checks in sorted(reasons.items(), key=lambda entry: entry[0][:2])
+    ]
+
+
+def text() -> str:
+    """Return the content of the page with the table of today's results."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return f"{before}{BEGIN}\n\n{table(data)}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    if "--print" in sys.argv:
+        print(text())
+    else:
+        PAGE.write_text(text(), encoding="utf-8")
