@@ -16,6 +16,8 @@ from covey.display import escape_markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, RESULTS = DOCS / "conformance.md", DOCS / "conformance.json"
+MANY = 8
+"""Largest number of checks that a remark names."""
 BEGIN, END = "<!-- written by tools/conformance_table.py -->", "<!-- end -->"
 
 
@@ -23,7 +25,12 @@ def table(data: Mapping[str, Any]) -> str:
     """Return the table, and below it a line for each cell that is no pass and each setting."""
     names = [trainer["name"] for trainer in data["trainers"]]
     titles = ["check", "expected", *(escape_markdown(heading(trainer)) for trainer in data["trainers"])]
-    lines = [f"Covey {data['covey']}, {data['date']}.", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [
+        f"Covey {data['covey']}, {data['date']}; {data['seconds']:.0f} s on 2 cores, shared with others.",
+        "",
+        f"| {' | '.join(titles)} |",
+        "|---" * len(titles) + "|",
+    ]
     for check in data["checks"]:
         first = f"`{check['name']}`: {escape_markdown(check['equation'])}"
         cells = [escape_markdown(Cell(**check["results"][name]).text) for name in names]
@@ -41,7 +48,8 @@ def remarks(data: Mapping[str, Any]) -> list[str]:
             if cell["settings"]:
                 reasons.setdefault((name, "settings", cell["settings"]), []).append(f"`{check['name']}`")
     return [
-        f"- {escape_markdown(name)}, {kind}: {escape_markdown(reason)} ({', '.join(checks)})"
+        f"- {escape_markdown(name)}, {kind}: {escape_markdown(reason)} "
+        f"({', '.join(checks) if len(checks) <= MANY else f'{len(checks)} checks'})"
         for (name, kind, reason), checks in sorted(reasons.items(), key=lambda entry: entry[0][:2])
     ]
 

@@ -180,12 +180,14 @@ def logps(trainer: Trainer, rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def sample(trainer: Trainer, prompts: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """Draw completions with the rollout's weights; `Completion.tokens` are what training takes, without a text."""
+    """Draw completions with the rollout's weights; what goes into training is read from the rows that it packs."""
     trainer.draws += 1
     groups = trainer.main.cluster.generate([{"prompt": text} for text in prompts], count, step=trainer.draws)
+    completions = [(g.prompt_tokens, c) for g in groups for c in g.completions]
     return [
-        {"prompt": g.prompt_tokens.tolist(), "sampled": c.tokens.tolist(), "completion": c.tokens.tolist(),
-         "logps": c.logps, "finished": not c.finish.was_cut} for g in groups for c in g.completions
+        {"prompt": prompt.tolist(), "sampled": c.tokens.tolist(), "completion": scored.tolist(),
+         "logps": c.logps, "finished": not c.finish.was_cut}
+        for (prompt, c), scored in zip(completions, _scored_tokens(trainer.main, groups), strict=True)
     ]  # fmt: skip
 
 
@@ -241,8 +243,8 @@ def turns(trainer: Trainer, messages: Sequence[covey_types.Message], replies: Se
     with environments:
         learner = make_learner(trainer.folder, s, optax.identity(), environments=environments)
         groups = learner.cluster.generate([{"prompt": ""}] * 2, s["samples"])
-    trained = zip((c for g in groups for c in g.completions), _old_logps(learner, groups), strict=True)
-    return [_episode(completion, mine) for completion, mine in trained]
+    completions = [c for g in groups for c in g.completions]
+    return list(map(_episode, completions, _scored_tokens(learner, groups), _old_logps(learner, groups)))
 
 
 class _Script:
@@ -259,13 +261,23 @@ class _Script:
         return covey.Step("" if text is None else text, done=text is None)
 
 
-def _episode(completion: covey.Completion, trainer_logps: np.ndarray) -> dict[str, Any]:
+def _episode(completion: covey.Completion, scored: np.ndarray, trainer_logps: np.ndarray) -> dict[str, Any]:
     assert completion.episode is not None
     assert completion.mask is not None
     ends, at = completion.episode.turn_ends, np.flatnonzero(completion.mask)
     turns = [completion.tokens[at[(at >= start) & (at < end)]] for start, end in pairwise([0, *ends])]
-    names = {"trained": completion.tokens, "logps": completion.logps, "trainer_logps": trainer_logps}
+    names = {"trained": scored, "logps": completion.logps, "trainer_logps": trainer_logps}
     return {"sampled": [turn.tolist() for turn in turns]} | {name: x[at] for name, x in names.items()}
+
+
+def _scored_tokens(learner: _Learner, groups: list[covey.Group]) -> list[np.ndarray]:
+    """Return the tokens of each completion as the rows of its training have them."""
+    x = learner.compute_logps(Experience(groups, gather_table(groups)))
+    assert x.packed is not None, "made by `compute_logps`"
+    rows, tokens = x.packed.slice(0, len(groups)).rows, [np.full(n, -1) for n in x.lengths]
+    for (number, place), token in zip(rows.scatter_index[rows.scored], rows.target[rows.scored], strict=True):
+        tokens[number][place] = token
+    return tokens
 
 
 def _old_logps(learner: _Learner, groups: list[covey.Group]) -> list[np.ndarray]:
@@ -280,6 +292,7 @@ def _train(learner: _Learner, rows: Sequence[Row]) -> None:
     prompts, next_prompts = _stand_in(learner, rows)
     learner.train_step(prompts.examples, next_prompts, learner.step + 1)
     del learner.cluster.generate  # that of the class samples again
+    learner.rows = ()
 
 
 def _stand_in(learner: _Learner, rows: Sequence[Row]) -> tuple[PromptBatch, Callable[[int], list[Any]]]:
