@@ -5,6 +5,7 @@ A reply is checked before a check uses it: names, shapes, and that all numbers a
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from covey.errors import CoveyError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+SHORTEST = 10.0
+"""Seconds of a call after several others took too long; each halves the limit of those that follow."""
 Handle = dict[str, int]
 """A trainer object in the other process."""
 
@@ -189,6 +192,7 @@ class Trainer:
 
     def _describe_end(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
+            self.seconds = max(self.seconds / 2, min(self.seconds, SHORTEST))  # that all checks end
             return f"the call took {error}, and its process was killed"
         return f"the process ended: {error}; it printed to {self.log}"
 
@@ -204,6 +208,8 @@ def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
     Raises:
         CoveyError: there is no such adapter, or the environment of a known trainer is not installed.
     """
+    if python and shutil.which(python) is None:
+        raise CoveyError(f"--python is {python!r}", want="a Python interpreter", fix="its path, as in env/bin/python")
     interpreter = _interpreter(name) if name in KNOWN else python or sys.executable
     adapter = HERE / "adapters" / f"{name}.py" if name in KNOWN else Path(name).expanduser()
     if adapter.suffix != ".py" or not adapter.is_file():

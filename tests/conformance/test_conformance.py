@@ -1,6 +1,8 @@
 """The oracle is right, bad adapters are told in the table, and what they say is escaped."""
 
+import runpy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +162,7 @@ def test_texts_of_adapters_are_escaped(bench, trainer, tmp_path, capsys):
     [
         (["--against", "trll"], "there is no trainer 'trll'"),
         (["--against", "none.py"], "there is no trainer 'none.py'"),
+        (["--python", "nowhere/python"], "--python is 'nowhere/python'"),
         (["--only", "gradient/gpro"], "did you mean 'gradient/grpo'?"),
         (["--html", "nowhere/page.html"], "there is no such folder"),
     ],
@@ -191,3 +194,8 @@ def test_the_worker_needs_no_covey():
         line.split()[1].partition(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))
     }
     assert imported <= names
+
+
+def test_the_page_has_the_table_of_the_results():
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "conformance_table.py"))
+    assert tool["text"]() == tool["PAGE"].read_text("utf-8"), "run tools/conformance_table.py"
