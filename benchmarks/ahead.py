@@ -1,0 +1,66 @@
+"""Benchmark of samples drawn ahead: seconds of a step and idle time of each side, by the latency of rewards.
+
+    python -m benchmarks.ahead
+
+The classes with which a run draws ahead are driven by sides that sleep instead of computing, as if each had devices of
+its own: the times are those of the schedule, whatever else the machine does. A latency is that of each step, or the
+mean of an exponential distribution. All cases run at once.
+"""
+
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+from covey.rl.drawn_steps import DrawnStep, RolloutsAhead, RolloutThread
+from covey.rl.experience import RolloutBatch
+
+STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
+"""Number of steps, numbers of steps ahead, and seconds in which a step is sampled without rewards."""
+SIDES = ((0.5, 0.0, False), (0.5, 0.2, False), (0.5, 2.0, False), (0.5, 2.0, True), (1.0, 0.5, True))
+"""Seconds of training, latency, and whether it varies."""
+
+
+def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, Any]:
+    """Make `STEPS` steps with samples of `lead` steps before; return their figures."""
+    waits = [random.Random(step).expovariate(1 / latency) if varies else latency for step in range(STEPS)]
+
+    def draw(step: int, version: int) -> DrawnStep:
+        time.sleep(ROLLOUT + waits[step])
+        return DrawnStep(version, RolloutBatch([]))
+
+    def nothing(*_: Any) -> None: ...
+
+    kind: Any = RolloutsAhead(draw, 0, range(STEPS))
+    if lead:
+        kind = RolloutThread(draw, lead, range(STEPS), copy_weights=nothing, set_weights=nothing)
+    began = time.perf_counter()
+    with kind.running() if lead else nullcontext():
+        for step in range(STEPS):
+            kind.offer(step)
+            kind.take()
+            time.sleep(training)
+    seconds = (time.perf_counter() - began) / STEPS
+    sides = {"sampling": ROLLOUT + sum(waits) / STEPS, "training": training}
+    idle = {f"{side} idle": 1 - busy / seconds for side, busy in sides.items()}
+    return {"training": training, "latency": latency, "varies": varies, "lead": lead, "step": seconds, **idle}
+
+
+def main() -> None:
+    """Print a table, and a line of JSON."""
+    cases = [(*sides, lead) for sides, lead in product(SIDES, LEADS)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = list(pool.map(run, *zip(*cases, strict=True)))
+    print("| training s | latency s | k | step s | sampling idle | training idle |\n|---|---|---|---|---|---|")
+    for row in found:
+        latency = f"{row['latency']:g}{' in the mean' if row['varies'] else ''}"
+        idle = f"{row['sampling idle']:.0%} | {row['training idle']:.0%}"
+        print(f"| {row['training']:g} | {latency} | {row['lead']} | {row['step']:.2f} | {idle} |")
+    print(json.dumps({"part": "ahead", "rollout": ROLLOUT, "cases": found}))
+
+
+if __name__ == "__main__":
+    main()
