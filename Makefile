@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 # Its JAX is that for CPU, of the version that Covey is measured with.
 TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
 # Tests compile on one core each, and some wait for processes that they started: one worker more than there are cores. A
-# file stays with one worker, because its tests share what was compiled. Files run in order, so that the few that take
-# long are not left for the end. Quick tests wait for little, and collecting them takes each worker eight seconds.
+# file stays with one worker, because its tests share what was compiled. Files run in the order of tests/conftest.py, which
+# puts those that take long first. Quick tests wait for little, and collecting them takes each worker eight seconds.
 DIST := --dist loadfile --no-loadscope-reorder
 WORKERS ?= -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) $(DIST)
 QUICK_WORKERS ?= -n $(shell getconf _NPROCESSORS_ONLN) $(DIST)

@@ -48,8 +48,18 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 gc.set_threshold(50_000, 20, 20)
-KEPT = 60.0
+KEPT = 150.0
 """Seconds for which files use what those before them compiled: looking for what is left behind takes a third of one."""
+SMALL_RUNS = frozenset(
+    f"tests/{name}.py"
+    for name in (
+        "faults/test_folder_faults", "faults/test_number_faults", "faults/test_run_faults",
+        "run/test_export_run", "run/test_quantised_run", "run/test_run",
+    )
+)  # fmt: skip
+"""Files whose runs have the model and the sizes of `faults/small_run.txt`: one worker runs them all, and they share the
+programs of `shared_programs`.
+"""
 forgotten = [time.monotonic()]
 
 
@@ -61,6 +71,38 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("WARNING: the report was not tested in a browser", yellow=True, bold=True)
         terminalreporter.line(reason, yellow=True)
         terminalreporter.line("Install chromium (Debian: apt-get install chromium) and the dev extra.", yellow=True)
+
+
+LONG = (
+    "small runs", "tests/parallel/test_processes.py", "tests/e2e/test_tiny.py", "tests/test_benchmarks.py",
+    "tests/rl/test_cluster.py", "tests/rl/test_learning.py", "tests/rl/test_invariance.py", "tests/rl/test_programs.py",
+)  # fmt: skip
+"""Files of more than 30 seconds of processor time."""
+
+
+def together(file: str) -> str:
+    """Return the name of the files that share their programs with this one, or its own."""
+    return "small runs" if file in SMALL_RUNS else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take long before all others: one that begins last would leave a core without work."""
+    order = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(together(item.nodeid.partition("::")[0]), len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Make the scheduler of `--dist loadfile`, which gives files that share programs to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # late: the plugin may be missing
+
+    class TogetherScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return together(super()._split_scope(nodeid))
+
+    return TogetherScheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,14 +174,19 @@ def likeness(x: Any) -> Any:
     raise UnlikeAnyError
 
 
+MADE: dict[str, dict[Any, Any]] = {}
+"""Jitted functions by their likeness, by the files that share them."""
+
+
 @pytest.fixture(scope="module")
-def shared_programs() -> Iterator[None]:
-    """Runs of this file share their programs: a function like one before is not traced and compiled again, which is
-    most of the time of a short run. Not for files that patch what programs compute, or that count what is compiled.
+def shared_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs of this file, and of those `together` with it, share their programs: a function like one before is not
+    traced and compiled again, which is most of the time of a short run. Not for files that patch what programs compute,
+    or that count what is compiled.
     """
     import jax
 
-    jit, made = jax.jit, dict[Any, Any]()
+    jit, made = jax.jit, MADE.setdefault(together(request.node.nodeid), {})
 
     def jit_once(*function: Callable[..., Any], **options: Any) -> Any:
         try:

@@ -1,6 +1,7 @@
 """The calculator: right on ten thousand random expressions, and no text can make it slow or make it run anything."""
 
 import dataclasses
+import functools
 import random
 import time
 from collections import Counter
@@ -248,9 +249,20 @@ TALK = {
     **dict.fromkeys("0123456789", "+-*/EEEEEE123"), **dict.fromkeys("+-*/.", "123456789"), "S": "123456789", "E": "xS",
     "P": "xSSSE", "x": "SSSE", "O": "1", "e": "1", " ": "S", "T": "x", "@": "S",
 }  # fmt: skip
-TALKER = following(TALK, 4.5, attention=True)
-GRAPH, PARAMS = nnx.split(TALKER)
-SHARED = Engine(TALKER, TOKENIZER.stop_ids, RolloutConfig())  # one for all, so that its programs are compiled once
+
+
+@functools.cache
+def talker() -> tuple[Any, Any]:
+    """Graph and weights of the model that talks; made late, since every worker imports this file."""
+    return nnx.split(following(TALK, 4.5, attention=True))
+
+
+@functools.cache
+def shared_engine() -> Engine:
+    """One for all, so that its programs are compiled once."""
+    return Engine(nnx.merge(*talker()), TOKENIZER.stop_ids, RolloutConfig())
+
+
 LIMIT, STEP = 48, 1
 BASE: dict[str, Any] = {"max_new_tokens": LIMIT, "temperature": 0.9, "top_k": 20, "slots": 16, "tool": "calculator"}
 TOOL = make_tool(TOKENIZER, RolloutConfig(**BASE))
@@ -265,10 +277,10 @@ def sample(wanted: list[Request], tool: Tool | None = TOOL, **settings: Any) -> 
     return run([dataclasses.replace(one, responder=tool) for one in wanted], RolloutConfig(**{**BASE, **settings}))
 
 
-def run(wanted: list[Request], config: RolloutConfig, params: Any = PARAMS) -> list[list[Completion]]:
-    SHARED.configure(config)
-    SHARED.update_weights(params)
-    return generate(SHARED, wanted)
+def run(wanted: list[Request], config: RolloutConfig, params: Any = None) -> list[list[Completion]]:
+    shared_engine().configure(config)
+    shared_engine().update_weights(talker()[1] if params is None else params)
+    return generate(shared_engine(), wanted)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -384,7 +396,7 @@ def test_every_answer_stands_behind_its_question_and_nowhere_else(drawn: list[li
 
 @jax.jit
 def plain_logits(params: Any, tokens: np.ndarray) -> jax.Array:
-    model = nnx.merge(GRAPH, params)
+    model = nnx.merge(talker()[0], params)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _ = model(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
     return model.logits(hidden)[0]
@@ -393,7 +405,7 @@ def plain_logits(params: Any, tokens: np.ndarray) -> jax.Array:
 def logits_at(prompt: np.ndarray, tokens: np.ndarray) -> jax.Array:
     """The plain forward's logits from which each of `tokens` was to be predicted."""
     full = np.concatenate([prompt, tokens, np.zeros(64 - len(prompt) - len(tokens), np.int32)])
-    return plain_logits(PARAMS, full[None])[len(prompt) - 1 :][: len(tokens)]
+    return plain_logits(talker()[1], full[None])[len(prompt) - 1 :][: len(tokens)]
 
 
 @pytest.mark.slow
@@ -451,7 +463,8 @@ def test_a_tool_that_never_answers_changes_nothing() -> None:
 def test_a_tool_costs_the_decode_program_no_input() -> None:
     """What a tool answers is appended by a program of its own, so its decode steps are those of a run without one."""
     config = RolloutConfig(decode_chunk=4)
-    programs = [SHARED.programs.decode_program(PARAMS, 8, 128, config, pause_id) for pause_id in (None, 20)]
+    made, params = shared_engine().programs, talker()[1]
+    programs = [made.decode_program(params, 8, 128, config, pause_id) for pause_id in (None, 20)]
     plain, with_tool = ([x.shape for x in jax.tree.leaves(program.args)] for program in programs)
     assert plain == with_tool
 
