@@ -60,12 +60,49 @@ SETTINGS = {
     "sampler/stored-ratio": "num_iterations=2, learning rate 0",
     "advantage/centred": "DrGRPOConfig()",
     "optimizer": "optax.adamw of the user's; decay by a mask of the user's",
-    "optimizer/warm-up": "optax.linear_schedule(0, lr, 3)",
+    "optimizer/warm-up": "optax.linear_schedule(lr / 4, lr, 3), a schedule of the user's",
     "optimizer/bf16": "model loaded in bfloat16",
     "resume/steps": "its checkpoint manager",
     "resume/merge": "qwix.LoraProvider; save_lora_merged_model_as_safetensors with the rules of its Qwen3",
 }
-REASONS = {}
+NO_TURNS = "its turns are those of the agentic GRPOLearner; this adapter uses GRPOLearner"
+REASONS = {
+    "gradient/logps": (
+        "its Llama calls apply_rope without ModelConfig.rope_theta, so RoPE's base is the default 1,000,000 "
+        "(tunix/models/llama3/model.py:352)"
+    ),
+    "gradient/empty": (
+        "a choice of design: the mean is over the completions that have a token (tunix/rl/common.py:552, non_zero_rows)"
+    ),
+    "invariance/accumulation": (
+        "the mean over tokens is that of a micro-batch, and optax.MultiSteps averages the micro-batches "
+        "(tunix/sft/peft_trainer.py:213); equal where each has as many tokens"
+    ),
+    "invariance/packing": (
+        "a packed row has no attention mask and relies on the model to part samples by segment_ids "
+        "(tunix/rl/common.py:249), which its Qwen models take and its Llama does not (models/llama3/model.py:622)"
+    ),
+    "sampler/stored-ratio": (
+        "stored log-probs are those of VanillaRollout.get_per_token_logps, which does not get the temperature by which "
+        "the loss divides logits (tunix/rl/rollout/vanilla_rollout.py:81); equal at temperature 1"
+    ),
+    "sampler/stop": "its vanilla sampler hands over the tokens before the stop token (tunix/generate/sampler.py:944)",
+    "sampler/tokens": "its vanilla sampler hands over the tokens before the stop token (tunix/generate/sampler.py:944)",
+    "sampler/noise": (
+        "without RolloutConfig.seed every call draws by PRNGKey(0), with it by that key (tunix/generate/sampler.py:836)"
+    ),
+    "sampler/agreement": "its noise is one key for all rows of a call, with no noise of a token's own",
+    "turns": NO_TURNS,
+    "advantage/z-score": "a choice of design: std + 1e-6 (tunix/rl/algo_core.py:566)",
+    "advantage/none": (
+        "NaN counts as 0 in the sum of rewards, so a sample that no function scored has reward 0 and counts in its "
+        "group's mean (tunix/rl/reward_manager.py:170)"
+    ),
+    "optimizer/bf16": (
+        "weights and moments are of the dtype in which the model is loaded; a model loaded in float32 moves, and then "
+        "computes in float32"
+    ),
+}
 if not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())  # a trainer takes what another has compiled
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -254,7 +291,7 @@ def _optimizer(settings):
     rate, warmup = settings["learning_rate"], settings["warmup_steps"]
     if settings["iterations"] > 1:
         rate = 0.0  # the gradient is that of the last update, whose weights are then those of the first
-    schedule = optax.linear_schedule(0.0, rate, warmup) if warmup else rate
+    schedule = optax.linear_schedule(rate / (warmup + 1), rate, warmup) if warmup else rate
     clip = optax.clip_by_global_norm(settings["max_grad_norm"]) if settings["max_grad_norm"] else optax.identity()
     decays = lambda weights: jax.tree.map(lambda w: w.ndim > 1, weights)  # noqa: E731
     adamw = optax.adamw(
