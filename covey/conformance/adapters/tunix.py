@@ -32,6 +32,7 @@ from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params
 from tunix.models.safetensors_saver import save_lora_merged_model_as_safetensors
 from tunix.rl import rl_cluster as rl
+from tunix.rl.common import compute_per_token_logps
 from tunix.rl.grpo.dapo_learner import DAPOConfig
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -346,9 +347,11 @@ def logps(run, rows):
     given = rollout.generate([], run.cluster.cluster_config.rollout_config)
     rollout.order = None
     ids = np.stack([np.pad(x, (0, width - len(x)), constant_values=rollout.pad_id()) for x in given.tokens])
-    found = run.cluster.get_actor_per_token_logps(
-        jnp.asarray(given.left_padded_prompt_tokens), jnp.asarray(ids), rollout.pad_id(), rollout.eos_id()
-    )
+    prompts, model = jnp.asarray(given.left_padded_prompt_tokens), run.cluster.actor_trainer.model
+    found = compute_per_token_logps(  # as the loss calls it
+        *nnx.split(model), prompts, jnp.asarray(ids), rollout.pad_id(), rollout.eos_id(),
+        temperature=run.settings["temperature"],
+    )  # fmt: skip
     return [np.asarray(x)[: len(row["completion"])] for x, row in zip(found, rows, strict=True)]
 
 
