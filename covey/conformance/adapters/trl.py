@@ -184,7 +184,7 @@ def _refuse(settings):
         raise NotImplementedError("it refuses groups of one: num_generations is at least 2")
     if settings["packing"]:
         raise NotImplementedError("GRPOTrainer does not pack")
-    if settings["devices"] > 1:
+    if settings["devices"] > 1 or settings["processes"] > 1:
         raise NotImplementedError("it has one process for each device, and this adapter one process")
 
 

@@ -227,6 +227,8 @@ def _refuse(settings):
         raise NotImplementedError("it refuses groups of one: num_generations is at least 2")
     if settings["reward_weights"]:
         raise NotImplementedError("it adds up rewards with equal weights")
+    if settings["processes"] > 1:
+        raise NotImplementedError("this adapter has one process")
     if settings["mask_truncated"]:
         raise NotImplementedError("GRPOLearner has no such setting")
 
