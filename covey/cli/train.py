@@ -1,7 +1,7 @@
 """Execute `covey train` and `covey sft`: begin a run, or resume one."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,13 +59,13 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
             out = stack.enter_context(reserve_run_folder(settings))
         out = channel.broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
-        run.train(settings, out, _announcing)
+        run.train(settings, out, _announce)
 
 
-def _announcing(kind: type["Run[Any]"]) -> type["Run[Any]"]:
-    from covey.plan.expect import announcing  # late: it needs JAX
+def _announce(run: "Run[Any]", before: Mapping[str, Any]) -> None:
+    from covey.plan.expect import announce  # late: it needs JAX
 
-    return announcing(kind)
+    announce(run, before)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:

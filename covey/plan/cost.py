@@ -9,7 +9,7 @@ from covey.monitor.record import total_steps
 from covey.plan.plan import Plan
 
 LEFT_OUT = "compiling, evaluations and reward functions"
-"""What costs too and is not counted."""
+"""Work of a run that its cost leaves out."""
 
 
 class Cost(NamedTuple):
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(plan: Plan, recipe: Recipe | SFTRecipe, price: float) -> Cost:
-    """Return what a planned run costs; the data are read where its length follows from them.
+    """Return the cost of a planned run; the data are read where its length follows from them.
 
     Raises:
         DataError: they cannot be read.

@@ -7,7 +7,7 @@ second; bytes of arrays. None of the run's programs is compiled for it.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import wrap
@@ -57,21 +57,14 @@ class Expectation(NamedTuple):
     checkpoint: int
 
 
-def announcing(kind: type[Run[Any]]) -> type[Run[Any]]:
-    """Return the class of runs of this kind that say before their first step what they are expected to take."""
-
-    class AnnouncingRun(kind):  # type: ignore[misc,valid-type]
-        def _begin_summary(self) -> dict[str, Any]:
-            summary: dict[str, Any] = super()._begin_summary()
-            try:
-                needs = expect(self, (summary["before"] or {}).get("mean_length"))
-                for line in in_words(needs, self):
-                    self.progress.message(line)
-            except Exception as error:  # an estimate is a by-product, and the run goes on without it
-                log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
-            return summary
-
-    return AnnouncingRun
+def announce(run: Run[Any], before: Mapping[str, Any]) -> None:
+    """Show the expected needs of a run before its first step, given the metrics of its evaluation before training."""
+    try:
+        needs = expect(run, before.get("mean_length"))
+        for line in in_words(needs, run):
+            run.progress.message(line)
+    except Exception as error:  # an estimate is a by-product, and the run goes on without it
+        log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
 
 
 def expect(run: Run[Any], sampled: float | None = None) -> Expectation:
@@ -104,7 +97,7 @@ def in_words(needs: Expectation, run: Run[Any]) -> list[str]:
 
 
 def _left_out(recipe: Recipe | SFTRecipe) -> list[str]:
-    """Return what the expected time leaves out."""
+    """Return the names of the work that is not in the expected time."""
     if isinstance(recipe, SFTRecipe):
         return ["compiling", *["answers in evaluations"] * bool(recipe.evaluation.answers)]
     algorithm = algorithm_of(recipe.grpo)

@@ -1,12 +1,12 @@
 """Execute whole runs from their recipes, and use finished ones. The class of the recipe decides what is run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any
 from covey.run import inference, sft
-from covey.run.base import Run
+from covey.run.base import Announce, Run
 from covey.run.export import export
 from covey.run.inference import chat, generate, play
 from covey.run.load_model import open_model, use_compilation_cache
@@ -20,14 +20,14 @@ RUNS: dict[type, type[Run[Any]]] = {Recipe: RLRun, SFTRecipe: SFTRun}
 def train(
     recipe: Recipe | SFTRecipe,
     out: Path,
-    extend: Callable[[type[Run[Any]]], type[Run[Any]]] = lambda kind: kind,
+    announce: Announce | None = None,
 ) -> dict[str, Any]:
     """Run `recipe` in the new folder `out`; return the content of `summary.json`.
 
     Args:
-        extend: returns the class of the run, from that of its method.
+        announce: shows the expected needs of the run before its first step.
     """
-    return extend(RUNS[type(recipe)]).start(recipe, out)
+    return RUNS[type(recipe)].start(recipe, out, announce)
 
 
 def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

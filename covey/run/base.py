@@ -97,6 +97,10 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
 
 
+Announce = Callable[["Run[Any]", Mapping[str, Any]], None]
+"""Shows the expected needs of a run that is about to train, given the metrics of its evaluation before training."""
+
+
 @dataclass(eq=False)
 class Run(ABC, Generic[RecipeT]):
     """One run in its folder.
@@ -112,6 +116,7 @@ class Run(ABC, Generic[RecipeT]):
             of equal rows beside them.
         total: number of steps of the whole run.
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
+        announce: called before the first step of a run that is not resumed.
     """
 
     recipe: RecipeT
@@ -122,6 +127,7 @@ class Run(ABC, Generic[RecipeT]):
     origin: str
     counts: Mapping[str, int]
     trained: Any = field(init=False)
+    announce: Announce | None = field(init=False, default=None)
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
@@ -135,9 +141,9 @@ class Run(ABC, Generic[RecipeT]):
         self.total = self.prepare()
 
     @classmethod
-    def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
+    def start(cls, recipe: RecipeT, out: Path, announce: Announce | None = None) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
-        return cls._run_in(recipe, out, recipe, create_folder)
+        return cls._run_in(recipe, out, recipe, create_folder, announce)
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
@@ -152,13 +158,14 @@ class Run(ABC, Generic[RecipeT]):
         out: Path,
         began: Recipe | SFTRecipe,
         open_folder: Callable[[Path, RecipeT], AbstractContextManager[RunFolder]],
+        announce: Announce | None = None,
     ) -> dict[str, Any]:
         """Run `recipe` in `out`, in the type of products that the recipe `began` leads to."""
         check_shared_folder(out)
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(began.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with open_folder(out, recipe) as folder:
-            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
+            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh), announce)
 
     @classmethod
     @abstractmethod
@@ -219,7 +226,13 @@ class Run(ABC, Generic[RecipeT]):
             return cls.load_data(recipe), mesh
 
     @classmethod
-    def execute(cls, recipe: RecipeT, folder: RunFolder, make: Callable[[RunResources], Self]) -> dict[str, Any]:
+    def execute(
+        cls,
+        recipe: RecipeT,
+        folder: RunFolder,
+        make: Callable[[RunResources], Self],
+        announce: Announce | None = None,
+    ) -> dict[str, Any]:
         """Open the resources of a run, make the run and execute it; return the content of `summary.json`. A recipe's
         run that is finished is not made; a script's is, because its learner gets the weights.
         """
@@ -234,6 +247,7 @@ class Run(ABC, Generic[RecipeT]):
             with open_resources(recipe, folder, progress) as resources:
                 try:
                     run = make(resources)
+                    run.announce = announce
                     with run.observing():
                         return run.run()
                 except Stopped as stopped:
@@ -293,13 +307,16 @@ class Run(ABC, Generic[RecipeT]):
 
     def _begin_summary(self) -> dict[str, Any]:
         """Evaluate, and return the summary of a run that has not trained yet."""
-        return {
+        summary = {
             "model": self.origin,
             "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
             "before": self._evaluate_before(),
         }
+        if self.announce is not None:
+            self.announce(self, summary["before"] or {})
+        return summary
 
     def write(self, record: StepRecord) -> None:
         """Write a step to the folder, and its metrics to the trackers."""
