@@ -215,19 +215,24 @@ def _check_object(row: Any, where: str, want: str) -> Record:
 
 
 def _check_columns(row: Record, columns: RequiredColumns, where: str) -> Record:
-    for column in columns:
-        names = (column,) if isinstance(column, str) else column
-        if not any(name in row for name in names):
-            near = nearest(names[0], row) if row else ""
-            if row and not isinstance(column, str):  # that of the prompt
-                near = f"--data.prompt-column COLUMN: {near}"
-            raise DataError(
-                f"has no column {names[0]!r}; its columns are {format_columns(row)}",
-                want="" if len(names) == 1 else f"{names[0]}; or {CHAT_COLUMNS}",
-                fix=near,
-                where=where,
-            )
+    alternatives = [(column,) if isinstance(column, str) else column for column in columns]
+    missing = [names for names in alternatives if not any(name in row for name in names)]
+    if missing:
+        raise _missing_columns(row, missing, where)
     return row
+
+
+def _missing_columns(row: Record, missing: Sequence[tuple[str, ...]], where: str) -> DataError:
+    """Return the error that names every missing column; one of several names is that of the prompt."""
+    fixes = [nearest(names[0], row) for names in missing] if row else []
+    for index, names in enumerate(missing[: len(fixes)]):
+        if len(names) > 1:
+            fixes[index] = f"--data.prompt-column COLUMN: {fixes[index]}"
+    lacking = " and no column ".join(repr(names[0]) for names in missing)
+    chats = [f"{names[0]}; or {CHAT_COLUMNS}" for names in missing if len(names) > 1]
+    have = format_columns(row)
+    fix = "; ".join(dict.fromkeys(fixes))
+    return DataError(f"has no column {lacking}; its columns are {have}", want="".join(chats), fix=fix, where=where)
 
 
 # --- files

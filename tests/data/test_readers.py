@@ -283,6 +283,7 @@ HUB_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"train": [{"question": "?", "anser": "#### 1"}]},
         "row 1: has no column 'answer'[\\s\\S]*anser",
     ),
+    "two other columns": ({"train": [{"q": "?", "a": "1"}]}, "no column 'question' and no column 'answer'; its"),
     "a number": ({"train": [{"question": "?", "answer": 5}]}, "train, row 1: the answer is 5"),
     "no question": ({"train": [{"question": " ", "answer": "#### 1"}]}, "the question is ' '"),
 }
