@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import get_terminal_size
 
 from covey.cli.parse import Line
 from covey.config import recipe, strict_yaml
@@ -11,6 +12,8 @@ from covey.errors import CoveyError
 
 ABOUT = ("description", "needs", "expect")
 """Settings of a recipe that describe it."""
+WIDTH = 120
+"""Columns of the table in files and pipes, where COLUMNS is not set."""
 
 
 def recipes(line: Line) -> None:
@@ -48,7 +51,7 @@ def show_recipes() -> None:
         table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
     for name in recipe.names():
         table.add_row(name, *map(escape, _about(name).values()))
-    console = make_console()
+    console = make_console(wrap=True, width=get_terminal_size((WIDTH, 24)).columns)
     console.print(table)
     by_sft = ", ".join(recipe.names(recipe.SFTRecipe))
     console.print("covey recipes NAME prints one · covey train NAME runs it", highlight=False)
