@@ -30,9 +30,14 @@ class Client:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Path], Client]]:
-    """A function that serves the runs of a folder, and returns a client of the server."""
+def serving() -> None:
+    """Skip the test where the extra `serve` is not installed."""
     pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def serve(serving: None) -> Iterator[Callable[[Path], Client]]:
+    """A function that serves the runs of a folder, and returns a client of the server."""
     from covey.board import app  # late: it needs the extra `serve`
     from covey.board.folder import RunsFolder
 

@@ -32,10 +32,10 @@ def test_mistakes_are_told(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("serving")
 def test_a_port_in_use_is_told_and_the_next_one_taken_where_none_is_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("uvicorn")
     from covey.board import app
 
     with app.listen() as first, app.listen() as second:
@@ -57,8 +57,8 @@ def test_a_missing_package_is_told(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("serving")
 def test_a_board_of_one_run_answers_and_ends_quietly(make_run: Any) -> None:
-    pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "covey", "watch", str(make_run(steps=2)), "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={}) as process:
         assert process.stdout is not None
