@@ -189,7 +189,8 @@ class Learner(Keywords, ABC):
             try:
                 while self.step < total:
                     self._begin_step(total)
-                    ahead.offer(self.step)
+                    with self.stats.clock("sync") if ahead.takes_copies else nullcontext():
+                        ahead.offer(self.step)
                     with self.stats.clock("wait"):
                         drawn = ahead.take()
                     if drawn is None:
