@@ -42,7 +42,8 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 VERSION = metadata.version("google-tunix")
 SETTINGS = {
-    "": "vanilla rollout on the CPU; where nothing else stands, RoPE's base is set in its Llama (see gradient/logps)",
+    "": "vanilla rollout on the CPU; where nothing else stands, RoPE's base is set in its Llama (see gradient/logps), "
+    "and XLA compiles with few optimizations (jax_disable_most_optimizations), which is faster",
     "gradient/logps": "as released",
     "gradient/grpo": "GRPOConfig(), train_micro_batch_size=2 prompts",
     "gradient/grpo-k1": "kl_loss_mode='kl'",
