@@ -211,7 +211,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "--resume" not in capsys.readouterr().err
 
-    def stopped(ready, out, extend):
+    def stopped(ready, out, announce):
         run_folder(out)  # with a checkpoint: without one there is nothing to go on from
         raise KeyboardInterrupt
 
