@@ -24,6 +24,7 @@ from covey.parallel import distributed, order
 from covey.rl.experience import RolloutBatch
 from covey.rl.metrics import Clock
 from covey.rl.run_ahead import DataQueue, produce
+from covey.types import Completion
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster
@@ -49,6 +50,19 @@ class DrawnStep:
         """Return the step with the seconds of `clock`, which measured what came before it."""
         seconds = {**self.rollout.seconds, **clock.seconds}
         return replace(self, rollout=replace(self.rollout, seconds=seconds))
+
+    def without_times(self) -> "DrawnStep":
+        """Return the step without what clocks have measured, so that equal runs have equal checkpoints."""
+        rollout, table = self.rollout, self.rollout.table
+        groups = [replace(group, completions=tuple(map(_without_time, group.completions))) for group in rollout.groups]
+        table = replace(table, episodes=[one and replace(one, seconds=0.0) for one in table.episodes])
+        stats = replace(rollout.stats, seconds=0.0, decode_seconds=0.0)
+        return replace(self, rollout=replace(rollout, groups=groups, table=table, stats=stats, seconds={}))
+
+
+def _without_time(completion: Completion) -> Completion:
+    episode = completion.episode
+    return completion if episode is None else replace(completion, episode=replace(episode, seconds=0.0))
 
 
 Draw = Callable[[int, int], DrawnStep | None]

@@ -141,7 +141,8 @@ class RLRun(Run[Recipe]):
     def arrays(self) -> dict[str, Any]:
         if not self.learner.lead:
             return super().arrays()
-        return {**super().arrays(), DRAWN: stack_bytes(serialize(list(self.learner.drawn_ahead())))}
+        drawn = [step.without_times() for step in self.learner.drawn_ahead()]
+        return {**super().arrays(), DRAWN: stack_bytes(serialize(drawn))}
 
     def array_shapes(self, step: int) -> dict[str, Any]:
         if not self.learner.lead:

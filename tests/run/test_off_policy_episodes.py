@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -24,7 +26,9 @@ from covey import (
 )
 from covey.envs.tool_calls import FORMATS, Call, CallFormat
 from covey.models.decoder import Decoder
-from covey.monitor.run_files import SAMPLES
+from covey.monitor.run_files import CHECKPOINTS, SAMPLES
+from covey.run.rl import DRAWN
+from covey.train.checkpoint import Checkpointer
 from tests.envs.test_training import MODEL, TOKENIZER
 from tests.run.test_off_policy import How, InTurn, KilledError, Thread, digest_of, kill_at
 
@@ -116,6 +120,15 @@ def test_the_time_of_answers_changes_no_bit(make: Any, lead: int, tmp_path: Path
     with pytest.raises(KilledError):
         run_of(make, lead, Thread, 0.01, tmp_path / "killed", kill_at(2))
     assert run_of(make, lead, Thread, 0.03, tmp_path / "killed") == expected
-    samples = (tmp_path / "straight" / SAMPLES).read_bytes()
+    kept = bytes_of(tmp_path / "straight")
+    assert any(DRAWN in name for name in kept) == bool(lead)
     for name in ("thread", "killed"):
-        assert (tmp_path / name / SAMPLES).read_bytes() == samples
+        assert bytes_of(tmp_path / name) == kept
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    """Samples of a run, and the arrays of its last checkpoint but one, which has drawn steps."""
+    with Checkpointer(out / CHECKPOINTS, read_only=True) as saves:
+        arrays, _ = saves.restore(STEPS - 1)
+    arrays = {jax.tree_util.keystr(name): leaf for name, leaf in jax.tree_util.tree_leaves_with_path(arrays)}
+    return {SAMPLES: (out / SAMPLES).read_bytes()} | {name: np.asarray(leaf).tobytes() for name, leaf in arrays.items()}
