@@ -53,6 +53,8 @@ DYNAMIC = {
     "f'{mark}({self._control_pattern}){mark}'": "fixed texts, each of them escaped",
     "pattern": "names of metrics from the source, with one `.*` between fixed texts",
     "f'(\\\\d{{8,}})/{SUMS}'": "a fixed text behind one loop",
+    "r[0]": "a table of Tunix, read by its own process",
+    "rule": "a table of Tunix, read by its own process",
 }
 """Expressions that are no text in the source, each with the reason why it may stay."""
 

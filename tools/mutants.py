@@ -105,7 +105,7 @@ WIDE = ("tests/losses", "tests/packing", "tests/rl", "tests/faults/test_number_f
 
 EQUIVALENT = {
     "covey/envs/episodes.py": {
-        "helps = samples > slots >= (self.max_num_seqs or «0 → 1»)": "a sampler has a slot at least",
+        "if not samples > slots >= (self.max_num_seqs or «0 → 1»):": "a sampler has a slot at least",
     },
     "covey/models/lora.py": {
         "return bool(«jnp.any(x) → jnp.all(x)» if shared else np.asarray(x).any())": (

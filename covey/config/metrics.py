@@ -226,7 +226,9 @@ TABLE = (
     Metric("time/reward", "s", "seconds of the reward functions", clock=True),
     Metric("time/logps", "s", "seconds of log-probs and values", clock=True),
     Metric("time/update", "s", "seconds of the updates", clock=True),
-    Metric("time/sync", "s", "seconds until the rollout had the new weights", clock=True),
+    Metric(
+        "time/sync", "s", "seconds until the rollout, or the thread that samples ahead, had the new weights", clock=True
+    ),
     Metric(
         "time/wait",
         "s",

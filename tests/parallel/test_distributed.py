@@ -270,7 +270,7 @@ def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
 def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) -> None:
     def work(index: int) -> int:
         environments, learner = EnvironmentRunner("guess", GUESS), object.__new__(GRPOLearner)
-        learner.step, learner._failures = 1, FailureCounts(RewardRunner(SAFETY), environments)
+        learner.step, learner.lead, learner._failures = 1, 0, FailureCounts(RewardRunner(SAFETY), environments)
         learner._metrics = lambda *given: {}  # type: ignore[method-assign]
         environments.failed = index + 1
         learner.stats, scorer = StepStats(), SimpleNamespace(values=lambda groups: None)
