@@ -194,7 +194,8 @@ def test_a_signal_while_the_thread_draws_loses_no_order(tmp_path: Path) -> None:
         with nullcontext() if rewards is length else pytest.raises(Stopped):
             learner.train(ROWS, out=tmp_path / name)
     assert (tmp_path / "stopped" / SAMPLES).read_bytes() == (tmp_path / "straight" / SAMPLES).read_bytes()
-    assert len(learner.history["time/rollout_wait"]) == len(learner.history["time/wait"]) == STEPS
+    assert len(learner.history["time/wait"]) == STEPS
+    assert len(learner.history["time/rollout_wait"]) == STEPS - 2  # a checkpoint has no times of the steps drawn ahead
 
 
 @pytest.mark.slow
