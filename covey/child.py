@@ -232,7 +232,8 @@ def main(connection: int, settings: Mapping[str, Any]) -> None:
     if memory := settings["memory"]:
         with suppress(ValueError, OSError):  # macOS has no such limit
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    serve(connection, handle, settings["cpu_seconds"])
+    with suppress(ConnectionError):  # the run has ended during a call, and reads no reply
+        serve(connection, handle, settings["cpu_seconds"])
     os._exit(0)  # do not wait for threads that a function left running
 
 

@@ -5,7 +5,6 @@ completion (advantage, mask, old and reference log-probs) replaces what the lear
 padding, log-probs, loss, packing, the accumulation of micro-batches, optimizer step, checkpoint.
 """
 
-import contextlib
 import json
 import os
 import queue
@@ -196,8 +195,8 @@ class _Run:
         prompts = {"prompts": np.array([str(n) for n in range(self.settings["prompts"])])}
         for _ in range(trainer.train_steps):
             yield dict(prompts)  # a restored learner passes over those of earlier steps
-        while (order := self._order()) is not None:
-            rollout.order = order
+        while True:
+            rollout.order = order = self.orders.get()
             before = jax.tree.map(jnp.copy, (nnx.state(trainer.model), nnx.state(trainer.optimizer)))
             yield dict(prompts)
             rollout.order, state = None, trainer.optimizer.opt_state
@@ -207,13 +206,6 @@ class _Run:
                 nnx.update(trainer.model, before[0])
                 nnx.update(trainer.optimizer, before[1])
             self.told.put(order)
-
-    def _order(self):
-        """The next order; None when the process ends, which waits for the thread that asks."""
-        while threading.main_thread().is_alive():
-            with contextlib.suppress(queue.Empty):
-                return self.orders.get(timeout=1.0)
-        return None
 
     def named(self, state):
         """Arrays of the model's `state` by their names in a Hugging Face checkpoint."""
