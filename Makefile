@@ -50,9 +50,9 @@ install: .venv/ready ## make .venv with Covey in it (jax for CPU)
 
 schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, and the tables of docs/diagnosis.md, docs/models.md and docs/from-*.md
 	$(BIN)/python tools/recipe_schema.py
-	$(BIN)/python tools/diagnosis_table.py
-	$(BIN)/python tools/families_table.py
-	$(BIN)/python tools/names_tables.py
+	$(BIN)/python -m tools.diagnosis_table
+	$(BIN)/python -m tools.families_table
+	$(BIN)/python -m tools.names_tables
 
 test: .venv/ready-dev ## the whole test suite, and lint beside it, whose output comes last
 	@mkdir -p .cache && $(MAKE) --no-print-directory lint > .cache/lint.txt 2>&1 & lint=$$!; \

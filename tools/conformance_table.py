@@ -1,24 +1,24 @@
 """Write the table of docs/conformance.md from docs/conformance.json, what `covey conformance --json` has printed.
 
 covey conformance --against trl,tunix,examples/conformance/plain_loop.py --json > docs/conformance.json
-python tools/conformance_table.py           # write it
-python tools/conformance_table.py --print   # print it
+python -m tools.conformance_table           # write it
+python -m tools.conformance_table --print   # print it
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from covey.conformance.results import PASS, Cell, expectation, heading
 from covey.display import escape_markdown
+from tools.written_part import with_part, write
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, RESULTS = DOCS / "conformance.md", DOCS / "conformance.json"
 MANY = 8
 """Largest number of checks that a remark names."""
-BEGIN, END = "<!-- written by tools/conformance_table.py -->", "<!-- end -->"
+BY = "tools/conformance_table.py"
 
 
 def table(data: Mapping[str, Any]) -> str:
@@ -54,15 +54,15 @@ def remarks(data: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def measured() -> str:
+    """Return the table of the results in docs."""
+    return table(json.loads(RESULTS.read_text(encoding="utf-8")))
+
+
 def text() -> str:
-    """Return the content of the page with the table of today's results."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    data = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return f"{before}{BEGIN}\n\n{table(data)}\n\n{END}{rest.partition(END)[2]}"
+    """Return the content of the page with that table."""
+    return with_part(PAGE, measured(), BY)
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv:
-        print(text())
-    else:
-        PAGE.write_text(text(), encoding="utf-8")
+    write(PAGE, measured(), BY)

@@ -1,18 +1,17 @@
 """Write the table of rules into docs/diagnosis.md, from covey/report/diagnosis/rules.py.
 
-python tools/diagnosis_table.py           # write it
-python tools/diagnosis_table.py --print   # print it
+python -m tools.diagnosis_table           # write it
+python -m tools.diagnosis_table --print   # print it
 """
 
 import re
-import sys
 from pathlib import Path
 
 from covey.report.diagnosis import NOTE, RULES, Rule
 from covey.report.diagnosis.rule import FIELD
+from tools.written_part import with_part, write
 
 FILE = Path(__file__).parents[1] / "docs" / "diagnosis.md"
-BEGIN, END = "<!-- written by make schema -->", "<!-- end -->"
 
 
 def row(rule: Rule) -> str:
@@ -33,12 +32,8 @@ def table() -> str:
 
 def text() -> str:
     """Return the content of the file with the table of today."""
-    before, _, rest = FILE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return with_part(FILE, table())
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv:
-        print(table())
-    else:
-        FILE.write_text(text(), encoding="utf-8")
+    write(FILE, table())

@@ -1,18 +1,17 @@
 """Write the tables of model families and of known models into docs/models.md, as `covey models` prints them.
 
-python tools/families_table.py           # write it
-python tools/families_table.py --print   # print it
+python -m tools.families_table           # write it
+python -m tools.families_table --print   # print it
 """
 
-import sys
 from pathlib import Path
 
 from covey.cli.models import HEADINGS, rows
 from covey.models.families import FAMILIES
 from covey.models.loading.hf_config import TEXT_PARTS
+from tools.written_part import with_part, write
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- written by make schema -->", "<!-- end -->"
 
 
 def table() -> str:
@@ -28,14 +27,15 @@ def models() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS, ["---"] * len(HEADINGS), *lines))
 
 
+def tables() -> str:
+    """Return both tables."""
+    return f"{table()}\n\n{models()}"
+
+
 def text() -> str:
     """Return the content of the file with the tables of today."""
-    before, _, rest = FILE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    return f"{before}{BEGIN}\n\n{table()}\n\n{models()}\n\n{END}{rest.partition(END)[2]}"
+    return with_part(FILE, tables())
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv:
-        print(table(), models(), sep="\n\n")
-    else:
-        FILE.write_text(text(), encoding="utf-8")
+    write(FILE, tables())

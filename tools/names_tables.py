@@ -1,17 +1,16 @@
 """Write the tables of names into docs/from-*.md, from covey/config/foreign_names.toml.
 
-python tools/names_tables.py           # write them
-python tools/names_tables.py --print   # print them
+python -m tools.names_tables           # write them
+python -m tools.names_tables --print   # print them
 """
 
-import sys
 from pathlib import Path
 
 from covey.config import foreign_names
+from tools.written_part import with_part, write
 
 DOCS = Path(__file__).parents[1] / "docs"
 PEERS = {"trl": "TRL", "tunix": "Tunix", "verl": "verl"}
-BEGIN, END = "<!-- written by make schema -->", "<!-- end -->"
 
 
 def row(answer: str, names: list[str]) -> str:
@@ -34,13 +33,9 @@ def file(peer: str) -> Path:
 
 def text(peer: str) -> str:
     """Return the content of the page with the table of today."""
-    before, _, rest = file(peer).read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    return f"{before}{BEGIN}\n\n{table(peer)}\n\n{END}{rest.partition(END)[2]}"
+    return with_part(file(peer), table(peer))
 
 
 if __name__ == "__main__":
     for peer in PEERS:
-        if "--print" in sys.argv:
-            print(table(peer))
-        else:
-            file(peer).write_text(text(peer), encoding="utf-8")
+        write(file(peer), table(peer))
