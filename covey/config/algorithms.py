@@ -289,12 +289,7 @@ def with_correction(config: GRPOConfig, off_policy_steps: int) -> GRPOConfig:
     return dataclasses.replace(config, correction="token_truncate")
 
 
-def off_policy_problems(
-    off_policy_steps: int,
-    config: GRPOConfig,
-    *,
-    total_steps: int | None = None,
-) -> list[Problem]:
+def off_policy_problems(off_policy_steps: int, config: GRPOConfig, *, total_steps: int | None = None) -> list[Problem]:
     """Return the problems of settings that cannot train on samples of earlier steps."""
     key = "training.off_policy_steps"
     text = f"{key} is {off_policy_steps}, and "

@@ -432,11 +432,7 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
     rollout, grpo, envs, algorithm = recipe.rollout, recipe.grpo, recipe.envs, algorithm_of(recipe.grpo)
     scored = envs.environment is not None
     return [
-        *off_policy_problems(
-            recipe.training.off_policy_steps,
-            grpo,
-            total_steps=recipe.training.max_steps,
-        ),
+        *off_policy_problems(recipe.training.off_policy_steps, grpo, total_steps=recipe.training.max_steps),
         *problem_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",

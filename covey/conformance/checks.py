@@ -349,8 +349,8 @@ def first_warm_up(bench: Bench, trainer: Trainer) -> float:
 
 
 def moved_in_bf16(bench: Bench, trainer: Trainer, steps: int = 16) -> float:
-    """Compute how many weights have moved after 16 steps of 1e-6, as a fraction of those that move in float32 and are
-    rounded then.
+    """Compute the number of weights that have moved after 16 steps of 1e-6, as a fraction of those that move in float32
+    and are rounded then.
     """
     handle = fresh(bench, trainer, dtype="bfloat16", learning_rate=1e-6, eps=1e-8, total_steps=steps)
     for _ in range(steps):

@@ -116,7 +116,7 @@ class Trainer:
         return self.scratch / f"{self.name}.log"
 
     def note(self, kind: str, check: str) -> str:
-        """Return what the adapter says of a check, its group, or all: in its `SETTINGS` or its `REASONS`."""
+        """Return the adapter's note on a check, on its group, or on all: that of `SETTINGS` or of `REASONS`."""
         notes = self.notes.get(kind, {})
         return str(notes.get(check) or notes.get(check.partition("/")[0]) or notes.get("") or "")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROMPT, EXAMPLE = ("prompt",), ("prompt", "completion")
 """Columns that a model is trained on: by reinforcement learning, and by supervised training."""
 KINDS = ("every column", "what is trained on", "the same, but for case and space")
-"""What is equal in rows that are called duplicates, from all of the row to the least."""
+"""Parts of rows whose equality makes them duplicates, from the whole row to the least."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=stable_text)
 
 

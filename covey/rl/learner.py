@@ -469,11 +469,7 @@ class Learner(Keywords, ABC):
 
     def _check_lead(self, total_steps: int | None = None) -> None:
         """Refuse settings that cannot train on samples of earlier steps; the run's length is known when it begins."""
-        problems = off_policy_problems(
-            self.lead,
-            self.config,
-            total_steps=total_steps,
-        )
+        problems = off_policy_problems(self.lead, self.config, total_steps=total_steps)
         raise_together([problem.error("") for problem in problems])
         if total_steps is None and self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")

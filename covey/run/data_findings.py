@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from covey.run.data_summary import DataSummary
 
 TREATMENT = {"drop": "dropped", "truncate": "cut", "error": "refused, as are the data"}
-"""What happens to rows that are too long, by `training.too_long`."""
+"""Treatment of rows that are too long, by `training.too_long`."""
 MANY = 0.05
 """Share of rows from which it is a problem, and no note, that they are dropped, cut, or held out and trained on."""
 
