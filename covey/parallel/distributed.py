@@ -93,9 +93,14 @@ def is_first() -> bool:
     return index() == 0
 
 
+def share_bounds(length: int) -> list[int]:
+    """Return the index of the first of `length` items that each process has, and `length` as the end of the last."""
+    return [length * number // count() for number in range(count() + 1)]
+
+
 def share(items: Sequence[T]) -> tuple[int, Sequence[T]]:
     """Return the index of this process's first item, and its contiguous part of `items`."""
-    start, stop = (len(items) * number // count() for number in (index(), index() + 1))
+    start, stop = share_bounds(len(items))[index() :][:2]
     return start, items[start:stop]
 
 

@@ -75,8 +75,8 @@ def own_share(parts: Sequence[DrawnStep]) -> DrawnStep:
     """Return this process's share of a step, given those of the processes that drew it, perhaps of another number."""
     first, of_each = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(of_each[owner]) for owner in first.rollout.table.owner]
-    bounds = np.arange(distributed.count() + 1) * len(groups) // distributed.count()
-    table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), np.diff(bounds)))
+    sizes = np.diff(distributed.share_bounds(len(groups)))
+    table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), sizes))
     # Each count of the processes that drew it goes to one process.
     kept = (part.rollout for part in parts[distributed.index() :: distributed.count()])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
