@@ -25,9 +25,8 @@ from safetensors.numpy import load_file
 
 import covey
 from covey import types as covey_types
-from covey.config.processes import ADDRESS, COUNT, NUMBER
 from covey.conformance import worker
-from covey.launch.local import free_port
+from covey.launch.local import LocalOptions, free_port, process_environment
 from covey.models import families
 from covey.parallel import distributed
 from covey.parallel.reshard import flatten, to_host
@@ -144,9 +143,10 @@ def _gradient_of_processes(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
         settings = {**trainer.settings, "processes": 1}
         arguments = worker.write([trainer.folder, settings, rows], f"{folder}/rows.npz")
         Path(folder, "arguments.json").write_text(json.dumps(arguments))
-        env = os.environ | {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(count), "XLA_FLAGS": ""}
+        base, port, options = os.environ | {"XLA_FLAGS": ""}, free_port(), LocalOptions(processes=count)
         command = [sys.executable, "-P", __file__, folder]
-        started = [subprocess.Popen(command, env=env | {NUMBER: str(number)}) for number in range(count)]
+        envs = [process_environment(base, number, options, port) for number in range(count)]
+        started = [subprocess.Popen(command, env=env) for env in envs]
         for process in started:
             stack.callback(process.kill)
         codes = [process.wait() for process in started]
