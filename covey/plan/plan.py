@@ -411,8 +411,11 @@ def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]
     if isinstance(recipe, SFTRecipe):
         parts = {"answers in evaluations": recipe.evaluation.answers}
     else:
+        episodes = recipe.envs.environment or recipe.envs.tools
+        in_order = recipe.training.off_policy_steps or recipe.envs.answer_lag is not None
         parts = {
-            "programs that append an environment's responses": recipe.envs.environment or recipe.envs.tools,
+            "programs that append an environment's responses": episodes,
+            "waiting for its responses" + " in a fixed order (envs.answer_lag)" * bool(in_order): episodes,
             "the critic": algorithm_of(recipe.grpo).needs_critic,
             "the reward model": recipe.reward_model,
         }

@@ -252,6 +252,14 @@ def test_a_program_whose_text_cannot_be_read_has_its_memory_alone() -> None:
     assert left == ["collectives of apply, whose text this jaxlib cannot read"]
 
 
+def test_the_plan_says_that_it_does_not_know_how_long_an_environment_takes() -> None:
+    game, ahead = "envs.environment=guess", "training.off_policy_steps=1"
+    waits = "waiting for its responses"
+    assert plan._not_counted(load([]), ()) == []
+    assert waits in plan._not_counted(load([game]), ())
+    assert f"{waits} in a fixed order (envs.answer_lag)" in plan._not_counted(load([game, ahead]), ())
+
+
 def test_the_text_that_the_compiler_writes_stands_in_for_one_that_cannot_be_read() -> None:
     fusion = 'fusion(%x), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"120"}'
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n  %y = f32[8]{{0}} {fusion}\n}}\n"
