@@ -403,6 +403,11 @@ class Channel:
         if self.verdict is not None and not self.verdict.signal and not self._leaves.wait(self._seconds_to_end()):
             self._end(self.verdict.text)
 
+    @property
+    def longest_end(self) -> float:
+        """Seconds within which all processes of a run like this one have ended once one of them is killed."""
+        return self._silent + END_SECONDS + 2 * BEAT_SECONDS
+
     def _seconds_to_end(self) -> float:
         """Return the seconds that this process has to end by itself: process 0 some more, because JAX aborts the others
         without it; the others none if it is gone.
@@ -547,6 +552,12 @@ def gather_parts(parts: Sequence[bytes], numbers: Sequence[int], about: str) -> 
         pieces = split(memoryview(whole.get(process, b"")), lengths)
         numbered += zip(theirs, pieces, strict=True)
     return [part for _, part in sorted(numbered, key=lambda each: each[0])]
+
+
+def seconds_to_end() -> float:
+    """Return the seconds within which the processes of a run end once one of them is killed; 0 for one process."""
+    channel = current()
+    return 0.0 if channel is None else channel.longest_end
 
 
 def gather_items(items: Sequence[T], about: str) -> list[T]:

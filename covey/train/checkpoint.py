@@ -36,7 +36,7 @@ from orbax.checkpoint import v1 as ocp
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, is_count, number
-from covey.parallel.channel import all_gather, together
+from covey.parallel.channel import all_gather, seconds_to_end, together
 from covey.parallel.reshard import flatten
 from covey.parallel.wire import PeerLostError
 from covey.train.bucket import BucketStore, open_store
@@ -75,7 +75,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._reads_only, self._is_first = read_only, jax.process_index() == 0
         with ExitStack() as resources:  # an error below gives the lock back
             writes = self._is_first and not read_only
-            self._lock = resources.enter_context(take_lock(self.folder)) if writes else None
+            # Of a launch in which one process was killed the others hold the lock for some seconds more.
+            self._lock = resources.enter_context(take_lock(self.folder, seconds_to_end())) if writes else None
             self._store = open_store(self.folder, address, writes)
             if writes:
                 self._store.finish_interrupted()

@@ -11,10 +11,12 @@ flipped bits without an error, takes a score of NaN for the best, and reaches a 
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,11 @@ from typing import IO, Any
 from covey.errors import ResumeError
 from covey.files import file_sha256, folder_below, open_below, replace_file
 
+log = logging.getLogger(__name__)
+
 SUMS, LOCK = "SHA256SUMS", "lock"
+LOCK_SECONDS = 0.1
+"""Seconds between two attempts to take a lock."""
 Digests = dict[str, str]
 """SHA-256 of files by their names relative to the folder."""
 
@@ -328,9 +334,13 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def take_lock(folder: Path) -> IO[bytes]:
+def take_lock(folder: Path, patience: float = 0.0) -> IO[bytes]:
     """Take the folder's lock and hold it until the file is closed. The system releases it when the process ends, so no
     lock is ever stale.
+
+    Args:
+        folder: the folder.
+        patience: seconds to wait for the end of another holder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,19 +352,47 @@ def take_lock(folder: Path) -> IO[bytes]:
             fix="make it writable, or choose another folder with --out",
             where=str(folder),
         ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().decode(errors="replace").strip()
+    if not (_try_lock(lock) or (patience and _wait_for(lock, folder, patience))):
+        holder = _holder(lock)
         lock.close()
         raise ResumeError(
             f"another run writes its checkpoints here: {holder}",
             want="one writer",
             fix="wait for it, end it, or choose another folder",
             where=str(folder),
-        ) from error
+        )
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     lock.flush()
     return lock
+
+
+def _try_lock(lock: IO[bytes]) -> bool:
+    """Take the lock if no other process holds it; return whether this one has it now."""
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _wait_for(lock: IO[bytes], folder: Path, seconds: float) -> bool:
+    """Take the lock once its holder has ended, within so many seconds; return whether this process has it then.
+
+    Raises:
+        ResumeError: its holder has removed the folder.
+    """
+    log.warning(f"{folder} is in use by {_holder(lock)}: waiting up to {seconds:.0f} s for its end")
+    until = time.monotonic() + seconds
+    while not (taken := _try_lock(lock)) and time.monotonic() < until:
+        time.sleep(LOCK_SECONDS)
+    if taken and not is_open_at(lock, folder / LOCK):
+        lock.close()
+        raise ResumeError(
+            "this run has made no step, and removed its folder at its end", fix="begin it again", where=str(folder)
+        )
+    return taken
+
+
+def _holder(lock: IO[bytes]) -> str:
+    lock.seek(0)
+    return lock.read().decode(errors="replace").strip()

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from covey.parallel.mesh import make_mesh
 from covey.parallel.reshard import flatten
 from covey.train import checkpoint
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import FolderStore
+from covey.train.storage import FolderStore, take_lock
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
 
@@ -356,6 +357,29 @@ def test_a_second_writer_is_refused_and_the_first_named(saved: Checkpointer) -> 
         Checkpointer(saved.folder)
     saved.close()
     Checkpointer(saved.folder).close()
+
+
+def test_a_lock_is_waited_for_as_long_as_a_killed_launch_may_hold_it(
+    saved: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of several processes was killed, and process 0 of that launch has not ended yet."""
+    with pytest.raises(ResumeError, match=f"writes its checkpoints here: process {os.getpid()} "):
+        take_lock(saved.folder, patience=0.2)
+    timer = threading.Timer(0.2, saved.close)
+    timer.start()
+    take_lock(saved.folder, patience=20.0).close()
+    timer.join()
+    assert caplog.text.count(f"is in use by process {os.getpid()} ") == 2
+
+
+def test_a_lock_whose_holder_removes_the_folder_is_not_taken(tmp_path: Path) -> None:
+    saves = Checkpointer(tmp_path / "run" / "checkpoints")
+    timer = threading.Timer(0.2, lambda: (shutil.rmtree(tmp_path / "run"), saves.close()))
+    timer.start()
+    with pytest.raises(ResumeError, match="removed its folder at its end"):
+        take_lock(saves.folder, patience=20.0)
+    timer.join()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_reader_needs_no_lock_and_cannot_write_nor_can_a_closed_one(saved: Checkpointer) -> None:
