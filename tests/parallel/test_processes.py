@@ -35,6 +35,8 @@ from safetensors.numpy import load, load_file, save_file
 
 from covey import (
     ClusterConfig,
+    EnvironmentRunner,
+    EnvsConfig,
     GRPOConfig,
     GRPOLearner,
     OptimizerConfig,
@@ -46,6 +48,7 @@ from covey import (
     RolloutConfig,
     SFTConfig,
     SFTLearner,
+    Step,
 )
 from covey.cli import main as command
 from covey.cli.main import main, parse
@@ -251,8 +254,8 @@ def role_meshes(model: str) -> dict[str, Any]:
 
 
 def ahead(model: str) -> dict[str, Any]:
-    """Four steps on samples of the weights one step before, in which dynamic sampling replaces prompts. Of several
-    processes each has a thread that draws its share; one process samples and trains in turns.
+    """Four steps of a game of one to three turns, on samples of the weights one step before, in which dynamic sampling
+    replaces prompts. Each of several processes has a thread that plays its share; one plays and trains in turns.
     """
     folder = ahead_folder(model, distributed.count())
     with mock.patch.object(ClusterConfig, "runs_ahead", distributed.count() > 1), redirect_stdout(io.StringIO()):
@@ -267,18 +270,34 @@ def ahead(model: str) -> dict[str, Any]:
     }
 
 
-AHEAD = [{"prompt": f"why {i}", "wanted": i % 3} for i in range(24)]
+AHEAD = [{"prompt": f"why {i}", "wanted": i % 3, "turns": 1 + i % 3} for i in range(24)]
 
 
 def ahead_folder(model: str, processes: int) -> Path:
     return Path(model).with_name(f"ahead-{processes}")
 
 
+class Game:
+    """Answers after a random time, with the length of the reply."""
+
+    def __init__(self, row: Mapping[str, Any]):
+        self.prompt, self.turns = row["prompt"], row["turns"]
+
+    def reset(self) -> str:
+        return self.prompt  # type: ignore[no-any-return]
+
+    def step(self, reply: str) -> Step:
+        time.sleep(random.random() / 20)
+        self.turns -= 1
+        return Step(f"so {len(reply)}", float(len(reply) % 3), self.turns == 0)
+
+
 def learner_ahead(model: str) -> GRPOLearner:
     """A learner that samples one step ahead, on devices of its own; Adam with a large constant is as good as linear."""
     optimizer = OptimizerConfig(learning_rate=0.1, eps=0.1, schedule="constant")
     every = {"checkpoint_every_n_steps": 1, "eval_every_n_steps": 2, "off_policy_steps": 1}
-    cluster = loaded(model, meshes=_of_roles(), steps=4, optimizer=optimizer, **every)
+    game = EnvironmentRunner(Game, EnvsConfig(environment="guess", max_turn_tokens=4, rehearsal=False))
+    cluster = loaded(model, meshes=_of_roles(), steps=4, optimizer=optimizer, game=game, **every)
     grpo = GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)
     return GRPOLearner(rl_cluster=cluster, reward_fns=unsteady, grpo_config=grpo, observers=[])
 
@@ -356,6 +375,7 @@ def loaded(
     steps: int = 1,
     meshes: Mapping[Role, Mesh] | None = None,
     optimizer: Any = None,
+    game: EnvironmentRunner | None = None,
     **sizes: int,
 ) -> RLCluster:
     meshes = meshes or {Role.ACTOR: make_mesh(shape, axes)}
@@ -369,9 +389,9 @@ def loaded(
         critic_optimizer=optimizer,
         row_length=64,
     )
-    rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=4, slots=4, seed=3)
+    rollout = RolloutConfig(max_prompt_length=32, max_new_tokens=32 if game else 4, slots=4, seed=3)
     config = ClusterConfig(meshes, training, rollout)
-    return RLCluster(actor=actor, tokenizer=read.tokenizer, cluster_config=config)
+    return RLCluster(actor=actor, tokenizer=read.tokenizer, cluster_config=config, environments=game)
 
 
 def observed(kind: Any, cluster: RLCluster, **config: Any) -> dict[str, Any]:
