@@ -6,7 +6,6 @@ In addition to the files of every run, `samples.jsonl` holds each completion wit
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,14 +18,13 @@ from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row
 from covey.envs.runner import open_environments
-from covey.files import folder_below, require_entry
+from covey.files import require_entry
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
 from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.monitor.formats import SampleLine
 from covey.monitor.record import StepRecord, total_steps
-from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.parallel.reshard import stack_bytes
@@ -43,10 +41,8 @@ from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import fit_to_recipe
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
-from covey.run.settings import may_need_earlier_values, with_earlier_values
 from covey.sampling.noise import DRAW_VERSION
 from covey.text.tokenizer import Tokenizer
-from covey.train.checkpoint import Checkpointer
 
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
@@ -63,14 +59,6 @@ class RLRun(Run[Recipe]):
 
     learner: Learner
     other_models: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def resume(cls, recipe: Recipe, out: Path) -> dict[str, Any]:
-        with Checkpointer(folder_below(out, CHECKPOINTS), read_only=True) as saves:
-            if may_need_earlier_values(recipe) and saves.latest() is not None:
-                extra = saves.restore(target={}, subset=True)[1]
-                recipe = with_earlier_values(recipe, require_entry(extra, "settings", dict))
-        return super().resume(recipe, out)
 
     @classmethod
     def load_data(cls, recipe: Recipe) -> Dataset:

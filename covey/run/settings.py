@@ -4,9 +4,8 @@ the type of the setting in its section (`OnResume`).
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
-The run may be older than this version of Covey. A setting that it lacks had its default, except those in
-`BEFORE_IT_EXISTED`, so that a default may differ from the earlier behaviour. A setting that no longer exists does not
-refuse the run: it is reported, unless it was not set.
+The run may be older than this version of Covey. A setting that it lacks had its default. A setting that no longer
+exists does not refuse the run: it is reported, unless it was not set.
 
 The modules of the user's that a recipe names are compared over all processes, before they are imported for the run.
 """
@@ -14,13 +13,12 @@ The modules of the user's that a recipe names are compared over all processes, b
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.algorithms import algorithm_of
 from covey.config.base import OnResume, on_resume
 from covey.config.recipe import METHODS, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
@@ -37,33 +35,15 @@ def settings_of(recipe: AnyRecipe) -> Settings:
     return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] is not OnResume.IGNORED}
 
 
-def may_need_earlier_values(recipe: Recipe) -> bool:
-    """Return whether a run by `recipe` would have been different before some setting existed."""
-    return any(earlier.concerns(recipe) for earlier in BEFORE_IT_EXISTED.values())
-
-
-def with_earlier_values(recipe: Recipe, saved: Settings) -> Recipe:
-    """Return the recipe of a run saved with the settings `saved`, with the values of `BEFORE_IT_EXISTED` for those that
-    its version of Covey lacked.
-    """
-    for name, earlier in BEFORE_IT_EXISTED.items():
-        if name not in saved and earlier.concerns(recipe):
-            section, field = name.split(".")
-            changed: Any = replace(getattr(recipe, section), **{field: earlier.value})
-            recipe = replace(recipe, **{section: changed})
-    return recipe
-
-
 def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> None:
     """Refuse to resume the run at `folder`, saved with the settings `saved`, with settings `now` that make it another
-    run; report the other differences. A setting that `saved` lacks had its default, or the earlier value. The error
-    names `fix`, or what to do on the command line.
+    run; report the other differences. A setting that `saved` lacks had its default. The error names `fix`, or what to
+    do on the command line.
 
     Raises:
         ResumeError: data, batch, seed, types or adapters differ.
     """
-    defaults = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed)))
-    saved = defaults | _earlier_values(saved, now) | saved
+    saved = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed))) | saved
     changed = {
         name: f"{name} was {value!r}, " + (f"is {now[name]!r}" if name in now else "and is no setting any more")
         for name, value in saved.items()
@@ -80,36 +60,6 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
         )
     if changed:
         log.warning("changed since the run was saved: " + "; ".join(changed.values()))
-
-
-def _earlier_values(saved: Settings, now: Settings) -> Settings:
-    """Return the earlier values that the run continues with, and report each."""
-    values = {name: earlier.value for name, earlier in BEFORE_IT_EXISTED.items() if name not in saved}
-    values = {name: value for name, value in values.items() if now.get(name) == value}
-    for name, value in values.items():
-        log.warning(f"this run is older than the setting {name}, and continues with {value}, as it began")
-    return values
-
-
-@dataclass(frozen=True)
-class EarlierValue:
-    """Behaviour of a run from before a setting existed, where that is not the setting's default.
-
-    Attributes:
-        value: value of the setting that stands for it.
-        concerns: whether the setting makes a difference to a run by this recipe.
-    """
-
-    value: Any
-    concerns: Callable[[Recipe], bool]
-
-
-BEFORE_IT_EXISTED = {
-    "grpo.reference": EarlierValue(
-        "base", lambda recipe: recipe.model.adapter is not None and algorithm_of(recipe.grpo).needs_reference
-    )
-}
-"""Map from a setting to what a run did before it existed. Under a loaded adapter the reference was the base."""
 
 
 def check_same_recipe(recipe: Recipe | SFTRecipe, want: str) -> None:

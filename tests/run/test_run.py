@@ -235,24 +235,6 @@ def test_a_run_of_an_older_schema_is_gone_on_with(
     assert "was saved" not in capsys.readouterr().out
 
 
-def test_an_older_run_on_an_adapter_keeps_the_base_as_its_reference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], write_meta: Any
-) -> None:
-    """Before there was a choice, that was the reference of every run; today's default is the adapter as it began."""
-    out = tmp_path / "run"
-    run.train(on_an_adapter(tmp_path, "grpo.reference=base"), out)
-    straight = rows(out, "metrics.jsonl")
-    assert straight[0]["kl"] > 0.01
-    make_older(out, {"grpo.reference"}, write_meta)
-    capsys.readouterr()
-    run.resume(out)
-    assert rows(out, "metrics.jsonl") == straight
-    assert recipe.load(out).grpo.reference == "base"
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "this run is older than the setting grpo.reference, and continues with base, as it began" in shown
-    assert "was saved" not in shown
-
-
 def make_older(out: Path, newer: set[str], write_meta: Any) -> None:
     """Makes a run of two checkpoints one that stopped at the first, in a version that did not know these settings."""
     saved, last = sorted(out.glob("checkpoints/0*"))
