@@ -36,10 +36,9 @@ from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
 LOCAL_ORIGIN = re.compile(
-    r"(?P<path>/.*?)(?:, sha256 (?P<digest>[0-9a-f]{16}))?(?P<adapter> with the adapter sha256 [0-9a-f]{16})?",
-    re.DOTALL,
+    r"/.*, sha256 (?P<digest>[0-9a-f]{16})(?P<adapter> with the adapter sha256 [0-9a-f]{16})?", re.DOTALL
 )
-"""Pattern of the origin of weights at a path. Older runs recorded no digest."""
+"""Pattern of the origin of weights at a path."""
 
 log = logging.getLogger(__name__)
 
@@ -171,8 +170,7 @@ def with_digest(origin: str) -> str:
 def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None:
     """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
 
-    Weights at a path are compared by content, whatever the path. If the run recorded only their path, the path is
-    compared, and a warning says so.
+    Weights at a path are compared by content, whatever the path.
 
     Args:
         role: the setting that names the weights, when they are not those of the policy.
@@ -188,13 +186,9 @@ def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None
 
 def _is_same_local(then: str, now: str) -> bool:
     first, second = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
-    if first is None or second is None or first["adapter"] != second["adapter"]:
+    if first is None or second is None:
         return False
-    if first["digest"] is None and first["path"] == second["path"]:
-        recorded = "the run recorded the path of its weights and no digest"
-        log.warning(f"{recorded}: assuming that those at {second['path']} are the same")
-        return True
-    return first["digest"] == second["digest"]
+    return first.group("digest", "adapter") == second.group("digest", "adapter")
 
 
 def use_compilation_cache() -> None:

@@ -157,11 +157,9 @@ class RLRun(Run[Recipe]):
                 "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
                 " with samples of the same distribution, but not with those that it would have drawn"
             )
-        then = extra.get("other_models")
+        then = require_entry(extra, "other_models", dict)
         for role, now in self.other_models.items():
-            if then is None:
-                log.warning(f"the run did not record its {role}: assuming that the one at {now} is the same")
-            elif role in then:
+            if role in then:
                 check_same_weights(then[role], now, self.folder.path, role)
 
 

@@ -237,9 +237,7 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
 def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
-    """Under adapters a checkpoint holds nothing of either. A run of an older version noted nothing of them, and it drew
-    its tokens by an inverse CDF.
-    """
+    """Under adapters a checkpoint holds nothing of either. A run of an older version drew tokens by an inverse CDF."""
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
     settings = [f"{name}={place}" for name, place in models.items()]
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
@@ -254,11 +252,9 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
         run.resume(out)
     run.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
     assert "another draw of tokens" not in capsys.readouterr().out
-    for entry in ("other_models", "draw_version"):
-        forget(out / "checkpoints" / "00000001", entry, write_meta)
-    run.resume(out)
+    forget(out / "checkpoints" / "00000001", "draw_version", write_meta)
+    run.resume(out, [f"{role}={moved}"])
     told = " ".join(capsys.readouterr().out.split())
-    assert f"the run did not record its {role}" in told
     assert "another draw of tokens (an inverse CDF, now Gumbel-max in two levels)" in told
 
 
@@ -288,18 +284,6 @@ def forget(saved: Path, name: str, write_meta: Any) -> None:
     write_meta(saved, json.dumps(meta))
 
 
-@pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-def test_a_run_that_noted_a_path_alone_goes_on_there_and_says_so(
-    trained: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    out = shutil.copytree(trained, tmp_path / "run")
-    with Checkpointer(out / "checkpoints") as saves:
-        state, _ = saves.restore()
-        saves.save(2, state, {"model": TINY})
-    run.open_model(str(out), ModelOptions())
-    assert f"assuming that those at {TINY} are the same" in caplog.text
-
-
 ADAPTER = " with the adapter sha256 0123456789abcdef"
 ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
 
@@ -313,10 +297,7 @@ ONE, OTHER = ", sha256 " + "1" * 16, ", sha256 " + "2" * 16
         ("/a" + ONE + ADAPTER, "/b" + ONE + ADAPTER, True),
         ("/a" + ONE + ADAPTER, "/a" + ONE, False),
         ("/a" + ONE, "/a" + ONE + ADAPTER.replace("0", "f"), False),
-        ("/a", "/a" + ONE, True),
-        ("/a", "/b" + ONE, False),
-        ("/a" + ADAPTER, "/a" + ONE + ADAPTER, True),
-        ("/a" + ADAPTER, "/a" + ONE, False),
+        ("/a", "/a" + ONE, False),
         ("/a" + ONE, "hf:org/name@0123", False),
         ("hf:org/name@0123", "/a" + ONE, False),
         ("hf:org/name@0123", "hf:org/name@0123", True),
