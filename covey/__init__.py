@@ -4,23 +4,16 @@ The public names stand in `__init__.pyi`, which type checkers read too. Each is 
 `import covey` costs nothing.
 """
 
-import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-_RENAMED: dict[str, str] = {}
-"""Map from the former name of a public name to the present one; none has been renamed since the first release."""
-
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_modules())
-    if name in _RENAMED:
-        old, name = name, _RENAMED[name]
-        warnings.warn(f"covey.{old} is now covey.{name}", DeprecationWarning, stacklevel=2)
     if name not in _modules():
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
     return getattr(import_module(_modules()[name]), name)

@@ -129,7 +129,7 @@ def test_the_page_lists_what_pip_replaces_in_colab() -> None:
     assert table == colab.replaced(colab.colab_pins())
 
 
-# --- installation and former names
+# --- installation
 
 
 def test_the_command_that_installs_an_extra_is_that_of_the_way_covey_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +139,3 @@ def test_the_command_that_installs_an_extra_is_that_of_the_way_covey_came(monkey
         found = type("Found", (), {"read_text": lambda self, name, text=direct_url: text})()
         monkeypatch.setattr(registry.importlib.metadata, "distribution", lambda name, found=found: found)
         assert registry.install_command("hub") == told
-
-
-def test_a_renamed_name_is_its_successor_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(covey._RENAMED, "GroupConfig", "GRPOConfig")
-    with pytest.warns(DeprecationWarning, match=r"covey\.GroupConfig is now covey\.GRPOConfig") as told:
-        assert covey.GroupConfig is covey.GRPOConfig
-    assert told[0].filename == __file__
-    assert covey._RENAMED.keys().isdisjoint(covey.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'GroupConfigs'"):
-        covey.GroupConfigs  # noqa: B018
