@@ -72,6 +72,7 @@ class RolloutBatch:
         tied: number of groups of equal rewards among those kept because the budget was spent.
         dropped: number of completions without another one of their prompt, which were left out.
         failed: number of failed completions by reward function, for functions with a failure policy.
+        env_failed: number of failures of this process's environments.
         seconds: seconds of each phase.
     """
 
@@ -84,6 +85,7 @@ class RolloutBatch:
     tied: int = 0
     dropped: int = 0
     failed: Mapping[str, int] = field(default_factory=dict)
+    env_failed: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -118,6 +120,7 @@ class RolloutBatch:
             tied=self.tied + other.tied,
             dropped=self.dropped + other.dropped,
             failed=sum_by_name(self.failed, other.failed),
+            env_failed=self.env_failed + other.env_failed,
             seconds=sum_by_name(self.seconds, other.seconds),
         )
 

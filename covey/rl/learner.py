@@ -210,8 +210,7 @@ class Learner(Keywords, ABC):
             return None
         reserve = iter(own[count:])
         rollout = self.rollout(PromptBatch(step, 0, own[:count]), lambda missing: list(islice(reserve, missing)))
-        self._failures.agree()
-        return DrawnStep(version, rollout, *self._failures.counts())
+        return DrawnStep(version, rollout, *self._failures.agree(rollout.env_failed))
 
     @property
     def _prompts_of_step(self) -> int:
@@ -287,7 +286,8 @@ class Learner(Keywords, ABC):
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
         comparable = [g for g in groups if self.algorithm.needs_critic or len(g.completions) > 1]
-        return RolloutBatch(comparable, stats=stats, dropped=len(groups) - len(comparable), seconds=clock.seconds)
+        dropped, failed = len(groups) - len(comparable), self._failures.take_sampled()
+        return RolloutBatch(comparable, stats=stats, dropped=dropped, env_failed=failed, seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """Compute rewards; return the groups with the numbers of those of all processes. Advantages are 0 until they
@@ -516,7 +516,7 @@ class Learner(Keywords, ABC):
         """Return the record of a step of all processes."""
         stats = gather_step_stats(self.stats)
         if not self.lead:  # else as samples are drawn
-            self._failures.agree()
+            self._failures.agree(stats.rollout.env_failed)
         groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
         values = self._token_scorer.values(groups)
         metrics = self._metrics(updates, total, stats)

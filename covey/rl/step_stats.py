@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from threading import Lock
 
 import numpy as np
 
@@ -70,7 +71,8 @@ def step_metrics(
 
 class FailureCounts:
     """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
-    run.
+    run. Those of a step follow from its number, while a thread may be sampling later ones: so the failures of
+    environments are taken as each of its samples ends, and those of reward functions as it is scored.
 
     Args:
         rewards: runs the reward functions of this process.
@@ -78,28 +80,44 @@ class FailureCounts:
     """
 
     def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
-        self._rewards, self._environments = rewards, environments
+        self._rewards, self._environments, self._lock = rewards, environments, Lock()
         self.restart()
 
     def restart(self) -> None:
         """Begin from the counts of a checkpoint, which are those of all processes."""
         self._known = self.counts()
+        self._taken = self._known[1]
 
-    def agree(self) -> None:
+    def take_sampled(self) -> int:
+        """Return the failures of this process's environments since the last time; one thread at a time may sample."""
+        with self._lock:
+            before, self._taken = self._taken, self.counts()[1]
+            return self._taken - before
+
+    def agree(self, sampled: int) -> tuple[Counter[str], int]:
         """Add the failures of the other processes since the last time. All processes must call it.
+
+        Args:
+            sampled: failures of this process's environments since then.
+
+        Returns:
+            The failures of each reward function and those of environments, in all processes since the run began.
 
         Raises:
             RewardError, EpisodeError: there are more in all processes than the budget allows.
         """
-        rewards, environments = self.counts()
-        new = rewards - self._known[0], environments - self._known[1]
-        of_rewards, of_environments = zip(*channel.all_gather((dict(new[0]), new[1]), "failures"), strict=True)
-        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new[0], sum(of_environments) - new[1]
+        rewards, environments = self.counts()[0], self._known[1] + sampled
+        new = rewards - self._known[0]
+        of_rewards, of_environments = zip(*channel.all_gather((dict(new), sampled), "failures"), strict=True)
+        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new, sum(of_environments) - sampled
         self._known = rewards + elsewhere[0], environments + elsewhere[1]
         if elsewhere[0]:
             self._rewards.count_elsewhere(elsewhere[0])
         if self._environments and elsewhere[1]:
-            self._environments.count_elsewhere(elsewhere[1])
+            with self._lock:
+                self._taken += elsewhere[1]
+                self._environments.count_elsewhere(elsewhere[1])
+        return self.counts()[0], self._known[1]
 
     def counts(self) -> tuple[Counter[str], int]:
         """Return the failures of each reward function and those of environments, as this process knows them."""

@@ -245,7 +245,7 @@ def test_the_budgets_of_failures_hold_for_all_processes_together(
             for _ in range(number):
                 played.accept(EpisodeError("fails"))
             scored.failed = {"f": scored.failed.get("f", 0) + index}
-            counts.agree()
+            counts.agree(counts.take_sampled())
         return played.failed, scored.failed
 
     results = threads(3, work)
@@ -261,7 +261,7 @@ def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
         environments.failed = 5
         counts.restart()
         environments.accept(EpisodeError("fails"))
-        counts.agree()
+        counts.agree(counts.take_sampled())
         return environments.failed
 
     assert threads(2, work) == [7, 7]
@@ -273,7 +273,8 @@ def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) ->
         learner.step, learner.lead, learner._failures = 1, 0, FailureCounts(RewardRunner(SAFETY), environments)
         learner._metrics = lambda *given: {}  # type: ignore[method-assign]
         environments.failed = index + 1
-        learner.stats, scorer = StepStats(), SimpleNamespace(values=lambda groups: None)
+        learner.stats = StepStats(rollout=RolloutBatch([], env_failed=index + 1))
+        scorer = SimpleNamespace(values=lambda groups: None)
         learner._token_scorer = scorer  # type: ignore[assignment]
         learner._record([], 1)
         return environments.failed
