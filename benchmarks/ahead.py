@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
-from covey.rl.drawn_steps import DrawnStep, RolloutsAhead, RolloutThread
+from covey.rl.drawn_steps import Drawing, DrawnStep, Finish, RolloutsAhead, RolloutThreads
 from covey.rl.experience import RolloutBatch
 
 STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
@@ -28,15 +28,21 @@ def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, A
     """Make `STEPS` steps with samples of `lead` steps before; return their figures."""
     waits = [random.Random(step).expovariate(1 / latency) if varies else latency for step in range(STEPS)]
 
-    def draw(step: int, version: int) -> DrawnStep:
-        time.sleep(ROLLOUT + waits[step])
-        return DrawnStep(version, RolloutBatch([]))
+    def draw(step: int, version: int, drawing: Drawing) -> Finish:
+        with drawing():
+            time.sleep(ROLLOUT)
+
+        def finish() -> DrawnStep:
+            time.sleep(waits[step])
+            return DrawnStep(version, RolloutBatch([]))
+
+        return finish
 
     def nothing(*_: Any) -> None: ...
 
     kind: Any = RolloutsAhead(draw, 0, range(STEPS))
     if lead:
-        kind = RolloutThread(draw, lead, range(STEPS), copy_weights=nothing, set_weights=nothing)
+        kind = RolloutThreads(draw, lead, range(STEPS), copy_weights=nothing, set_weights=nothing)
     began = time.perf_counter()
     with kind.running() if lead else nullcontext():
         for step in range(STEPS):
@@ -44,7 +50,7 @@ def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, A
             kind.take()
             time.sleep(training)
     seconds = (time.perf_counter() - began) / STEPS
-    sides = {"sampling": ROLLOUT + sum(waits) / STEPS, "training": training}
+    sides = {"sampling": ROLLOUT, "scoring": sum(waits) / STEPS, "training": training}
     idle = {f"{side} idle": 1 - busy / seconds for side, busy in sides.items()}
     return {"training": training, "latency": latency, "varies": varies, "lead": lead, "step": seconds, **idle}
 
@@ -54,10 +60,10 @@ def main() -> None:
     cases = [(*sides, lead) for sides, lead in product(SIDES, LEADS)]
     with ThreadPoolExecutor(len(cases)) as pool:
         found = list(pool.map(run, *zip(*cases, strict=True)))
-    print("| training s | latency s | k | step s | sampling idle | training idle |\n|---|---|---|---|---|---|")
+    print("| training s | latency s | k | step s | sampling, scoring, training idle |\n|---|---|---|---|---|")
     for row in found:
         latency = f"{row['latency']:g}{' in the mean' if row['varies'] else ''}"
-        idle = f"{row['sampling idle']:.0%} | {row['training idle']:.0%}"
+        idle = ", ".join(f"{row[f'{side} idle']:.0%}" for side in ("sampling", "scoring", "training"))
         print(f"| {row['training']:g} | {latency} | {row['lead']} | {row['step']:.2f} | {idle} |")
     print(json.dumps({"part": "ahead", "rollout": ROLLOUT, "cases": found}))
 

@@ -6,17 +6,21 @@ update in each,
     and train them at step            0              1      2      3
 
 So step s trains on samples of the weights after max(s − k, 0) updates. Which weights draw which step, and the order of
-the steps, follow from these numbers alone, never from the clock: a thread that draws while another one trains
-(`RolloutThread`) gives the same samples as a run that takes turns (`RolloutsAhead`), and a late rollout is waited for.
+the steps, follow from these numbers alone, never from the clock: threads that draw while another one trains
+(`RolloutThreads`) give the same samples as a run that takes turns (`RolloutsAhead`), and a late rollout is waited for.
+
+One thread samples the steps in their order, and a second one scores them in theirs: while reward functions wait, the
+next steps are sampled.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +32,8 @@ from covey.types import Completion
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,13 @@ def _without_time(completion: Completion) -> Completion:
     return completion if episode is None else replace(completion, episode=replace(episode, seconds=0.0))
 
 
-Draw = Callable[[int, int], DrawnStep | None]
-"""Function (step, version) that draws a step with the rollout's weights, which have that version; None when the data
-have ended.
+Drawing = Callable[[], AbstractContextManager[None]]
+"""Function that makes a context in which the rollout has the weights of a step, and no other thread samples."""
+Finish = Callable[[], DrawnStep]
+"""Function that scores a step that was sampled, and samples again what dynamic sampling replaces."""
+Draw = Callable[[int, int, Drawing], Finish | None]
+"""Function (step, version, drawing) that samples a step with the weights of that version; None when the data have
+ended. It samples in the context `drawing()`, and so does what it returns.
 """
 
 
@@ -105,7 +115,9 @@ class RolloutsAhead:
 
     def offer(self, version: int) -> None:
         """Let the weights after `version` updates, which are those of the rollout, draw their steps."""
-        self._ready.extend(self._draw(step, version) for step in self._due(version))
+        for step in self._due(version):
+            finish = self._draw(step, version, nullcontext)
+            self._ready.append(finish and finish())
 
     def take(self) -> DrawnStep | None:
         """Return the next step; None when the data have ended."""
@@ -133,17 +145,18 @@ class RolloutsAhead:
         """Wait until so many steps are ready, or all that there are."""
 
 
-class RolloutThread(RolloutsAhead):
-    """The same rollouts, drawn by a thread while another one trains. Use it as a context.
+class RolloutThreads(RolloutsAhead):
+    """The same rollouts, drawn while another thread trains: one thread samples them, and one scores them. Use it as a
+    context.
 
-    In several processes each has such a thread, which launches programs of its own process alone. The threads meet
-    where they exchange rewards, in the order of the steps, and rest where all that was offered is drawn.
+    In several processes each has such threads, which launch programs of its own process alone. Those that score meet
+    where they exchange rewards, in the order of the steps, and all rest where all that was offered is drawn.
 
     Args:
         draw, lead, steps, drawn: see `RolloutsAhead`.
         copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
         set_weights: gives the rollout such a copy.
-        on_phase: called in the thread when it begins to wait for weights, with the name of that phase.
+        on_phase: called in a thread when it begins to wait for weights or samples, with the name of that phase.
     """
 
     takes_copies = True
@@ -161,18 +174,21 @@ class RolloutThread(RolloutsAhead):
     ):
         super().__init__(draw, lead, steps, drawn)
         self._copy, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
-        self._end = steps.stop
+        self._end, self._sampling = steps.stop, Lock()
         self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
+        self._sampled: DataQueue[tuple[Finish | None, Clock]] = DataQueue(lead + 1)
         self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
 
     @contextmanager
-    def running(self) -> Iterator["RolloutThread"]:
-        """Draw in a thread, as long as the context lasts."""
-        with produce(self._draw_offers(), self._results):
+    def running(self) -> Iterator["RolloutThreads"]:
+        """Draw in two threads, as long as the context lasts."""
+        drawn = map(self._finish, self._waited(self._sampled, "reward_wait"))
+        with produce(self._sample_offers(), self._sampled, "sampler"), produce(drawn, self._results, "scorer"):
             try:
                 yield self
             finally:
                 self._offers.close()
+                self._sampled.close()
 
     def offer(self, version: int) -> None:
         if due := self._due(version):
@@ -190,19 +206,37 @@ class RolloutThread(RolloutsAhead):
         with order.phase("sync", self._end - self._left):
             return self._copy()
 
-    def _draw_offers(self) -> Iterator[DrawnStep | None]:
+    def _sample_offers(self) -> Iterator[tuple[Finish | None, Clock]]:
+        for (steps, version, weights), clock in self._waited(self._offers, "rollout_wait"):
+            for step in steps:
+                yield self._draw(step, version, partial(self._drawing, weights)), clock
+                clock = Clock({"rollout_wait": 0.0})
+
+    @contextmanager
+    def _drawing(self, weights: Any) -> Iterator[None]:
+        """Let one thread at a time sample, with these weights: a step that dynamic sampling completes has other ones
+        than those that are sampled meanwhile.
+        """
+        with self._sampling:
+            self._set_weights(weights)
+            yield
+
+    def _finish(self, sampled: tuple[tuple[Finish | None, Clock], Clock]) -> DrawnStep | None:
+        (finish, clock), waited = sampled
+        clock.add(waited.seconds)
+        drawn = finish and finish()
+        return drawn and drawn.behind(clock)
+
+    def _waited(self, queue: DataQueue[T], phase: str) -> Iterator[tuple[T, Clock]]:
+        """Yield the items of a queue, each with the time for which it was waited."""
         while True:
             clock = Clock(on_phase=self._on_phase)
-            with clock("rollout_wait"):
-                offer = next(iter(self._offers), None)
-            if offer is None:
+            with clock(phase):
+                item = next(iter(queue), None)
+            if item is None:
                 return
-            steps, version, weights = offer
-            self._set_weights(weights)
-            for step in steps:
-                drawn = self._draw(step, version)
-                yield drawn and drawn.behind(clock)
-                clock = Clock({"rollout_wait": 0.0})
+            yield item, clock
+            del item  # it has weights, whose memory is not held while the thread waits
 
     def _wait_for(self, count: int) -> None:
         while len(self._ready) < min(count, self._left):
@@ -218,14 +252,14 @@ def rollouts_ahead(
     cluster: "RLCluster",
     on_phase: Callable[[str], None],
 ) -> Iterator[RolloutsAhead]:
-    """Draw steps in turns with training, or in a thread where the cluster's settings ask for one; arguments as for
-    `RolloutThread`.
+    """Draw steps in turns with training, or in threads where the cluster's settings ask for them; arguments as for
+    `RolloutThreads`.
     """
     if not cluster.config.runs_ahead:
         yield RolloutsAhead(draw, lead, steps, drawn)
         return
     weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
-    with RolloutThread(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as thread:
-        yield thread
+    with RolloutThreads(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as threads:
+        yield threads
     with order.phase("sync", steps.stop):
         cluster.sync_weights()  # the last that it was given may be those of k steps ago

@@ -48,7 +48,7 @@ from covey.rewards import (
     score,
 )
 from covey.rl.cluster import RLCluster
-from covey.rl.drawn_steps import DrawnStep, RolloutsAhead, rollouts_ahead
+from covey.rl.drawn_steps import Drawing, DrawnStep, Finish, RolloutsAhead, rollouts_ahead
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.experience import (
     Experience,
@@ -201,16 +201,23 @@ class Learner(Keywords, ABC):
             finally:
                 self._ahead = None
 
-    def _draw_step(self, rows: PromptLoader, step: int, version: int) -> DrawnStep | None:
-        """Sample and score a step. It has prompts of its own for what dynamic sampling replaces, so that no step waits
-        for the rewards of another; those that it does not need are not used.
+    def _draw_step(self, rows: PromptLoader, step: int, version: int, drawing: Drawing) -> Finish | None:
+        """Sample a step, and return what scores it. It has prompts of its own for what dynamic sampling replaces, so
+        that no step waits for the rewards of another; those that it does not need are not used.
         """
         own, count = rows.take(self._prompts_of_step), self.cluster.config.training_config.prompts_per_step
         if not own:
             return None
-        reserve = iter(own[count:])
-        rollout = self.rollout(PromptBatch(step, 0, own[:count]), lambda missing: list(islice(reserve, missing)))
-        return DrawnStep(version, rollout, *self._failures.agree(rollout.env_failed))
+        prompts, reserve = PromptBatch(step, 0, own[:count]), iter(own[count:])
+        with drawing():
+            sampled = self.sample(prompts)
+
+        def finish() -> DrawnStep:
+            scored = self.score(sampled)
+            rollout = self.replace_tied(scored, prompts, lambda missing: list(islice(reserve, missing)), drawing)
+            return DrawnStep(version, rollout, *self._failures.agree(rollout.env_failed))
+
+        return finish
 
     @property
     def _prompts_of_step(self) -> int:
@@ -301,7 +308,9 @@ class Learner(Keywords, ABC):
             groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
         return replace(rollout, groups=groups, table=gather_table(groups), failed=failed, seconds=clock.seconds)
 
-    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
+    def replace_tied(
+        self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts, drawing: Drawing = nullcontext
+    ) -> RolloutBatch:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
         until there are as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
         """
@@ -315,7 +324,9 @@ class Learner(Keywords, ABC):
             if not may_go_on or not (fresh := next_prompts(missing)):
                 return replace(rollout, indices=differing + tied[:missing], tied=missing, replaced=num_sampled - wanted)
             more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
-            rollout = replace(rollout.joined(self.score(self.sample(more))), rounds=rollout.rounds + 1)
+            with drawing():
+                sampled = self.sample(more)
+            rollout = replace(rollout.joined(self.score(sampled)), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
 
     def compute_logps(self, x: Experience) -> Experience:

@@ -1,6 +1,6 @@
-"""Sampling that runs ahead of training: one thread, and the bounded queue between it and the trainer.
+"""Work that runs ahead of what uses it: a thread, and the bounded queue between it and its reader.
 
-Within a step it samples the next prompts while the last ones are trained on (`run_ahead`); over steps see
+Within a step a thread samples the next prompts while the last ones are trained on (`run_ahead`); over steps see
 `drawn_steps`.
 
 `queue.Queue` blocks and wakes; `DataQueue` adds the end. The end marker takes no room, so it never blocks; an error of
@@ -161,7 +161,7 @@ class Replay(Generic[T]):
 
 
 @contextmanager
-def produce(items: Iterable[T], queue: DataQueue[T]) -> Iterator[DataQueue[T]]:
+def produce(items: Iterable[T], queue: DataQueue[T], name: str = "producer") -> Iterator[DataQueue[T]]:
     """Fill `queue` from `items` in a thread, as long as the context lasts.
 
     The thread always puts the end marker, also when it fails. Leaving the context, with or without an exception,
@@ -172,13 +172,15 @@ def produce(items: Iterable[T], queue: DataQueue[T]) -> Iterator[DataQueue[T]]:
 
     Args:
         items: iterated in the thread; a generator is closed there when the queue is closed.
+        queue: the queue to fill.
+        name: name of the thread.
 
     >>> with produce(range(3), DataQueue(maxsize=2)) as queue:
     ...     print(*queue)
     0 1 2
     """
     # A daemon, so that a second Ctrl-C, which breaks the join, also ends the process.
-    thread = threading.Thread(target=_fill, args=(items, queue), name="covey-producer", daemon=True)
+    thread = threading.Thread(target=_fill, args=(items, queue), name=f"covey-{name}", daemon=True)
     thread.start()
     try:
         yield queue

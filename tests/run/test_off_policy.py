@@ -29,7 +29,7 @@ from covey.config import recipe
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
-from covey.rl.drawn_steps import RolloutThread
+from covey.rl.drawn_steps import RolloutThreads
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -44,7 +44,7 @@ class InTurn(ClusterConfig):
 
 
 class Thread(ClusterConfig):
-    """Settings of a cluster in which a thread samples, with k = 0 too."""
+    """Settings of a cluster in which threads draw ahead, with k = 0 too."""
 
     runs_ahead = True  # type: ignore[assignment]
 
@@ -121,12 +121,15 @@ def test_a_step_is_drawn_by_the_weights_of_k_steps_before(lead: int) -> None:
 
 
 MOVING = {"grpo": GRPOConfig(num_generations=2, beta=0.1, kl_target=0.01, reference_every_n_updates=2)}
+REPLACING = {"grpo": GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lead", "more"), [(0, {}), (1, MOVING), (3, {})])
-def test_a_thread_gives_the_bits_of_turns(lead: int, more: dict[str, Any]) -> None:
-    """With a reward of random duration, evaluations in between, and a reference and a β that follow the steps."""
+@pytest.mark.parametrize(("lead", "more"), [(0, {}), (1, MOVING), (3, REPLACING)])
+def test_threads_give_the_bits_of_turns(lead: int, more: dict[str, Any]) -> None:
+    """With a reward of random duration, evaluations in between, a reference and a β that follow the steps, and prompts
+    that replace others once these are scored.
+    """
     alone, evaluated = trained(lead, **more), trained(lead, InTurn, evaluate=2, **more)
     assert trained(lead, Thread, evaluate=2, **more) == evaluated
     assert (*evaluated[:2], evaluated[2][-1:]) == alone
@@ -135,18 +138,18 @@ def test_a_thread_gives_the_bits_of_turns(lead: int, more: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_weights_that_follow_the_clock_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that takes the newest weights, whichever step it draws, gives other samples: it is behind training,
-    which waits for the reward no longer than it.
+    """Threads that take the newest weights, whichever step they draw, give other samples: what replaces prompts that
+    were sampled with the weights before is sampled after slow rewards.
     """
-    expected = trained(3)
-    original = RolloutThread.__init__
+    expected = trained(3, **REPLACING)
+    original = RolloutThreads.__init__
 
-    def newest(self: RolloutThread, *args: Any, copy_weights: Any, set_weights: Any, **others: Any) -> None:
+    def newest(self: RolloutThreads, *args: Any, copy_weights: Any, set_weights: Any, **others: Any) -> None:
         latest = lambda weights: set_weights(copy_weights())  # noqa: E731
         original(self, *args, copy_weights=copy_weights, set_weights=latest, **others)
 
-    monkeypatch.setattr(RolloutThread, "__init__", newest)
-    assert trained(3, Thread, reward_fns=slow) != expected
+    monkeypatch.setattr(RolloutThreads, "__init__", newest)
+    assert trained(3, Thread, reward_fns=slow, **REPLACING) != expected
 
 
 class KilledError(Exception):
@@ -209,10 +212,9 @@ def test_a_checkpoint_with_another_number_of_steps_is_refused(tmp_path: Path) ->
 @pytest.mark.slow
 def test_dynamic_sampling_has_prompts_of_its_own_in_each_step() -> None:
     """What a step leaves over is not used by another: its prompts follow from its number."""
-    rounds = GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)
     prompts: dict[How, list[list[str]]] = {InTurn: [], Thread: []}
     for how, seen in prompts.items():
-        learner = learner_of(1, how, grpo=rounds)
+        learner = learner_of(1, how, **REPLACING)
         learner.observers.append(lambda record, seen=seen: seen.append([g.prompt for g in record.groups]))
         learner.train(ROWS)
         assert learner.loader(ROWS).position == STEPS * 4

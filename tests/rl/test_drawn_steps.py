@@ -1,0 +1,123 @@
+"""The threads that sample and score steps ahead, driven by a draw without a model."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from covey import EnvironmentRunner
+from covey.config.schema import EnvsConfig
+from covey.errors import EpisodeError
+from covey.rewards import RewardRunner
+from covey.rl.drawn_steps import Draw, Drawing, DrawnStep, Finish, RolloutThreads
+from covey.rl.experience import RolloutBatch
+from covey.rl.step_stats import FailureCounts
+
+LIMIT = 10.0
+"""Seconds after which a wait that should end has failed."""
+STEPS, LEAD = 6, 2
+
+
+class Failing:
+    """Draw of a run whose step s has s + 1 failures of an environment. A step is scored when the next one that the
+    same weights or earlier ones may draw is sampled, and replaces what it sampled.
+    """
+
+    def __init__(self) -> None:
+        config = EnvsConfig(environment="guess", on_error="none", budget=1000)
+        self.environments, self.weights, self.ahead = EnvironmentRunner("guess", config), -1, list[bool]()
+        self.counts = FailureCounts(RewardRunner(), self.environments)
+        self.used = list[tuple[int, int, int]]()
+        self._sampled = [threading.Event() for _ in range(STEPS + 1)]
+        self._sampled[STEPS].set()
+
+    def __call__(self, step: int, version: int, drawing: Drawing) -> Finish | None:
+        with drawing():
+            failed = self.sample(step, version)
+        self._sampled[step].set()
+
+        def finish() -> DrawnStep:
+            if step % (LEAD + 1) < LEAD:
+                self.ahead.append(self._sampled[step + 1].wait(LIMIT))
+            with drawing():
+                more = self.sample(step, version)
+            _, of_environments = self.counts.agree(failed + more)
+            return DrawnStep(version, RolloutBatch([]), {}, of_environments)
+
+        return finish
+
+    def sample(self, step: int, version: int) -> int:
+        self.used.append((step, version, self.weights))
+        for _ in range(step + 1):
+            self.environments.accept(EpisodeError("fails"))
+        return self.counts.take_sampled()
+
+    def set_weights(self, weights: int) -> None:
+        self.weights = weights
+
+
+@contextmanager
+def running(draw: Draw, set_weights: Callable[[int], None] = lambda weights: None) -> Iterator[RolloutThreads]:
+    updates = iter(range(STEPS + 1))
+    threads = RolloutThreads(draw, LEAD, range(STEPS), copy_weights=lambda: next(updates), set_weights=set_weights)
+    try:
+        with threads.running():
+            yield threads
+    finally:
+        assert not [thread for thread in threading.enumerate() if thread.name in ("covey-sampler", "covey-scorer")]
+
+
+def taken(threads: RolloutThreads, count: int) -> list[DrawnStep | None]:
+    found = []
+    for step in range(count):
+        threads.offer(step)
+        found.append(threads.take())
+    return found
+
+
+def test_the_next_steps_are_sampled_while_a_step_is_scored() -> None:
+    """And each sample, also one that replaces others then, takes the weights of its step."""
+    draw = Failing()
+    with running(draw, draw.set_weights) as threads:
+        drawn = taken(threads, STEPS)
+    assert set(draw.ahead) == {True}
+    versions = [max(step - LEAD, 0) for step in range(STEPS)]
+    assert [step and step.version for step in drawn] == versions
+    assert sorted(draw.used) == sorted(2 * [(step, version, version) for step, version in enumerate(versions)])
+
+
+def test_the_failures_of_a_step_are_those_of_the_steps_up_to_it() -> None:
+    """Although the environments have failed in later ones by then."""
+    draw = Failing()
+    with running(draw, draw.set_weights) as threads:
+        drawn = taken(threads, STEPS)
+    assert [step and step.env_failed for step in drawn] == [(step + 1) * (step + 2) for step in range(STEPS)]
+
+
+class FailedError(Exception):
+    """Stands for an error of a sampler or of a reward function."""
+
+
+def fail_at(step: int, version: int) -> DrawnStep:
+    if step == 1:
+        raise FailedError
+    return DrawnStep(version, RolloutBatch([]))
+
+
+def while_sampling(step: int, version: int, drawing: Drawing) -> Finish:
+    drawn = fail_at(step, version)
+    return lambda: drawn
+
+
+def while_scoring(step: int, version: int, drawing: Drawing) -> Finish:
+    return lambda: fail_at(step, version)
+
+
+@pytest.mark.parametrize("draw", [while_sampling, while_scoring])
+def test_an_error_comes_to_the_trainer_at_its_step_and_ends_both_threads(draw: Draw) -> None:
+    with running(draw) as threads:
+        taken(threads, 1)
+        with pytest.raises(FailedError) as caught:
+            threads.take()
+    assert caught.traceback[-1].name == "fail_at"
