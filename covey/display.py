@@ -27,6 +27,8 @@ LINK = re.compile(r"://|www\.|@", re.I)
 """Pattern of words that Markdown turns into links without link syntax (GitHub's autolinks, `user@host` included)."""
 UNLIMITED = 100_000
 """Width of a line that nothing wraps, in columns."""
+BESIDE = " + "
+"""Text between the names of phases that go on at once."""
 MIN_SECRET_LENGTH = 8
 """Minimum length of a secret, in characters: a value such as `1` would be masked in every number."""
 

@@ -238,7 +238,13 @@ TABLE = (
     Metric(
         "time/rollout_wait",
         "s",
-        "seconds for which the thread that samples ahead had waited for weights before it drew this step",
+        "seconds for which the thread that samples ahead had waited for weights before it sampled this step",
+        clock=True,
+    ),
+    Metric(
+        "time/reward_wait",
+        "s",
+        "seconds for which the thread that scores ahead had waited for the samples of this step",
         clock=True,
     ),
     Metric("time/compile", "s", "seconds of tracing and compiling, within the phases of the step", BOTH, clock=True),

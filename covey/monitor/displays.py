@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from covey.config.metrics import metric
-from covey.display import printable
+from covey.display import BESIDE, printable
 from covey.monitor.formats import (
     TEXT_WIDTH,
     SampleLine,
@@ -78,7 +78,7 @@ class LogDisplay:
         """Print a new phase, the progress of a long one, and a compilation that takes long."""
         status = self.view.status()
         self._slow_compile.cancel()
-        if new := {status.phase, status.ahead} - self._announced - {""}:
+        if new := {status.phase, *status.ahead.split(BESIDE)} - self._announced - {""}:
             self._announced |= new
             self.stamp()
         elif status.compiling:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.display import make_console, printable
+from covey.display import BESIDE, make_console, printable
 from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
@@ -62,7 +62,7 @@ class Progress:
         self._values: list[float] = []
         self._phase, self._count, self._compiling, self._program, self._updates = "", (0, 0), 0, "", 1
         self._thread = threading.current_thread()
-        self._ahead = self._thread, ""
+        self._ahead: dict[str, tuple[threading.Thread, str]] = {}
         view = StatusView(self.status, headline, self._values)
         drawn = self.console.is_terminal or self.console.is_jupyter
         self.display = (LiveDisplay if drawn else LogDisplay)(self.console, view, headline, show)
@@ -75,10 +75,10 @@ class Progress:
         self.display.close()
 
     def phase(self, text: str) -> None:
-        """Show the phase that begins (loading, compiling, ...); that of another thread than the display's beside it."""
+        """Show the phase that begins (loading, compiling, ...); those of other threads than the display's beside it."""
         thread = threading.current_thread()
         if thread is not self._thread:
-            self._ahead = thread, printable(text)
+            self._ahead[thread.name] = thread, printable(text)
         else:
             self._phase, self._count, self._compiling = printable(text), (0, 0), 0
             self._since = time.monotonic()
@@ -129,7 +129,7 @@ class Progress:
             step=int(row.get("step", self.steps_before)),
             total=self.total,
             phase=self._phase,
-            ahead=self._ahead[1] if self._ahead[0].is_alive() else "",
+            ahead=BESIDE.join(text for _, (thread, text) in sorted(self._ahead.items()) if thread.is_alive()),
             phase_seconds=now - self._since,
             done=done,
             parts=parts,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from covey.display import BESIDE
 from covey.files import MAX_LINE, folder_below, is_count, number, open_below, parse_line
 from covey.monitor.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
 from covey.train.storage import is_locked
@@ -32,7 +33,8 @@ class Status:
         step: number of optimizer updates made.
         total: number of updates of the whole run; 0 while that is not known.
         phase: name of the current phase; empty between two phases.
-        ahead: name of the phase of a thread that samples ahead of training meanwhile; empty if there is none.
+        ahead: names of the phases of the threads that sample and score ahead of training meanwhile, with `BESIDE`
+            between them; empty if there are none.
         phase_seconds: seconds since the phase began.
         done: number of parts of the phase that are finished, of `parts`; both are 0 if the phase does not count any.
         parts: number of parts of the phase.
@@ -60,12 +62,12 @@ class Status:
 
     @property
     def activity(self) -> str:
-        """Phase with the count of its finished parts, the phase that goes on beside it, and the program that is being
-        compiled.
+        """Phase with the count of its finished parts, the phases that go on beside it, and the program that is
+        being compiled.
         """
         count = f" {self.done}/{self.parts}" if self.parts else ""
         program = f"program {self.compiling}" + (f", {self.program}" if self.program else "")
-        phases = " + ".join(filter(None, (f"{self.phase}{count}", self.ahead)))
+        phases = BESIDE.join(filter(None, (f"{self.phase}{count}", self.ahead)))
         return phases + (f": compiling {program}" if self.compiling else "")
 
 

@@ -141,7 +141,14 @@ CHARTS = (
     Chart(
         "Time by phase: the thread that samples ahead",
         "Speed",
-        ("time/rollout_wait", "time/rollout", "time/reward"),
+        ("time/rollout_wait", "time/rollout"),
+        stacked=True,
+        ahead=True,
+    ),
+    Chart(
+        "Time by phase: the thread that scores ahead",
+        "Speed",
+        ("time/reward_wait", "time/reward"),
         stacked=True,
         ahead=True,
     ),
@@ -160,7 +167,7 @@ MAIN_COUNT = 4
 ROUNDING = {"loss": 1e-6, "kl": 1e-6}
 """Differences that are rounding alone, by metric, where its scale is 1 and not that of its values."""
 AHEAD = "time/rollout_wait"
-"""Metric of the runs in which a thread samples ahead of training."""
+"""Metric of the runs in which threads sample and score ahead of training."""
 OTHER = "Other metrics"
 """Section of the metrics that no chart names."""
 

@@ -129,28 +129,31 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
     assert [line.split()[-1] for line in lines] == ["rollout", "update", "1/3", "2/3", "after:", "rollout"]
 
 
-def test_a_phase_of_a_thread_is_shown_beside_that_of_the_run_as_long_as_it_lives():
-    began, end, console = threading.Event(), threading.Event(), plain()
+def test_phases_of_threads_are_shown_beside_that_of_the_run_as_long_as_they_live():
+    began, end, console = threading.Semaphore(0), threading.Event(), plain()
     with Progress(3, console) as progress:
 
-        def draw():
-            progress.phase("rollout")
-            began.set()
+        def draw(phase):
+            progress.phase(phase)
+            began.release()
             end.wait()
 
-        thread = threading.Thread(target=draw)
+        threads = [threading.Thread(target=draw, args=(n,), name=n) for n in ("score", "sample")]
         progress.phase("update")
-        thread.start()
-        began.wait()
-        assert (progress.status().phase, progress.status().activity) == ("update", "update + rollout")
+        for thread in threads:
+            thread.start()
+            began.acquire()
+        assert (progress.status().phase, progress.status().activity) == ("update", "update + sample + score")
         progress.step({"step": 1})
-        assert progress.status().activity == "rollout"
+        assert progress.status().activity == "sample + score"
         end.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         assert progress.status().activity == ""
-    assert [line.partition("] ")[2] for line in console.file.getvalue().splitlines()[:2]] == [
+    assert [line.partition("] ")[2] for line in console.file.getvalue().splitlines()[:3]] == [
         "update",
-        "update + rollout",
+        "update + score",
+        "update + sample + score",
     ]
 
 

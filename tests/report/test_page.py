@@ -250,15 +250,16 @@ def test_charts_are_those_of_the_metrics_in_the_file() -> None:
     assert charts["strange/one"]["section"] == OTHER
 
 
-def test_phases_are_stacked_in_two_lanes_where_a_thread_samples_ahead() -> None:
+def test_phases_are_stacked_in_three_lanes_where_threads_draw_ahead() -> None:
     phases = ["time/rollout", "time/reward", "time/logps", "time/update", "time/sync"]
     (turns,) = charts_for(phases, ["rl"])
     assert turns["stacked"]
     assert [one["name"] for one in turns["series"]] == phases
-    lanes = charts_for([*phases, "time/wait", "time/rollout_wait"], ["rl"])
+    lanes = charts_for([*phases, "time/wait", "time/rollout_wait", "time/reward_wait"], ["rl"])
     assert [[one["label"] for one in lane["series"]] for lane in lanes if lane["stacked"]] == [
         ["wait", "logps", "update", "sync"],
-        ["rollout wait", "rollout", "reward"],
+        ["rollout wait", "rollout"],
+        ["reward wait", "reward"],
     ]
 
 
