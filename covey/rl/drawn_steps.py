@@ -174,7 +174,7 @@ class RolloutThreads(RolloutsAhead):
     ):
         super().__init__(draw, lead, steps, drawn)
         self._copy, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
-        self._end, self._sampling = steps.stop, Lock()
+        self._end, self._sampling, self._turn = steps.stop, Lock(), Lock()
         self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
         self._sampled: DataQueue[tuple[Finish | None, Clock]] = DataQueue(lead + 1)
         self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
@@ -217,9 +217,13 @@ class RolloutThreads(RolloutsAhead):
         """Let one thread at a time sample, with these weights: a step that dynamic sampling completes has other ones
         than those that are sampled meanwhile.
         """
-        with self._sampling:
+        with self._turn:  # who waits here comes next: the sampler begins no later step before a step is completed
+            self._sampling.acquire()
+        try:
             self._set_weights(weights)
             yield
+        finally:
+            self._sampling.release()
 
     def _finish(self, sampled: tuple[tuple[Finish | None, Clock], Clock]) -> DrawnStep | None:
         (finish, clock), waited = sampled
