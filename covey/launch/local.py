@@ -37,6 +37,8 @@ TRAINING = ("train", "sft")
 """Commands that a restart resumes."""
 VERBS = (*TRAINING, "eval", "export")
 """Commands that use several processes."""
+RESUME = "--resume"
+"""Option that names the run to go on with."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,14 @@ class TrainingCommand:
             raise CoveyError(
                 "restarts need to know the run folder", want="a command with --out FOLDER or --resume FOLDER"
             )
-        return (self.words[0], "--resume", self.run)
+        return (self.words[0], RESUME, self.run)
 
     def next_words(self) -> tuple[str, ...]:
-        """Return the words for another attempt: they go on with the run if it has begun, else they begin it."""
+        """Return the words for another attempt: they go on with the run if it has begun, else they begin it. Words that
+        resume a run may change its settings, and stay.
+        """
         begun = self.words[0] in TRAINING and self.run is not None and recipe.is_run(Path(self.run))
-        return self.resume_words if begun else self.words
+        return self.resume_words if begun and RESUME not in dict(split(self.words[1:], 1)[1]) else self.words
 
 
 def training_command(words: Sequence[str]) -> TrainingCommand:
@@ -81,7 +85,7 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
     flags, verb = dict(pairs), words[0]
     if verb == "export":
         return TrainingCommand(tuple(words), _export_folder(words, names, pairs))
-    flag, usage = ("--resume", "NAME_OR_YAML") if verb in TRAINING else ("--recipe", "RUN_OR_MODEL [--recipe NAME]")
+    flag, usage = (RESUME, "NAME_OR_YAML") if verb in TRAINING else ("--recipe", "RUN_OR_MODEL [--recipe NAME]")
     if not names and (verb == "eval" or flag not in flags):
         raise CoveyError(
             "no model is given to evaluate" if verb == "eval" else "no recipe is given to launch",
@@ -92,7 +96,7 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
     if verb == "eval":
         run: str | None = names[0] if recipe.is_run(names[0]) else "eval"
     else:
-        run = flags.get("--resume") or settings.out
+        run = flags.get(RESUME) or settings.out
     mesh = settings.model.mesh
     devices = mesh.data * mesh.fsdp * mesh.tp
     return TrainingCommand(tuple(words), _without_slash(run), devices if devices > 1 else 0)

@@ -280,6 +280,8 @@ def test_the_run_folder_of_a_command(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "recipe.yaml").write_text("")
     assert command.next_words() == ("train", "--resume", str(tmp_path / "a"))
+    longer = TrainingCommand((*command.next_words(), "--max-steps", "9"), command.run)
+    assert longer.next_words() == longer.words  # what it changes is not lost
     assert (command.devices, training_command([*command.words, "--mesh.fsdp", "4"]).devices) == (0, 4)
     with pytest.raises(CoveyError, match="--out"):
         _ = TrainingCommand(("train", "quickstart"), None).resume_words
