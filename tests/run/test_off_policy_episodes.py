@@ -34,7 +34,7 @@ from tests.run.test_off_policy import How, InTurn, KilledError, Thread, digest_o
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
-STEPS = 4
+STEPS, FAILED = 4, "env_failed"
 ROWS = [{"prompt": [{"role": "user", "content": "play " * (1 + n % 3)}], "turns": 1 + n % 4} for n in range(10)]
 
 
@@ -44,7 +44,7 @@ def answer(text: str, seconds: float) -> str:
 
 
 def game(seconds: float) -> EnvironmentRunner:
-    """Episodes of one to four turns, whose answers take up to so many seconds."""
+    """Episodes of one to four turns, whose answers take up to so many seconds, and some of which fail."""
 
     class Game:
         def __init__(self, row: Mapping[str, Any]):
@@ -55,9 +55,12 @@ def game(seconds: float) -> EnvironmentRunner:
 
         def step(self, reply: str) -> Step:
             self.turns -= 1
+            if len(reply) % 5 == 4:
+                raise ValueError("lost")
             return Step(answer(reply, seconds), float(len(reply) % 3), self.turns == 0)
 
-    return EnvironmentRunner(Game, EnvsConfig(environment="guess", max_turn_tokens=7, rehearsal=False))
+    config = EnvsConfig(environment="guess", max_turn_tokens=7, rehearsal=False, on_error="none")
+    return EnvironmentRunner(Game, config)
 
 
 def tools(seconds: float) -> EnvironmentRunner:
@@ -121,14 +124,20 @@ def test_the_time_of_answers_changes_no_bit(make: Any, lead: int, tmp_path: Path
         run_of(make, lead, Thread, 0.01, tmp_path / "killed", kill_at(2))
     assert run_of(make, lead, Thread, 0.03, tmp_path / "killed") == expected
     kept = bytes_of(tmp_path / "straight")
-    assert any(DRAWN in name for name in kept) == bool(lead)
+    assert any(DRAWN in name for name in kept)
+    assert (kept[FAILED] != b"0") == (make is game)
     for name in ("thread", "killed"):
         assert bytes_of(tmp_path / name) == kept
 
 
 def bytes_of(out: Path) -> dict[str, bytes]:
-    """Samples of a run, and the arrays of its last checkpoint but one, which has drawn steps."""
+    """Samples of a run, and of its last checkpoint but one the arrays, among them drawn steps, and the number of
+    failures of its environment.
+    """
     with Checkpointer(out / CHECKPOINTS, read_only=True) as saves:
-        arrays, _ = saves.restore(STEPS - 1)
+        arrays, extra = saves.restore(STEPS - 1)
     arrays = {jax.tree_util.keystr(name): leaf for name, leaf in jax.tree_util.tree_leaves_with_path(arrays)}
-    return {SAMPLES: (out / SAMPLES).read_bytes()} | {name: np.asarray(leaf).tobytes() for name, leaf in arrays.items()}
+    failed = str(extra["learner"][FAILED]).encode()
+    return {SAMPLES: (out / SAMPLES).read_bytes(), FAILED: failed} | {
+        name: np.asarray(leaf).tobytes() for name, leaf in arrays.items()
+    }
