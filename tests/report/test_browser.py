@@ -56,7 +56,7 @@ def wait_for_text(element: Any, text: str | re.Pattern[str]) -> None:
 
 def violations(page: Any) -> list[str]:
     page.evaluate(AXE)
-    found = page.evaluate("axe.run()")["violations"]
+    found = page.evaluate("axe.run({ resultTypes: ['violations'] }).then(found => found.violations)")
     return [f"{one['id']}: {node['html'][:150]}" for one in found for node in one["nodes"]]
 
 
