@@ -499,7 +499,7 @@ def test_what_would_not_fit_the_prompt_length_or_the_cache_is_refused(worker: Ro
 
 def momentum_cluster(actor: Decoder, mesh: Any) -> RLCluster:
     """A cluster with a reference that moves, whose optimizer has moments."""
-    settings = config({Role.ACTOR: mesh} if mesh else {}, actor_optimizer=optax.sgd(0.5, momentum=0.9))
+    settings = config({Role.ACTOR: mesh}, actor_optimizer=optax.sgd(0.5, momentum=0.9))
     made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=settings)
     made.prepare(GRPOConfig(beta=0.04, reference_every_n_updates=1, reference_mixing=0.5), 10)
     return made
@@ -539,20 +539,17 @@ def test_stacks_are_lent_while_the_rollout_samples(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lora", "mesh"), [(0, None), (4, (2, 2))], ids=["one device", "mesh"])
-def test_stacks_of_layers_train_as_a_list_does(
-    decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch, lora: int, mesh: Any
-) -> None:
+def test_stacks_of_layers_train_as_a_list_does(decoder: Callable, step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators, but with programs that a CPU runs; and what leaves the cluster has its layers one by one.
 
     `jax.make_mesh` makes explicit axes, which refuse products that do not say where their result goes.
     """
     rows, lengths, inputs = step
-    mesh = mesh and jax.make_mesh(mesh, ("fsdp", "tp"))
-    listed = momentum_cluster(decoder(lora), mesh)
-    assert mesh_of(listed.state()["params"]) == (mesh and make_mesh((2, 2)))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
+    listed = momentum_cluster(decoder(), mesh)
+    assert mesh_of(listed.state()["params"]) == make_mesh((2, 2))
     monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
-    stacked = momentum_cluster(decoder(lora), mesh)
+    stacked = momentum_cluster(decoder(), mesh)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]
     assert kernels == [(2, 32, 32)]
