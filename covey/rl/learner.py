@@ -70,7 +70,6 @@ from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
-from covey.train.optimizers import last_learning_rate
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 
@@ -530,18 +529,18 @@ class Learner(Keywords, ABC):
             self._failures.agree(stats.rollout.env_failed)
         groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
         values = self._token_scorer.values(groups)
-        metrics = self._metrics(updates, total, stats)
+        metrics = self._metrics(updates, stats)
         return StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
 
-    def _metrics(self, updates: list[Metrics], total: int, stats: StepStats) -> dict[str, float]:
-        trainer, optimizer = self.cluster.trainer, self.cluster.config.training_config.actor_optimizer
+    def _metrics(self, updates: list[Metrics], stats: StepStats) -> dict[str, float]:
+        trainer = self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
         return {
             "step": self.step,
             **step_metrics(stats, updates, self.algorithm, self.cluster.rollout.environments),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
             **({"sampling/staleness": float(self._staleness)} if self.lead else {}),
-            "learning_rate": last_learning_rate(optimizer, total, trainer.step),
+            "learning_rate": trainer.last_learning_rate,
         }
 
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:

@@ -38,7 +38,7 @@ from covey.sft.batch import (
     supervised_loss,
 )
 from covey.text.tokenizer import Tokenizer
-from covey.train.optimizers import last_learning_rate, make_optimizer
+from covey.train.optimizers import make_optimizer
 from covey.train.programs import LossFn
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
@@ -125,6 +125,7 @@ class SFTLearner(Keywords):
             with order.phase("update", self.step):
                 metrics = self._update_or_skip(trainer, groups, rows)
             self.step += 1
+            metrics["learning_rate"] = trainer.last_learning_rate
             metrics |= self._work_metrics(groups, rows, time.perf_counter() - started)
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
             self._report(StepRecord(self.step, 1, total, place | metrics), held_out)
@@ -142,7 +143,7 @@ class SFTLearner(Keywords):
         """Build the trainer for a run of `total_steps` updates, once."""
         if self.trainer is None:
             optimizer = make_optimizer(self.config.optimizer, total_steps)
-            self.trainer, self._total_steps = Trainer(self._model, optimizer, self.loss_fn), total_steps
+            self.trainer = Trainer(self._model, optimizer, self.loss_fn)
         return self.trainer
 
     def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
@@ -185,7 +186,6 @@ class SFTLearner(Keywords):
         """Return the metrics of the step's cost, in tokens and seconds."""
         tokens = sum(len(group.prompt_tokens) + len(group.completions[0].tokens) for group in groups)
         return {
-            "learning_rate": last_learning_rate(self.config.optimizer, self._total_steps, self.step),
             "num_tokens": tokens,
             "loss_tokens": int(rows.scored.sum()),
             "waste/rows": padding_fraction(

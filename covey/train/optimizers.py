@@ -15,7 +15,6 @@ Differences from a bare `optax.adamw`:
   state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be rounded away.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 from jaxtyping import ArrayLike, Float, PyTree
@@ -33,7 +31,6 @@ from covey.errors import RecipeError
 from covey.parallel.programs import on_host
 from covey.parallel.reshard import dotted_path
 
-Count = jax.Array | int
 LearningRates = Mapping[str, Float[ArrayLike, ""]]
 """Learning rate of each of `PARAM_GROUPS`."""
 
@@ -75,12 +72,12 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
             together with all others of that name.
     """
 
-    learning_rates: "Callable[[int], LearningRates]"
+    learning_rates: "Callable[[int], dict[str, float]]"
     clips: bool
     transformation: "Callable[[tuple[Any, ...], jax.Array], str]"
 
 
-def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], LearningRates]":
+def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, float]]":
     """Return `ScheduledOptimizer.learning_rates`. It is compiled, so that it rounds as one program does."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
 
@@ -88,7 +85,7 @@ def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int
     def learning_rates_at(count: jax.Array) -> dict[str, jax.Array]:
         return {group: jnp.float32(rate(count)) for group, rate in rates.items()}
 
-    def at(step: int) -> LearningRates:
+    def at(step: int) -> dict[str, float]:
         with on_host():
             return {group: float(rate) for group, rate in jax.device_get(learning_rates_at(step)).items()}
 
@@ -153,7 +150,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def _one(count: Count) -> float:
+def _one(count: jax.Array) -> float:
     """Return the learning rate 1, as a schedule."""
     return 1.0
 
@@ -184,23 +181,10 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         raise RecipeError(f"total_steps is {total_steps!r}", want="a whole number, at least 1")
     peak = config.learning_rate * config.initial_fraction
     warmup = min(round(config.warmup_ratio * total_steps), total_steps - 1)
-    decay = partial(SCHEDULES[config.schedule], peak, total_steps - warmup)
+    decay = SCHEDULES[config.schedule](peak, total_steps - warmup)
     if warmup == 0:
         return decay
-
-    def rate(count: Count) -> Any:
-        rising = _ramp(peak / (warmup + 1), peak, warmup, count)
-        return _numpy_for(count).where(count < warmup, rising, decay(count - warmup))
-
-    return rate
-
-
-def last_learning_rate(config: OptimizerConfig | optax.GradientTransformation, total_steps: int, updates: int) -> float:
-    """Return the learning rate of the last of `updates` updates; NaN for an optax transformation, which hides it."""
-    if not isinstance(config, OptimizerConfig):
-        return math.nan
-    with on_host():
-        return float(learning_rate(config, total_steps)(updates - 1))
+    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
 
 
 def decayed(params: PyTree) -> PyTree:
@@ -261,29 +245,12 @@ def _update_to(param: jax.Array, moved: jax.Array, update: jax.Array) -> jax.Arr
     return moved.astype(param.dtype).astype(moved.dtype) - param if _is_narrow(param) else update
 
 
-def _cosine(peak: float, steps: int, count: Count) -> Any:
-    xp = _numpy_for(count)
-    angle = np.pi * xp.minimum(xp.asarray(count, np.float32), steps) / steps
-    return peak * (0.5 * (1 + xp.asarray(jnp.cos(angle))))
-
-
-def _ramp(start: float, end: float, steps: int, count: Count) -> Any:
-    """Go from `start` to `end` in a straight line over `steps` updates."""
-    xp = _numpy_for(count)
-    return (start - end) * (1 - xp.clip(xp.asarray(count, np.float32), 0, steps) / steps) + end
-
-
-def _numpy_for(count: Count) -> Any:
-    """Return JAX's NumPy for a traced count, and NumPy for a number: each operation of JAX would be a program."""
-    return jnp if isinstance(count, jax.Array) else np
-
-
-SCHEDULES: dict[str, Callable[[float, int, Count], Any]] = {
-    "cosine": _cosine,
-    "linear": lambda peak, steps, count: _ramp(peak, 0.0, steps, count),
-    "constant": lambda peak, steps, count: peak,
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+    "cosine": optax.cosine_decay_schedule,
+    "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+    "constant": lambda peak, steps: optax.constant_schedule(peak),
 }
-"""Decay after the warm-up by the name of the setting `schedule`: (peak, steps, count) → learning rate."""
+"""Decay after the warm-up by the name of the setting `schedule`: from the peak to 0 in so many updates."""
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}
 """Optimizer of the matrices by the name of the setting `kind`."""
 

@@ -83,7 +83,7 @@ class UpdatePrograms:
         self.init, self.apply = takes_shapes(self._update.init, state_shardings), self._update.apply
         self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
 
-    def learning_rates(self, step: int) -> LearningRates:
+    def learning_rates(self, step: int) -> dict[str, float]:
         """Return the argument of `apply` for the update `step`; nothing for an optax transformation, which has its own
         rates.
         """

@@ -22,6 +22,7 @@ from covey.models.layer_stack import LayerStacks
 from covey.models.lora import split_trainable
 from covey.parallel.programs import abstract
 from covey.train.gradient_sums import GradientSums
+from covey.train.optimizers import MATRIX
 from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms
 from covey.types import EffectiveShare, Mean, MetricSums
 
@@ -77,6 +78,11 @@ class Trainer:
     def params(self) -> nnx.State[Any, Any]:
         """Full state (trainable and frozen) of the decoder's graph."""
         return nnx.merge_state(self.trainable, self.frozen)
+
+    @property
+    def last_learning_rate(self) -> float:
+        """Learning rate of the last update, that of the matrices; NaN for an optax transformation, which hides it."""
+        return self.programs.learning_rates(self.step - 1).get(MATRIX, math.nan)
 
     def update(self, micro_batches: Iterable[MicroBatch]) -> Metrics:
         """Make one optimizer step on micro-batches, which may be produced lazily during training.

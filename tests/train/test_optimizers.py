@@ -14,8 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import RecipeError
@@ -26,18 +24,17 @@ from covey.models.value_model import make_value_model
 from covey.parallel.mesh import make_mesh
 from covey.parallel.reshard import flatten, reshard
 from covey.parallel.sharding import optimizer_shardings, shardings
-from covey.run.observers import CompileCounter
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
     PARAM_GROUPS,
     ScheduledOptimizer,
     decayed,
-    last_learning_rate,
     learning_rate,
     make_optimizer,
     param_group,
 )
 from covey.train.programs import UpdatePrograms
+from covey.train.trainer import Trainer
 
 STEADY = OptimizerConfig(learning_rate=0.1, warmup_ratio=0.0, schedule="constant", max_grad_norm=0.0)
 
@@ -88,40 +85,14 @@ def test_rates_by_hand(settings: dict[str, Any], steps: int, wanted: dict[int, f
     np.testing.assert_allclose(found, list(wanted.values()), rtol=1e-6, atol=1e-7 * settings["learning_rate"])
 
 
-@pytest.mark.slow
-@given(
-    steps=st.integers(1, 4000),
-    ratio=st.floats(0, 0.999),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
-    at=st.floats(0, 1),
-)
-def test_the_rate_of_a_number_is_that_of_optax_bit_for_bit(steps: int, ratio: float, schedule: Any, at: float) -> None:
-    """Also of a count, which the update passes."""
-    config, warmup = (
-        OptimizerConfig(learning_rate=2e-3, warmup_ratio=ratio, schedule=schedule),
-        min(round(ratio * steps), steps - 1),
-    )
-    left = steps - warmup
-    decay = {
-        "cosine": optax.cosine_decay_schedule(2e-3, left),
-        "linear": optax.linear_schedule(2e-3, 0.0, left),
-        "constant": optax.constant_schedule(2e-3),
-    }[schedule]
-    rising = optax.linear_schedule(2e-3 / (warmup + 1), 2e-3, warmup)
-    theirs = optax.join_schedules([rising, decay], [warmup]) if warmup else decay
-    for n in (0, warmup, round(at * steps), steps):
-        ours = learning_rate(config, steps)
-        assert float(ours(n)) == float(ours(jnp.int32(n))) == float(theirs(n))
-
-
-def test_the_rate_of_a_number_needs_at_most_one_program() -> None:
-    """The cosine is JAX's, since NumPy's differs from it in the last bit; the rest is NumPy."""
-    jax.clear_caches()
-    with CompileCounter() as programs:
-        for schedule in ("linear", "constant", "cosine"):
-            config = dataclasses.replace(OptimizerConfig(warmup_ratio=0.3), schedule=schedule)
-            assert [last_learning_rate(config, 10, n) > 0 for n in (1, 2, 3, 4, 10)]
-            assert programs.counts.total() == (schedule == "cosine")
+def test_a_trainer_tells_the_rate_of_its_last_update() -> None:
+    """Also of one that was skipped; a ready transformation hides it."""
+    config = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.0, schedule="linear", vector_learning_rate=9.0)
+    for optimizer, wanted in ((make_optimizer(config, 4), 0.75), (optax.sgd(0.1), math.nan)):
+        trainer = Trainer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), optimizer, lambda *_: None)  # type: ignore[arg-type, return-value]
+        trainer.skip()
+        trainer.skip()
+        assert trainer.last_learning_rate == pytest.approx(wanted, nan_ok=True)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
