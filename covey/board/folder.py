@@ -20,7 +20,7 @@ from covey.monitor.status import RUNNING, NewLines, WatchedRun
 from covey.report.completions import Location, locate
 from covey.report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
 from covey.report.results import FIGURES
-from covey.report.run_data import Curves, RunData, read_settings
+from covey.report.run_data import Curves, RunData
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""
@@ -88,7 +88,7 @@ class BoardRun:
 
     def read(self) -> None:
         """Read the rows that were added, and diagnose the run with them."""
-        self._settings = self._settings or read_settings(self.folder)
+        self._settings = self._settings or recipe.read_settings(self.folder)
         if self._unread:
             for line in self._lines.read():
                 self._curves.add(parse_line(line) or {})

@@ -16,14 +16,14 @@ from rich.console import Console
 
 from covey.cli.checks import resume_command
 from covey.cli.parse import Line
-from covey.config import recipe, strict_yaml
+from covey.config import recipe
 from covey.config.schema.data import FROM_PYTHON
 from covey.display import echo, make_console, mask_secrets
 from covey.errors import STOPPED, CoveyError
 from covey.files import is_count, number
 from covey.monitor.formats import SampleLine, duration
 from covey.monitor.progress import Progress
-from covey.monitor.run_files import AFTER, RECIPE, REPORT, SAMPLES
+from covey.monitor.run_files import AFTER, REPORT, SAMPLES
 from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
 
 INTERVAL = 1.0
@@ -38,16 +38,16 @@ class WatchedProgress(Progress):
     Args:
         run: the run.
         console: where to print.
-        settings: the settings of the run that the display needs.
+        settings: settings of the run by dotted name, which are not checked.
     """
 
     def __init__(self, run: WatchedRun, console: Console, settings: Mapping[str, Any]):
         supervised = settings.get("method") == "sft"
         headline, answers = ("loss", AFTER) if supervised else ("reward", SAMPLES)
-        show = settings.get("show")
+        show = settings.get("training.show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
         super().__init__(0, console, headline=headline, show=names, answers=answers)
-        self.run, self.task, self._printed = run, settings.get("task"), ""
+        self.run, self.task, self._printed = run, settings.get("data.task"), ""
 
     def status(self) -> Status:
         """Return the run's status: times and plots from the rows, the rest from the heartbeat."""
@@ -129,7 +129,8 @@ def watch(folder: Path, once: bool = False, as_json: bool = False, console: Cons
     Raises:
         CoveyError: it is no run folder.
     """
-    settings = _settings(folder)
+    recipe.require_run(folder)
+    settings = recipe.read_settings(folder)
     run = WatchedRun(folder)
     progress = WatchedProgress(run, console or make_console(wrap=True, highlight=False), settings)
     try:
@@ -174,18 +175,3 @@ def _figures(summary: Any) -> dict[str, Any]:
     """Return the numbers in a mapping that is not trusted."""
     entries = summary.items() if isinstance(summary, dict) else ()
     return {name: value if is_count(value) else number(value) for name, value in entries if number(value) is not None}
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """Return the method, the task and `training.show` of the recipe, unchecked: another version of Covey may have
-    written it.
-    """
-    recipe.require_run(folder)
-    tree = strict_yaml.read_file(folder / RECIPE).tree
-    tree = tree if isinstance(tree, dict) else {}
-    sections = {name: tree[name] if isinstance(tree.get(name), dict) else {} for name in ("training", "data")}
-    return {
-        "method": tree.get("method"),
-        "task": sections["data"].get("task"),
-        "show": sections["training"].get("show"),
-    }

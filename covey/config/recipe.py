@@ -277,6 +277,19 @@ def section_of(source: str | Path, section: str) -> strict_yaml.Document:
     return document
 
 
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Read the resolved recipe of a run by dotted name. It is not checked: another Covey may have written it.
+
+    Raises:
+        RecipeError: it does not hold settings in YAML.
+    """
+    path = folder / RUN_RECIPE
+    tree = strict_yaml.read_file(path).tree
+    if not isinstance(tree, dict):
+        raise RecipeError("this is no recipe", want="settings by name", where=str(path))
+    return flatten(tree)
+
+
 def is_from_python(recipe: AnyRecipe) -> bool:
     """Return whether a script made the run and gave it model and data, so that no command can repeat it."""
     return isinstance(recipe, Recipe | SFTRecipe) and recipe.data.task == FROM_PYTHON

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from covey.config import recipe, strict_yaml
-from covey.config.recipe import flatten
+from covey.config import recipe
+from covey.config.recipe import flatten, read_settings
 from covey.config.schema import PPOConfig
-from covey.errors import CoveyError
 from covey.files import is_count, number, open_or_empty, parse_line
-from covey.monitor.run_files import AFTER, BEFORE, METRICS, RECIPE, SAMPLES, SUMMARY, TOKENS
+from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.monitor.status import FINISHED, read_object, read_state
 
 Row = Mapping[str, Any]
@@ -153,19 +152,6 @@ def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
 def built_in_settings(name: str) -> Mapping[str, Any]:
     """Return every setting of the built-in recipe `name` by dotted name; none if there is no such recipe."""
     return flatten(asdict(recipe.read_built_in(name))) if name in recipe.names() else {}
-
-
-def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Read the resolved recipe of a run by dotted name. It is not checked: another Covey may have written it.
-
-    Raises:
-        CoveyError: it is not readable as YAML.
-    """
-    path = folder / RECIPE
-    tree = strict_yaml.read_file(path).tree
-    if not isinstance(tree, dict):
-        raise CoveyError("this is no recipe", want="settings by name", where=str(path))
-    return flatten(tree)
 
 
 class Curves:
