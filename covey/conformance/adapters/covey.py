@@ -6,12 +6,9 @@ micro-batches, loss, trainer and files are what a run uses.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +23,7 @@ from safetensors.numpy import load_file
 import covey
 from covey import types as covey_types
 from covey.conformance import worker
-from covey.launch.local import LocalOptions, free_port, process_environment
+from covey.launch.local import LocalOptions, TrainingCommand, launch
 from covey.models import families
 from covey.parallel import distributed
 from covey.parallel.reshard import flatten, to_host
@@ -138,20 +135,15 @@ def gradient(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
 
 def _gradient_of_processes(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
     """Compute the gradient in several processes, each of which samples a share; this file is their script."""
-    count = trainer.settings["processes"]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         settings = {**trainer.settings, "processes": 1}
         arguments = worker.write([trainer.folder, settings, rows], f"{folder}/rows.npz")
         Path(folder, "arguments.json").write_text(json.dumps(arguments))
-        base, port, options = os.environ | {"XLA_FLAGS": ""}, free_port(), LocalOptions(processes=count)
-        command = [sys.executable, "-P", __file__, folder]
-        envs = [process_environment(base, number, options, port) for number in range(count)]
-        started = [subprocess.Popen(command, env=env) for env in envs]
-        for process in started:
-            stack.callback(process.kill)
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise ChildProcessError(f"the processes ended with exit codes {codes}")
+        script = TrainingCommand((__file__, folder), run=None)
+        options = LocalOptions(processes=trainer.settings["processes"], logs=folder)
+        # Of all devices that XLA_FLAGS may ask for on a CPU, each process has one.
+        if code := launch(script, options, program=("env", "XLA_FLAGS=", sys.executable, "-P")):
+            raise ChildProcessError(f"the processes ended with exit code {code}")
         with np.load(f"{folder}/gradient.npz") as arrays:
             return dict(arrays)
 
