@@ -42,7 +42,7 @@ class Bench:
         """The rows of a step, with log-probs of the policy that sampled them and of the reference."""
         rng = np.random.default_rng(2)
         rows: list[dict[str, Any]] = []
-        old, ref = (Model(self.beside(0.3, seed)) for seed in (3, 4))
+        old, ref = (Model(self.beside(seed)) for seed in (3, 4))
         for group, (prompt_length, lengths) in enumerate(LENGTHS):
             prompt = rng.integers(5, 50, prompt_length).tolist()
             for length in lengths:
@@ -57,10 +57,10 @@ class Bench:
                 rows.append(row)
         return rows
 
-    def beside(self, noise: float, seed: int) -> Weights:
-        """Return the weights of another policy: each matrix has noise of this fraction of its standard deviation."""
+    def beside(self, seed: int) -> Weights:
+        """Return the weights of another policy: each matrix has noise of 0.3 of its standard deviation."""
         rng = np.random.default_rng(seed)
-        return {n: w + noise * w.std() * rng.normal(size=w.shape) for n, w in self.weights.items()}
+        return {n: w + 0.3 * w.std() * rng.normal(size=w.shape) for n, w in self.weights.items()}
 
     def gradient(
         self, rows: Sequence[Row], *, only: Sequence[Sequence[float]] | None = None, **settings: Any

@@ -54,7 +54,7 @@ class Model:
 
         return np.log(probabilities[at, ids]), backward
 
-    def next_token(self, tokens: Sequence[int], temperature: float = 1.0) -> Float[np.ndarray, "V"]:
+    def next_token(self, tokens: Sequence[int], temperature: float) -> Float[np.ndarray, "V"]:
         """Compute the probabilities of the token behind `tokens`."""
         logits = self._logits(np.array(tokens, int))[0][-1] / temperature
         exponentials: Array = np.exp(logits - logits.max())

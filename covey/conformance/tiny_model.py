@@ -1,7 +1,7 @@
 """The model that all trainers load: a Llama of two layers, small enough for a dense oracle, as a Hugging Face folder.
 
-Its weights follow from a seed and are scaled so that log-probs, ratios and gradients are of the size of a real model's.
-Its tokenizer has merges, so that a text does not tell its tokens, and its chat template drops earlier reasoning.
+Its weights are always the same, scaled so that log-probs, ratios and gradients are of the size of a real model's. Its
+tokenizer has merges, so that a text does not tell its tokens, and its chat template drops earlier reasoning.
 """
 
 import json
@@ -30,9 +30,9 @@ TEMPLATE = """\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def write_tiny_model(folder: Path, seed: int = 0) -> Weights:
+def write_tiny_model(folder: Path) -> Weights:
     """Write the model to a new folder, and return its weights, float32."""
-    weights = make_weights(seed)
+    weights = _draw_weights()
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for name, text in _files().items():
@@ -40,9 +40,9 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Weights:
     return weights
 
 
-def make_weights(seed: int) -> Weights:
+def _draw_weights() -> Weights:
     """Draw the weights, float32; bfloat16 has them exactly."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
         return np.asarray(rng.normal(size=(rows, columns)) * gain / columns**0.5)
