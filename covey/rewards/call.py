@@ -143,14 +143,14 @@ def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> l
     return parameters
 
 
-def check_columns(reward_fns: Iterable[RewardFn | str], rows: Iterable[Mapping[str, Any]]) -> None:
+def check_columns(reward_fns: RewardFns, rows: Iterable[Mapping[str, Any]]) -> None:
     """Check that each function gets the columns that it requires, before any completion is sampled.
 
     Raises:
         RewardError: it names the function, the missing column and the available columns.
     """
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-    functions = [resolve(fn) if isinstance(fn, str) else fn for fn in reward_fns]
+    functions = resolve_reward_fns(reward_fns)
     for name, function in zip(function_names(functions), functions, strict=True):
         check_parameters(name, function, columns)
 

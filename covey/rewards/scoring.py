@@ -3,21 +3,20 @@
 `call` defines what a function receives and may return; `runner` handles its failures.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from covey.errors import RecipeError
-from covey.rewards.call import RewardFn, function_names
-from covey.rewards.registry import resolve
+from covey.rewards.call import RewardFns, function_names, resolve_reward_fns
 from covey.rewards.runner import RewardRunner
 from covey.types import Group
 
 
 def score(
     groups: Sequence[Group],
-    reward_fns: Iterable[RewardFn | str] | RewardFn | str,
+    reward_fns: RewardFns,
     weights: Sequence[float] | None = None,
     runner: RewardRunner | None = None,
     failed: MutableMapping[str, int] | None = None,
@@ -37,8 +36,7 @@ def score(
         RewardError: a function requires a missing column, raises, or returns anything but one finite number or None
             for each completion, and the runner has no other policy for it.
     """
-    several = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else reward_fns
-    functions = [resolve(fn) if isinstance(fn, str) else fn for fn in several]
+    functions = resolve_reward_fns(reward_fns)
     factors = _check_weights(weights, len(functions))
     if not groups:
         return []
