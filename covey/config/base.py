@@ -63,7 +63,6 @@ Probability = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 """Factor by which something decays, or the probability of leaving something out."""
 
-Kinds = tuple[Any, ...]
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
 
