@@ -73,7 +73,7 @@ class LayerStacks:
         """Return the stacks of a state of the model, and all else in it."""
         flat = nnx.to_flat_state(state)
         stacks = {path: x for path, x in flat if self._find(path)[1] is not None}
-        return _from_flat(stacks), _from_flat({path: x for path, x in flat if path not in stacks})
+        return nnx.from_flat_state(stacks), nnx.from_flat_state({path: x for path, x in flat if path not in stacks})
 
     def stack(self, tree: Tree) -> Tree:
         """Return the stacked tree: the inverse of `unstack`."""
@@ -94,7 +94,7 @@ class LayerStacks:
             else:
                 parts = _unstack(leaf, len(run))
                 flat |= {(*path[:at], number, *path[at + 1 :]): x for number, x in zip(run, parts, strict=True)}
-        return _from_flat(flat)
+        return nnx.from_flat_state(flat)
 
     def _stack_state(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         flat = dict(nnx.to_flat_state(state))
@@ -106,7 +106,7 @@ class LayerStacks:
             elif run[0] == path[at]:
                 leaves = [flat.pop((*path[:at], other, *path[at + 1 :])) for other in run]
                 stacked[*path[:at], number, *path[at + 1 :]] = jax.tree.map(lambda *x: _stack(x), *leaves)
-        return _from_flat(stacked)
+        return nnx.from_flat_state(stacked)
 
     def _find(self, path: Path) -> tuple[int, range | None]:
         """Return at which place of `path` the number of a stack stands, and its layers; None where it names none."""
@@ -133,10 +133,6 @@ def stacked_sharding(sharding: Sharding) -> Sharding:
 def is_state(node: Any) -> bool:
     """Return whether a node of a tree is a state of a model."""
     return isinstance(node, nnx.State)
-
-
-def _from_flat(flat: dict[Path, Any]) -> nnx.State[Any, Any]:
-    return nnx.from_flat_state(flat)
 
 
 def _convert(model: Model, convert: Any) -> Model:
