@@ -219,7 +219,7 @@ def test_a_new_head_is_not_put_on_a_classifier(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.model.score[...], np.arange(64))
 
 
-def test_options_and_places_reach_the_decoder(tmp_path: Path) -> None:
+def test_options_and_places_reach_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def place(path: str, tensor: np.ndarray) -> jax.Array:
@@ -227,7 +227,8 @@ def test_options_and_places_reach_the_decoder(tmp_path: Path) -> None:
         return jax.device_put(tensor, jax.devices()[1])
 
     source = spoiled(tmp_path / "m")
-    model = load_value_model(source, put=place, param_dtype="bfloat16", remat=False).model
+    monkeypatch.setattr(weights, "make_put", lambda model, mesh: place)
+    model = load_value_model(source, param_dtype="bfloat16", remat=False).model
     assert sorted(seen) == sorted(arrays(model))
     assert all(x.devices() == {jax.devices()[1]} for x in arrays(model).values())
     assert {name for name, x in arrays(model).items() if x.dtype != jnp.bfloat16} == {"score"}

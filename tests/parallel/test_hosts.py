@@ -26,7 +26,7 @@ from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
 from covey.models.export import write_hf
 from covey.models.loading import weights
-from covey.parallel import channel, distributed, make_mesh, mesh_from_config, shardings
+from covey.parallel import channel, distributed, make_mesh, mesh_from_config
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import CheckpointStore, FolderStore
 
@@ -82,11 +82,7 @@ def is_right(found: Any, step: int, mesh: Mesh) -> bool:
 
 def loaded_on(mesh: Mesh) -> weights.LoadedModel[Any]:
     """The model, with each process's shards alone on its devices."""
-
-    def put_shards(path: str, host: np.ndarray) -> jax.Array:
-        return put(host, shardings({path: host}, mesh)[path])
-
-    return weights.load(MODEL, param_dtype="bfloat16", put=put_shards)
+    return weights.load(MODEL, param_dtype="bfloat16", mesh=mesh)
 
 
 def crossing() -> bool:

@@ -76,7 +76,6 @@ def load(
     quantize: str = "none",
     quantize_block: int = 64,
     mesh: Mesh | None = None,
-    put: PutArray | None = None,
 ) -> LoadedModel[Decoder]:
     """Load a pretrained language model.
 
@@ -85,7 +84,6 @@ def load(
             `scratch:name[@seed]`.
         param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `config.schema.ModelOptions`.
         mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
-        put: function that puts each tensor on its devices, instead of `mesh`.
 
     Raises:
         WeightsError: the source is unavailable, incomplete, or not a supported model.
@@ -102,11 +100,8 @@ def load(
         remat=remat,
         remat_keeps=remat_keeps,
     )
-    if fmt is None:
-        tensors = tensors_for(checkpoint, None if put else mesh)
-    else:
-        tensors = quantise_tensors(checkpoint.tensors(), fmt)
-    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(resolved.path))
+    tensors = tensors_for(checkpoint, mesh) if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
+    model = fill_parameters(abstract, tensors, make_put(abstract, mesh), where=str(resolved.path))
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, resolved.origin)
 
 
@@ -368,7 +363,6 @@ def load_value_model(
     *,
     new_head: bool = False,
     mesh: Mesh | None = None,
-    put: PutArray | None = None,
     **options: Unpack[DecoderOptions],
 ) -> LoadedModel[ValueModel]:
     """Load a reward model, or the start of a critic.
@@ -376,7 +370,7 @@ def load_value_model(
     Args:
         source: as for `load`. A *ForSequenceClassification folder with num_labels 1 brings its head.
         new_head: accept a language model too, and give it a zero head, as the start of a critic.
-        mesh, put, options: as for `load`.
+        mesh, options: as for `load`.
 
     Raises:
         WeightsError: the source is unavailable or incomplete, its head has more than one label, or it is a language
@@ -387,10 +381,9 @@ def load_value_model(
     _check_labels(labels, new_head, str(resolved.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
-    given = tensors_for(checkpoint, None if put else mesh)
-    tensors = _value_tensors(given, zero=config.hidden_size if labels is None else 0)
+    tensors = _value_tensors(tensors_for(checkpoint, mesh), zero=config.hidden_size if labels is None else 0)
     abstract = nnx.eval_shape(build)
-    model = fill_parameters(abstract, tensors, put or make_put(abstract, mesh), where=str(resolved.path))
+    model = fill_parameters(abstract, tensors, make_put(abstract, mesh), where=str(resolved.path))
     return LoadedModel(model, checkpoint.tokenizer, config, resolved.origin)
 
 
