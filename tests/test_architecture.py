@@ -60,6 +60,7 @@ def test_the_learner_imports_at_most_100_modules():
     assert len(graph.find_upstream_modules("covey.rl.learner")) <= 100
 
 
+@pytest.mark.slow
 def test_a_member_that_is_named_exists_in_the_same_layer_or_below():
     """The contract on imports does not see a member that a table names as "module:member"."""
     layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]

@@ -341,6 +341,7 @@ def test_a_filter_refuses_all_but_the_calls_that_it_names(machine: str) -> None:
         assert {verdict(program, architecture, X32 | number) for number in range(600)} == {KILL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", sorted(ARCHITECTURES))
 def test_the_filters_are_those_that_the_script_makes(machine: str) -> None:
     script = runpy.run_path(str(ROOT / "tools" / "seccomp_filters.py"))

@@ -230,6 +230,7 @@ def test_an_answer_that_was_not_asked_for_is_never_taken_for_the_next(faulty: st
         assert scores(runner, f"{faulty}:faulty", "abcd") == [4.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kill", "stop"])
 def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "EXIT_SECONDS", 0.2)

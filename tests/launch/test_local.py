@@ -65,6 +65,7 @@ def test_one_that_fails_stops_all_and_is_named(tmp_path, capfd, fails, told, cod
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_one_that_ignores_signals_or_is_halted_is_killed(tmp_path):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     halted = "os.kill(os.getpid(), signal.SIGSTOP)"

@@ -61,6 +61,7 @@ def laid(
     return scatter_to_rows(rows, logps), np.abs(scatter_to_rows(rows, near(1.0))), rows.segment_ids, inputs
 
 
+@pytest.mark.slow
 def test_shares_by_hand(groups_of: Callable) -> None:
     """Two samples of 1 and 2 tokens: every metric is the mean over samples of the mean over tokens."""
     rows = pack(groups_of([(3, [1, 2])]), 64)

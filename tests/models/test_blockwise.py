@@ -159,6 +159,7 @@ def test_a_window_counts_the_token_itself() -> None:
     np.testing.assert_array_equal(span_mask(spans.limit(positions, 1))[0], np.eye(9, dtype=bool))
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_own_window() -> None:
     """The trap: windows that are the same for all layers, or none."""
     shape = ModelConfig(

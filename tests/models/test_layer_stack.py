@@ -39,6 +39,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_runs_of_like_layers_become_stacks_and_come_back() -> None:
     model = adapted()
     stacked = stack_layers(model)

@@ -74,6 +74,7 @@ def pointers(model: Any) -> dict[str, int]:
 # --- what it computes and metric_sums
 
 
+@pytest.mark.slow
 def test_a_new_critic_says_nothing() -> None:
     assert np.array_equal(values(make_value_model(base())), np.zeros((2, 9)))
 

@@ -187,6 +187,7 @@ def test_a_failed_device_program_names_the_process_that_is_gone(threads: Any) ->
     assert "process 1 of 2 is gone (last: 'update' of step 1;" in str(threads(2, work)[0])
 
 
+@pytest.mark.slow
 def test_a_process_that_has_not_ended_behind_a_verdict_is_ended(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits in a device program; none that is about to leave, or that another one's signal will stop."""
     monkeypatch.setattr(channel, "END_SECONDS", 0.1)
@@ -270,6 +271,7 @@ def frame(kind: str, key: str, sizes: list[int]) -> bytes:
     return len(head).to_bytes(4, "big") + head
 
 
+@pytest.mark.slow
 def test_pieces_of_a_value_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large value on a slow line delays the beats behind it."""
     monkeypatch.setattr(channel, "BEAT_SECONDS", 0.1)
@@ -288,6 +290,7 @@ def test_pieces_of_a_value_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) ->
         hub.close()
 
 
+@pytest.mark.slow
 def test_a_stranger_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (channel, links):
         monkeypatch.setattr(room, "CONNECT_SECONDS", 0.5)

@@ -159,6 +159,7 @@ def test_no_thread_samples_on_the_actors_devices_in_several_processes(monkeypatc
     assert [ClusterConfig({}, RLTrainingConfig(off_policy_steps=lead)).runs_ahead for lead in (0, 1)] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
     code = """
     import jax

@@ -97,6 +97,7 @@ def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of
     assert np.array_equal(shown.scored.completions[-1].tokens, group.completions[11].tokens[:TOKENS])
 
 
+@pytest.mark.slow
 def test_a_branch_that_begins_behind_the_cut_is_cut_too(
     groups_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

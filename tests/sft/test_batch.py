@@ -287,6 +287,7 @@ def test_with_adapters_only_those_are_trained(tiny: tuple[Decoder, Tokenizer]) -
     assert trained.keys() == {name for name in flatten(nnx.state(model)) if ".lora." in name} != set()
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_reports_what_it_registers(
     tiny: tuple[Decoder, Tokenizer], capsys: pytest.CaptureFixture[str]
 ) -> None:

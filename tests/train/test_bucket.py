@@ -34,6 +34,7 @@ def below(bucket: Any, folder: str) -> list[str]:
     return [name.removeprefix(place) for name in bucket.names(place)]
 
 
+@pytest.mark.slow
 def test_steps_in_a_bucket_are_kept_found_and_verified_and_leftovers_removed(bucket: Any, tmp_path: Path) -> None:
     folder, address = tmp_path / "checkpoints", f"{bucket.address}/runs/one"
     with Checkpointer(folder, 2, address=address) as saves:

@@ -88,6 +88,7 @@ def saved(tmp_path: Path) -> Iterator[Checkpointer]:
 # --- what goes in comes out
 
 
+@pytest.mark.slow
 def test_every_bit_comes_back(tmp_path: Path) -> None:
     state = whole_state(3)
     with Checkpointer(tmp_path) as checkpoints:
@@ -251,6 +252,7 @@ def files_of(saved: Checkpointer, step: int) -> list[Path]:
     return [path for path in sorted((saved.folder / f"{step:08d}").rglob("*")) if path.is_file()]
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_anywhere_is_found_and_named(saved: Checkpointer) -> None:
     checked = 0
     for path in files_of(saved, 2):
