@@ -3,6 +3,8 @@
 `covey launch local --max-restarts` runs both. A process of random rank gets SIGKILL a random moment behind a random
 step, every other time while a checkpoint is written. Told at the end, in one line of JSON: the kills, and whether the
 two runs are equal bit for bit; with `--min-processes`, when the run goes on with fewer, how large the differences are.
+Further settings are those of the recipe, as in `--training.off_policy_steps=1 --role_to_mesh.rollout.data=2`, with
+which each process draws ahead on a device of its own.
 """
 
 import argparse
@@ -48,7 +50,8 @@ def command(asked: argparse.Namespace, out: Path, kills: int) -> list[str]:
     mesh = f"model.mesh.fsdp={asked.processes}"
     steps = [f"training.max_steps={asked.steps}", f"training.checkpoint_every_n_steps={asked.every}"]
     case = [word for word in Case("GRPO", 0, "fsdp 4").settings() if not word.startswith("model.mesh")]
-    return [*words, "train", "arithmetic-tiny", *(f"--{word}" for word in [*case, mesh, *steps]), f"--out={out}"]
+    settings = [*(f"--{word}" for word in [*case, mesh, *steps]), *asked.settings]
+    return [*words, "train", "arithmetic-tiny", *settings, f"--out={out}"]
 
 
 def run(words: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
@@ -127,12 +130,12 @@ def draw_kills(asked: argparse.Namespace) -> list[Kill]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Kill and compare as `words` (the command line by default) ask for; 1 when the two runs differ."""
-    asked = _parser().parse_args(words)
+    asked, asked.settings = _parser().parse_known_args(words)
     folder = asked.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     flags = f"{FLAGS} --xla_force_host_platform_device_count={asked.processes}"
     os.environ |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    name = f"{asked.processes}-processes-{asked.steps}-steps-{asked.every}"
+    name = "-".join([f"{asked.processes}-processes-{asked.steps}-steps-{asked.every}", *asked.settings])
     straight, out = folder / f"straight-{name}", folder / f"killed-{name}-seed-{asked.seed}"
     if out.exists():
         raise SystemExit(f"{out} is from an earlier call; remove it, or name another --folder or --seed")
@@ -152,6 +155,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restarts", description=__doc__)
+    parser.set_defaults(settings=())
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--min-processes", type=int)
     parser.add_argument("--steps", type=int, default=40)
