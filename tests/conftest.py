@@ -3,6 +3,7 @@ tests of several rooms share: a small GSM8K, and tiny models that can spell.
 """
 
 import atexit
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -50,16 +51,17 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 gc.set_threshold(50_000, 20, 20)
 KEPT = 150.0
 """Seconds for which files use what those before them compiled: looking for what is left behind takes a third of one."""
-SMALL_RUNS = frozenset(
-    f"tests/{name}.py"
-    for name in (
+ALIKE = {
+    "small runs": (
         "faults/test_folder_faults", "faults/test_number_faults", "faults/test_run_faults",
         "run/test_export_run", "run/test_quantised_run", "run/test_run",
-    )
-)  # fmt: skip
-"""Files whose runs have the model and the sizes of `faults/small_run.txt`: one worker runs them all, and they share the
-programs of `shared_programs`.
+    ),
+    "learners": ("run/test_learners", "run/test_off_policy"),
+}  # fmt: skip
+"""Files whose runs have one model and the same sizes, those of `faults/small_run.txt` or of `run/test_learners.py`: one
+worker runs them all, and they share the programs of `shared_programs`.
 """
+TOGETHER = {f"tests/{name}.py": group for group, names in ALIKE.items() for name in names}
 forgotten = [time.monotonic()]
 
 
@@ -82,7 +84,7 @@ LONG = (
 
 def together(file: str) -> str:
     """Return the name of the files that share their programs with this one, or its own."""
-    return "small runs" if file in SMALL_RUNS else file
+    return TOGETHER.get(file, file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -134,6 +136,17 @@ def variables_restored_behind_files() -> Iterator[None]:
             del os.environ[name]
         elif after.get(name) != before[name]:
             os.environ[name] = before[name]
+
+
+@pytest.fixture(scope="module")
+def small_scratch() -> Iterator[None]:
+    """Models from scratch have a width of 32 in this file, which is about other things than what they learn."""
+    from covey.models.scratch import SCRATCH_MODELS
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, spec in SCRATCH_MODELS.items():
+            patch.setitem(SCRATCH_MODELS, name, dataclasses.replace(spec, hidden_size=32))
+        yield
 
 
 # --- programs that runs of one file share

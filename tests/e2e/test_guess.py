@@ -11,7 +11,7 @@ import pytest
 from covey import run
 from covey.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 
 MODEL = ["--model.source", "scratch:guess-tiny"]
 SMALL = [

@@ -41,7 +41,7 @@ from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
 from covey.report.run_data import read_run
 from covey.run.signals import SignalHandler
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 5) for b in range(1, 4)]
 HELD_OUT = [{"prompt": "7+8="}]

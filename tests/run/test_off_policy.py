@@ -31,7 +31,7 @@ from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
 from covey.rl.drawn_steps import RolloutThreads
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(1, 6) for b in range(1, 5)]
 STEPS = 6
