@@ -297,8 +297,8 @@ def off_policy_problems(off_policy_steps: int, config: GRPOConfig, *, total_step
         *problem_if(
             config.num_iterations > 1,
             key,
-            f"{text}grpo.num_iterations is {config.num_iterations}: the batches of a step are old by its updates alone",
-            "one of them",
+            f"{text}grpo.num_iterations is {config.num_iterations}: several updates on a batch need the last samples",
+            "0, or grpo.num_iterations 1",
         ),
         *problem_if(
             algorithm_of(config).needs_critic,
