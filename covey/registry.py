@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +59,7 @@ class Registry:
         """
         if name in self.table:
             self._check_package(name)
-            return import_name(self.table[name])
+            return resolve_name(self.table[name])
         module, colon, attribute = name.partition(":")
         if not colon:
             module, attribute = self._offered(name).value.split(":")
@@ -102,12 +103,6 @@ class Registry:
                 fix=install_command(extra),
                 where=self.where,
             )
-
-
-def import_name(name: str) -> Any:
-    """Return `attribute` of `module`, which is imported now, for the name `module:attribute`."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from covey.cli.parse import Line
@@ -34,7 +35,6 @@ from covey.display import echo
 from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import check_not_url, folder_below
 from covey.monitor.run_files import CHECKPOINTS
-from covey.registry import import_name
 
 
 class Check(NamedTuple):
@@ -63,7 +63,7 @@ class Check(NamedTuple):
         Raises:
             CoveyError: the subclass that fits.
         """
-        import_name(self.function)(*self.arguments)
+        resolve_name(self.function)(*self.arguments)
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:

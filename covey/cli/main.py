@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pkgutil import resolve_name
 
 from covey import __version__
 from covey.cli import help
@@ -21,7 +22,6 @@ from covey.cli.parse import before_dashes, read_line
 from covey.config.processes import LAUNCHER, PEER_LOST
 from covey.display import echo
 from covey.errors import CoveyError, Stopped, nearest
-from covey.registry import import_name
 
 Action = Callable[[], int | None]
 """Call that a command line describes. It returns the exit code; None is success."""
@@ -87,7 +87,7 @@ def parse(words: Sequence[str]) -> Action:
     if set(help.ASKING).intersection(before_dashes(rest)):
         return partial(help.show, COMMANDS[name], rest)
     line = read_line(COMMANDS[name], rest)
-    return partial(import_name(line.command.function), line)
+    return partial(resolve_name(line.command.function), line)
 
 
 def _parse_help(words: Sequence[str]) -> Action:

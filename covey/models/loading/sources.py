@@ -29,13 +29,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError, nearest
 from covey.files import file_sha256
 from covey.models import scratch
 from covey.models.loading.cache import cache_folder, create_folder, write_text
-from covey.registry import import_name, import_package
+from covey.registry import import_package
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def _latest_commit(hub: Any, repo: str, revision: str) -> str:
 
 def _import_hub() -> Any:
     hub = import_package("huggingface_hub", WeightsError, "hf: sources need the package huggingface_hub", "hub")
-    import_name("huggingface_hub.errors:HfHubHTTPError")  # which it does not import by itself
+    resolve_name("huggingface_hub.errors:HfHubHTTPError")  # which it does not import by itself
     return hub
 
 
