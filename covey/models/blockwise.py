@@ -15,14 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from covey.models.layers import save_product
-from covey.models.spans import Spans, span_mask
+from covey.models.spans import MASKED_SCORE, Spans, span_mask
 
 BLOCK_SIZE = 64
 """Number of queries in the smallest block (64 was the fastest of 32, 64 and 128 on CPU)."""
 MAX_RUNS = 8
 """Number of runs of queries that a program unrolls; each run loops over blocks of twice `BLOCK_SIZE` queries."""
-MASKED_SCORE = -1e30
-"""Score of a masked key: finite, so that a fully masked query has a finite output."""
 
 
 def blockwise_attention(

@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Int
 
 NO_WINDOW = int(jnp.iinfo(jnp.int32).max)
 """Sliding window of a layer with full attention, where a number is needed."""
+MASKED_SCORE = -1e30
+"""Score of a masked key: finite, so that a fully masked query has a finite output."""
 MAX_ROW_LENGTH = 1 << 16
 """Longest row whose windows can be found: (position, index) fits 32 bits."""
 

@@ -17,9 +17,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from covey.models.kernels.worklist import BlockSizes, block_lists, visible_blocks
-from covey.models.spans import Spans
+from covey.models.spans import MASKED_SCORE, Spans
 
-MASKED_SCORE = -1e30
 NUM_WARPS, NUM_STAGES = 8, 2
 """Warps of a program (with 4, registers of a H100 spill) and stages of its loads."""
 
@@ -192,7 +191,7 @@ class _Settings(NamedTuple):
 
     def scores(self, q: Array, k: Array) -> tuple[Array, Array | None]:
         """Return the scores [queries, keys] after the soft-cap, and the soft-cap's derivative."""
-        scores = _dot(q, k.T)
+        scores = dot(q, k.T)
         if self.softcap is None:
             return scores, None
         tanh = jnp.tanh(scores * (1 / self.softcap))
@@ -211,7 +210,7 @@ def _forward_kernel(
         scores = jnp.where(_mask(first_query, order[i] * c.size, start, ends[at]), scores, MASKED_SCORE)
         new_max = jnp.maximum(max_score, scores.max(-1))
         weights, decay = jnp.exp(scores - new_max[:, None]), jnp.exp(max_score - new_max)
-        mixed = mixed * decay[:, None] + _dot(weights.astype(v.dtype), c.load(v.at[at, :]))
+        mixed = mixed * decay[:, None] + dot(weights.astype(v.dtype), c.load(v.at[at, :]))
         return new_max, sum_exp * decay + weights.sum(-1), mixed
 
     zeros = jnp.zeros(q.shape[0], jnp.float32)
@@ -233,7 +232,7 @@ def _dq_kernel(
         keys = c.load(k.at[at, :])
         mask = _mask(first_query, order[i] * c.size, start, ends[at])
         _, grad_scores = _weights(c, queries, keys, c.load(v.at[at, :]), grads, statistics, mask)
-        return total + _dot(grad_scores.astype(keys.dtype), keys)
+        return total + dot(grad_scores.astype(keys.dtype), keys)
 
     c.store(dq, jax.lax.fori_loop(0, length[...], body, jnp.zeros(q.shape, jnp.float32)))
 
@@ -250,8 +249,8 @@ def _dkv_kernel(
             queries, grads = c.load(q.at[at, g, :]), c.load(grad_out.at[at, g, :])
             mask = _mask(order[i] * c.size, first_key, starts[at], end)
             weights, grad_scores = _weights(c, queries, keys, values, grads, (logsumexp[g, at], delta[g, at]), mask)
-            sum_k = carry[0] + _dot(grad_scores.astype(queries.dtype).T, queries)
-            return sum_k, carry[1] + _dot(weights.astype(grads.dtype).T, grads)
+            sum_k = carry[0] + dot(grad_scores.astype(queries.dtype).T, queries)
+            return sum_k, carry[1] + dot(weights.astype(grads.dtype).T, grads)
 
         return jax.lax.fori_loop(0, length[...], body, carry)
 
@@ -268,7 +267,7 @@ def _weights(
     logsumexp, delta = statistics
     scores, slope = c.scores(q, k)
     weights = jnp.where(mask, jnp.exp(scores - logsumexp[:, None]), 0.0)
-    grad_scores = weights * (_dot(grad_out, v.T) - delta[:, None])
+    grad_scores = weights * (dot(grad_out, v.T) - delta[:, None])
     return weights, grad_scores if slope is None else grad_scores * slope
 
 
@@ -279,7 +278,8 @@ def _mask(first_query: Any, first_key: Any, start: Array, end: Array) -> Array:
     return visible
 
 
-def _dot(a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array) -> Array:
+    """Return the product of two blocks, summed in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     result: Array = plt.dot(a, b, precision=precision)
     return result

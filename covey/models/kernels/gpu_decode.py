@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-MASKED_SCORE = -1e30
+from covey.models.kernels.gpu import dot
+from covey.models.spans import MASKED_SCORE
+
 BLOCK_SIZE = 64
 """Number of keys in a block; it divides a page."""
 NUM_PARTS = 8
@@ -103,12 +105,12 @@ def _kernel(
         max_score, sum_exp, mixed = carry
         page, at = pages[i // in_page], pl.ds(i % in_page * BLOCK_SIZE, BLOCK_SIZE)
         key = i * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
-        scores = _dot(queries, plt.load(keys.at[page, at, :], mask=in_head, other=0.0).T)
+        scores = dot(queries, plt.load(keys.at[page, at, :], mask=in_head, other=0.0).T)
         scores = scores if softcap is None else softcap * jnp.tanh(scores * (1 / softcap))
         scores = jnp.where(((start <= key) & (key < end))[None], scores, MASKED_SCORE)
         new_max = jnp.maximum(max_score, scores.max(-1))
         weights, decay = jnp.exp(scores - new_max[:, None]), jnp.exp(max_score - new_max)
-        added = _dot(weights.astype(values.dtype), plt.load(values.at[page, at, :], mask=in_head, other=0.0))
+        added = dot(weights.astype(values.dtype), plt.load(values.at[page, at, :], mask=in_head, other=0.0))
         return new_max, sum_exp * decay + weights.sum(-1), mixed * decay[:, None] + added
 
     zeros = jnp.zeros(q.shape[0], jnp.float32)
@@ -117,9 +119,3 @@ def _kernel(
     sum_exp = jnp.maximum(sum_exp, 1e-30)
     plt.store(out, mixed / sum_exp[:, None], mask=heads & in_head)
     plt.store(logsumexp, max_score + jnp.log(sum_exp), mask=jnp.arange(q.shape[0]) < group)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    result: Array = plt.dot(a, b, precision=precision)
-    return result

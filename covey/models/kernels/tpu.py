@@ -21,9 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from covey.models.kernels.worklist import FIRST, FULL, LAST, BlockSizes, Worklist, visible_blocks, worklist
-from covey.models.spans import Spans
+from covey.models.spans import MASKED_SCORE, Spans
 
-MASKED_SCORE = -1e30
 LONG_ROW = 4096
 """Length from which rows have blocks of 256: their branches are long, so that few pairs are partly masked."""
 MAX_STEP = 16 * 128 * 128
@@ -254,7 +253,7 @@ def _forward(refs: Any, softcap: float | None, mask: Array | None) -> None:
     weights, decay = jnp.exp(scores - max_score), jnp.exp(refs.max_score[...] - max_score)
     refs.max_score[...] = max_score
     refs.sum_exp[...] = refs.sum_exp[...] * decay + weights.sum(axis=0, keepdims=True)
-    mixed = _dot(refs.v[...], weights.astype(refs.v.dtype), 0, 0)
+    mixed = dot(refs.v[...], weights.astype(refs.v.dtype), 0, 0)
     refs.mixed[...] = refs.mixed[...] * decay + mixed
 
 
@@ -268,12 +267,12 @@ def _start_dq(refs: Any) -> None:
     """Also compute delta, the sum of grad_out · out over a head, as a row: `backward` reads neither array for it."""
     refs.sum_q[...] = jnp.zeros_like(refs.sum_q)
     products = _flat(refs.grad_out).astype(jnp.float32) * _flat(refs.out).astype(jnp.float32)
-    refs.delta[...] = _dot(jnp.ones((1, products.shape[1]), jnp.float32), products, 1, 1)
+    refs.delta[...] = dot(jnp.ones((1, products.shape[1]), jnp.float32), products, 1, 1)
 
 
 def _dq(refs: Any, softcap: float | None, mask: Array | None) -> None:
     _, grad_scores = _weights(refs, softcap, mask)
-    refs.sum_q[...] += _dot(grad_scores.astype(refs.k.dtype), refs.k[...], 0, 0)
+    refs.sum_q[...] += dot(grad_scores.astype(refs.k.dtype), refs.k[...], 0, 0)
 
 
 def _finish_dq(refs: Any) -> None:
@@ -287,8 +286,8 @@ def _start_dkv(refs: Any) -> None:
 def _dkv(refs: Any, softcap: float | None, mask: Array | None) -> None:
     weights, grad_scores = _weights(refs, softcap, mask)
     grad_out, q = _flat(refs.grad_out), _flat(refs.q)
-    refs.sum_v[...] += _dot(weights.astype(grad_out.dtype), grad_out, 1, 0)
-    refs.sum_k[...] += _dot(grad_scores.astype(q.dtype), q, 1, 0)
+    refs.sum_v[...] += dot(weights.astype(grad_out.dtype), grad_out, 1, 0)
+    refs.sum_k[...] += dot(grad_scores.astype(q.dtype), q, 1, 0)
 
 
 def _finish_dkv(refs: Any) -> None:
@@ -300,20 +299,21 @@ def _weights(refs: Any, softcap: float | None, mask: Array | None) -> tuple[Arra
     scores, slope = _scores(refs, softcap)
     weights = jnp.exp(scores - refs.logsumexp[...])
     weights = weights if mask is None else jnp.where(mask, weights, 0.0)
-    grad_scores = weights * (_dot(refs.v[...], _flat(refs.grad_out), 1, 1) - refs.delta[...])
+    grad_scores = weights * (dot(refs.v[...], _flat(refs.grad_out), 1, 1) - refs.delta[...])
     return weights, grad_scores if slope is None else grad_scores * slope
 
 
 def _scores(refs: Any, softcap: float | None) -> tuple[Array, Array | None]:
     """Return the scores [keys, queries] after the soft-cap, and the soft-cap's derivative."""
-    scores = _dot(refs.k[...], _flat(refs.q), 1, 1)
+    scores = dot(refs.k[...], _flat(refs.q), 1, 1)
     if softcap is None:
         return scores, None
     tanh = jnp.tanh(scores * (1 / softcap))
     return softcap * tanh, 1 - tanh * tanh
 
 
-def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+def dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    """Return the product of two blocks over one axis of each, summed in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)

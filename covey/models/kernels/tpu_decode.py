@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from covey.models.kernels.tpu import dot
 from covey.models.kernels.worklist import FIRST, LAST
-
-MASKED_SCORE = -1e30
+from covey.models.spans import MASKED_SCORE
 
 
 class Tables(NamedTuple):
@@ -172,21 +172,15 @@ def _kernel(
     key = blocks[pair] * size + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
     visible = (starts[slot] <= key) & (key < ends[slot])
     for head in range(heads):
-        scores = _dot(q[head], keys[head], 1, width_axis)
+        scores = dot(q[head], keys[head], 1, width_axis)
         scores = scores if softcap is None else softcap * jnp.tanh(scores * (1 / softcap))
         scores = jnp.where(visible, scores, MASKED_SCORE)
         new_max = jnp.maximum(max_score[head], scores.max(axis=1, keepdims=True))
         weights, decay = jnp.exp(scores - new_max), jnp.exp(max_score[head] - new_max)
         max_score[head] = new_max
         sum_exp[head] = sum_exp[head] * decay + weights.sum(axis=1, keepdims=True)
-        mixed[head] = mixed[head] * decay + _dot(weights.astype(values.dtype), values[head], 1, time_axis)
+        mixed[head] = mixed[head] * decay + dot(weights.astype(values.dtype), values[head], 1, time_axis)
 
     @pl.when(flags[pair] & LAST != 0)
     def _() -> None:
         out[...] = (mixed[...] / sum_exp[...]).astype(out.dtype)
-
-
-def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    contract = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
