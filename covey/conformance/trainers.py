@@ -32,20 +32,18 @@ class Known(NamedTuple):
     """A trainer whose adapter comes with Covey.
 
     Attributes:
-        package: name of the distribution; "" for Covey itself.
         version: version that `make conformance` installs, and that the adapter was written for.
         environment: folder of its environment, beside the package; "" for that of Covey.
     """
 
-    package: str = ""
     version: str = ""
     environment: str = ""
 
 
 KNOWN = {
     "covey": Known(),
-    "trl": Known("trl", "1.16.0", ".venv-parity"),
-    "tunix": Known("google-tunix", "0.1.7", ".venv-tunix"),
+    "trl": Known("1.16.0", ".venv-parity"),
+    "tunix": Known("0.1.7", ".venv-tunix"),
 }
 
 
