@@ -29,8 +29,8 @@ class SamplerStats:
         tokens: tokens that the model drew and that were kept; `first_tokens` of them at prefill, not in a decode step.
         slot_steps: decode steps × slots, used or not.
         chunks: calls of the decode program.
-        prompt_tokens: prompt tokens prefilled; `prefill_cells` includes their padding.
-        appended_tokens: tokens of tools and environments in the completions; `append_cells` includes their padding.
+        prompt_tokens: prompt tokens prefilled.
+        appended_tokens: tokens of tools and environments in the completions.
         seconds: time of the steps, and between them while the device works; `decode_seconds` of it in decode steps.
             They follow the clock.
     """
@@ -40,9 +40,7 @@ class SamplerStats:
     slot_steps: int = 0
     chunks: int = 0
     prompt_tokens: int = 0
-    prefill_cells: int = 0
     appended_tokens: int = 0
-    append_cells: int = 0
     seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -136,7 +134,6 @@ class ModelRunner:
             lengths[row] = len(prompt)
         self.prefix, self.prefix_lengths = self.programs.prefill(self.params, tokens, lengths), lengths
         self.stats.prompt_tokens += sum(map(len, prompts))
-        self.stats.prefill_cells += tokens.size
 
     def insert(self, admitted: Collection[Admission], sequences: Mapping[int, Sequence]) -> Drawn:
         """Insert prefilled prompts and draw the first tokens of the sequences in these slots."""
@@ -267,7 +264,6 @@ class ModelRunner:
             slots[row], starts[row], counts[row] = slot, start, len(piece)
         arguments = slots, padded, starts, counts, np.int32(len(pieces)), self._current_pages()
         self.cache = self.programs.append(self.params, self.cache, *arguments)
-        self.stats.append_cells += len(pieces) * size
         self.stats.appended_tokens += int(counts.sum())
 
     def swap_out(self, slot: int) -> list[LayerCache]:

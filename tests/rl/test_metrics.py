@@ -155,7 +155,7 @@ def test_what_a_reward_goes_with() -> None:
 
 def test_work_by_hand() -> None:
     """A step is as long as the clock says: phases of two threads overlap."""
-    counts = {"tokens": 30, "slot_steps": 40, "chunks": 3, "prompt_tokens": 10, "prefill_cells": 64}
+    counts = {"tokens": 30, "slot_steps": 40, "chunks": 3, "prompt_tokens": 10}
     stats = SamplerStats(**counts, seconds=8.0, decode_seconds=6.0)
     got = work_metrics(stats, {"rollout": 2.0, "update": 4.0}, 5.0, 0.125)
     assert got == {
