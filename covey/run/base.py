@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self
 
 from jax.sharding import Mesh
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
-from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python, load_any
+from covey.config.recipe import COMMANDS, Recipe, RecipeT, SFTRecipe, is_from_python, load_any
 from covey.data import Dataset
 from covey.data.duplicates import data_counts
 from covey.data.loader import PromptLoader
@@ -48,8 +48,6 @@ from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
 """Advice for a script whose settings are not those of the run in its folder."""
