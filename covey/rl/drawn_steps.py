@@ -15,7 +15,7 @@ next steps are sampled.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import islice
@@ -183,12 +183,13 @@ class RolloutThreads(RolloutsAhead):
     def running(self) -> Iterator["RolloutThreads"]:
         """Draw in two threads, as long as the context lasts."""
         drawn = map(self._finish, self._waited(self._sampled, "reward_wait"))
-        with produce(self._sample_offers(), self._sampled, "sampler"), produce(drawn, self._results, "scorer"):
-            try:
-                yield self
-            finally:
-                self._offers.close()
-                self._sampled.close()
+        with (  # what a thread waits for is closed before it is waited for, also where the second one cannot start
+            produce(self._sample_offers(), self._sampled, "sampler"),
+            closing(self._offers),
+            produce(drawn, self._results, "scorer"),
+            closing(self._sampled),
+        ):
+            yield self
 
     def offer(self, version: int) -> None:
         if due := self._due(version):
@@ -211,6 +212,7 @@ class RolloutThreads(RolloutsAhead):
             for step in steps:
                 yield self._draw(step, version, partial(self._drawing, weights)), clock
                 clock = Clock({"rollout_wait": 0.0})
+            del weights
 
     @contextmanager
     def _drawing(self, weights: Any) -> Iterator[None]:

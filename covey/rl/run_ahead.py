@@ -216,6 +216,7 @@ def _put_all(items: Iterable[T], queue: DataQueue[T]) -> None:
                 queue.put(item)
             except Closed:  # caught here alone: another queue's, raised inside `items`, is an error
                 return
+            del item  # what it holds, such as weights, is the reader's while the next one is made
     finally:
         if inspect.isgenerator(iterator):
             iterator.close()

@@ -1,8 +1,11 @@
 """The threads that sample and score steps ahead, driven by a draw without a model."""
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -121,3 +124,48 @@ def test_an_error_comes_to_the_trainer_at_its_step_and_ends_both_threads(draw: D
         with pytest.raises(FailedError) as caught:
             threads.take()
     assert caught.traceback[-1].name == "fail_at"
+
+
+class Weights:
+    """Stands for a copy of the weights."""
+
+
+def test_no_more_copies_of_the_weights_live_than_steps_that_wait_for_theirs() -> None:
+    """Those of a step that was scored are gone while the next one is sampled."""
+    alive, held, end = weakref.WeakSet[Weights](), list[Any](), threading.Event()
+
+    def copy() -> Weights:
+        alive.add(weights := Weights())
+        return weights
+
+    def draw(step: int, version: int, drawing: Drawing) -> Finish:
+        with drawing():
+            end.wait(2 * LIMIT if step > LEAD else 0)
+        return lambda: (drawing, DrawnStep(version, RolloutBatch([])))[1]
+
+    def set_weights(weights: Weights) -> None:
+        held[:] = [weights]
+
+    threads = RolloutThreads(draw, LEAD, range(STEPS), copy_weights=copy, set_weights=set_weights)
+    with threads.running():
+        taken(threads, LEAD + 1)
+        begin = time.monotonic()
+        threads.offer(LEAD + 1)
+        while len(alive) > LEAD + 1 and time.monotonic() - begin < LIMIT:
+            time.sleep(0.01)
+        found = len(alive)
+        end.set()
+    assert found == LEAD + 1
+
+
+def test_the_sampler_ends_where_the_scorer_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "covey-scorer":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"), running(while_scoring):
+        pass
