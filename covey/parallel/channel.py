@@ -104,7 +104,7 @@ class Channel:
     def __init__(
         self, index: int, count: int, silent: float = SILENT_SECONDS, end: Callable[[str], None] = end_process
     ):
-        self.index, self.count, self._silent, self._end = index, count, silent, end
+        self.index, self.count, self.silent, self._end = index, count, silent, end
         self.doing, self.thread = "start", threading.current_thread()
         self.verdict: Verdict | None = None
         self._peers: dict[int, Peer] = {}
@@ -114,8 +114,7 @@ class Channel:
         self._compared, self._answers = set[str](), dict[str, Mapping[int, bytes]]()
         self.beat_seconds = min(max(BEAT_SECONDS, count / BEATS), silent / 4)
         self._links: Links | None = None
-        self._received: dict[tuple[int, int], bytes] = {}
-        self._exchanges = 0
+        self._received, self._exchanges = dict[tuple[int, int], bytes](), 0
 
     def __enter__(self) -> "Channel":
         threading.Thread(target=self._watch, name="liveness", daemon=True).start()
@@ -397,16 +396,11 @@ class Channel:
             now = time.monotonic()
             for peer in list(self._peers.values()):
                 peer.silent += min(now - before, BEAT_SECONDS)
-                if peer.silent > self._silent:
+                if peer.silent > self.silent:
                     self.lose(peer, f"has given no sign for {peer.silent:.0f} s")
             before = now
         if self.verdict is not None and not self.verdict.signal and not self._leaves.wait(self._seconds_to_end()):
             self._end(self.verdict.text)
-
-    @property
-    def longest_end(self) -> float:
-        """Seconds within which all processes of a run like this one have ended once one of them is killed."""
-        return self._silent + END_SECONDS + 2 * BEAT_SECONDS
 
     def _seconds_to_end(self) -> float:
         """Return the seconds that this process has to end by itself: process 0 some more, because JAX aborts the others
@@ -556,8 +550,7 @@ def gather_parts(parts: Sequence[bytes], numbers: Sequence[int], about: str) -> 
 
 def seconds_to_end() -> float:
     """Return the seconds within which the processes of a run end once one of them is killed; 0 for one process."""
-    channel = current()
-    return 0.0 if channel is None else channel.longest_end
+    return 0.0 if (channel := current()) is None else channel.silent + END_SECONDS + 2 * BEAT_SECONDS
 
 
 def gather_items(items: Sequence[T], about: str) -> list[T]:
