@@ -53,7 +53,7 @@ KEPT = 150.0
 """Seconds for which files use what those before them compiled: looking for what is left behind takes a third of one."""
 ALIKE = {
     "small runs": (
-        "faults/test_folder_faults", "faults/test_number_faults", "faults/test_run_faults",
+        "faults/test_folder_faults", "faults/test_kill_faults", "faults/test_number_faults", "faults/test_run_faults",
         "run/test_export_run", "run/test_quantised_run", "run/test_run",
     ),
     "learners": ("run/test_learners", "run/test_off_policy"),
@@ -77,7 +77,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 LONG = (
     "small runs", "tests/parallel/test_processes.py", "tests/e2e/test_tiny.py", "tests/test_benchmarks.py",
-    "tests/rl/test_cluster.py", "tests/rl/test_learning.py", "tests/rl/test_invariance.py", "tests/rl/test_programs.py",
+    "tests/rl/test_cluster.py", "tests/rl/test_learning.py", "tests/rl/test_invariance.py", "learners",
+    "tests/docs/test_blocks.py",
 )  # fmt: skip
 """Files of more than 30 seconds of processor time."""
 

@@ -35,7 +35,6 @@ SETTINGS = [
     f"model.source={TINY}",
     "data.task=jsonl",
     "rewards=letters:share",
-    "rollout.max_prompt_length=100",
     f"training.max_steps={STEPS}",
     "training.actor_optimizer.warmup_ratio=0",
     "training.checkpoint_every_n_steps=2",
@@ -272,7 +271,7 @@ def edited(straight: Any, tmp_path: Path) -> Callable[..., Path]:
 )
 def test_another_batch_data_seed_or_type_is_refused_with_a_diff(old: str, new: str, told: str, edited: Any) -> None:
     with pytest.raises(ResumeError, match=told):
-        run.resume(edited(old, new))
+        run.resume(edited(old, new, "max_prompt_length: 32", "max_prompt_length: 64"))  # room for a system message
 
 
 def test_other_data_under_the_same_name_are_refused(edited: Any, place: Path) -> None:
