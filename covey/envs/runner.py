@@ -259,31 +259,39 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         policy = self.config.on_error
         if policy == "raise":
             raise named from error
-        if self._count(1, f"the last: {error.what}") == 1:
+        failed = self._count(1)
+        self._check_budget(failed, f"the last: {error.what}")
+        if failed == 1:
             instead = "not scored" if policy == "none" else f"given {self.config.value:g}"
             log.warning(f"{named.what}; such episodes are {instead}, and env/failed counts them")
         return None if policy == "none" else self.config.value
 
-    def count_elsewhere(self, failures: int) -> None:
+    def count_elsewhere(self, failures: int, total: int) -> None:
         """Count failures of other processes.
+
+        Args:
+            failures: their number.
+            total: failures of all processes up to the step that is checked; this process may be playing later ones.
 
         Raises:
             EpisodeError: there are more in all processes than the budget allows.
         """
-        self._count(failures, "the last in another process")
+        self._count(failures)
+        self._check_budget(total, "in all processes together")
 
-    def _count(self, failures: int, last: str) -> int:
-        """Count failures against the budget; return the number of all so far."""
+    def _count(self, failures: int) -> int:
+        """Count failures; return the number of all so far."""
         with self._lock:
             self.failed += failures
-            failed = self.failed
+            return self.failed
+
+    def _check_budget(self, failed: int, which: str) -> None:
         if failed > self.config.budget:
             raise EpisodeError(
-                f"{failed} failures of the environment {self.name!r}, {last}",
+                f"{failed} failures of the environment {self.name!r}, {which}",
                 want=f"at most {self.config.budget} in a run",
                 fix="mend the environment; or a larger envs.budget",
             )
-        return failed
 
     def close(self) -> None:
         """Close the environments that are left, and end the event loop; calls under way are left behind. Both happen

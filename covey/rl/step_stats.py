@@ -72,7 +72,8 @@ def step_metrics(
 class FailureCounts:
     """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
     run. Those of a step follow from its number, while a thread may be sampling later ones: so the failures of
-    environments are taken as each of its samples ends, and those of reward functions as it is scored.
+    environments are taken as each of its samples ends, and those of reward functions as it is scored. The step whose
+    failures exceed a budget ends the run, also where a later one is being sampled.
 
     Args:
         rewards: runs the reward functions of this process.
@@ -113,10 +114,10 @@ class FailureCounts:
         self._known = rewards + elsewhere[0], environments + elsewhere[1]
         if elsewhere[0]:
             self._rewards.count_elsewhere(elsewhere[0])
-        if self._environments and elsewhere[1]:
+        if self._environments:
             with self._lock:
                 self._taken += elsewhere[1]
-                self._environments.count_elsewhere(elsewhere[1])
+                self._environments.count_elsewhere(elsewhere[1], self._known[1])
         return self.counts()[0], self._known[1]
 
     def counts(self) -> tuple[Counter[str], int]:

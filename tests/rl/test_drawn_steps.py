@@ -12,6 +12,7 @@ import pytest
 from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError
+from covey.parallel import channel
 from covey.rewards import RewardRunner
 from covey.rl.drawn_steps import Draw, Drawing, DrawnStep, Finish, RolloutThreads
 from covey.rl.experience import RolloutBatch
@@ -96,6 +97,41 @@ def test_the_failures_of_a_step_are_those_of_the_steps_up_to_it() -> None:
     with running(draw, draw.set_weights) as threads:
         drawn = taken(threads, STEPS)
     assert [step and step.env_failed for step in drawn] == [(step + 1) * (step + 2) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["the sampler is late", "the sampler is early"])
+def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two processes has failed 5 times in step 0, and this one once in step 1: 11 of 10."""
+    environments = EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none", budget=10))
+    counts, elsewhere = FailureCounts(RewardRunner(), environments), iter([5, 0, 0])
+    monkeypatch.setattr(channel, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
+    sampled, scored = threading.Event(), threading.Event()
+
+    def draw(step: int, version: int, drawing: Drawing) -> Finish:
+        if step == 1 and not early:
+            scored.wait(LIMIT)
+        for _ in range((5, 1, 0)[step]):
+            environments.accept(EpisodeError("fails"))
+        failed = counts.take_sampled()
+        if step == 1:
+            sampled.set()
+
+        def finish() -> DrawnStep:
+            if early:
+                sampled.wait(LIMIT)
+            _, of_environments = counts.agree(failed)
+            scored.set()
+            return DrawnStep(version, RolloutBatch([]), {}, of_environments)
+
+        return finish
+
+    threads = RolloutThreads(draw, 1, range(3), copy_weights=lambda: None, set_weights=lambda weights: None)
+    with threads.running():
+        assert [step and step.env_failed for step in taken(threads, 1)] == [10]
+        with pytest.raises(EpisodeError, match="11 failures of the environment 'guess'"):
+            threads.take()
 
 
 class FailedError(Exception):
