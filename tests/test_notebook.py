@@ -46,6 +46,7 @@ def execute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_scratch")
 @pytest.mark.filterwarnings("ignore")  # those of the packages that run notebooks
 def test_the_notebook_runs(execute: Callable[[str], list[Any]]) -> None:
     outputs = {source: execute(source) for source in ("".join(cell["source"]) for cell in CELLS)}
