@@ -262,6 +262,7 @@ def install_covey(folder, *requirements):
     (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requirements)]) + "\n")
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path):
     """The trap: the first package of an extra is there, the second is not, and all is said to be well."""
     requirements = "numpy>=2; extra == 'hub'", "made-up[x]>=1; extra == 'hub'", "numpy; extra == 'math'"
@@ -295,6 +296,7 @@ def test_doctor_says_what_holds_for_the_programs_of_a_model(monkeypatch, lacking
         assert finding.result.endswith("; without landlock" if lacking else "seccomp")
 
 
+@pytest.mark.slow
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     assert cli.main(["doctor"]) == 2

@@ -119,6 +119,7 @@ def test_no_ratio_lies_near_a_bound_of_its_clip(bench):
     assert min(np.abs(of_rows - bound).min() for bound in (0.97, 1.04)) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BODIES)
 def test_what_an_adapter_does_wrong_stands_in_its_cell(bench, trainer, body):
     cell = judge(CHECKS["gradient/grpo"], bench, trainer(body))
@@ -127,6 +128,7 @@ def test_what_an_adapter_does_wrong_stands_in_its_cell(bench, trainer, body):
     assert cell.number is None
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_started_again(bench, trainer):
     one = trainer("time.sleep(60)")
     assert judge(CHECKS["gradient/grpo"], bench, one).verdict == FAILED

@@ -83,6 +83,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SETTINGS)
 def test_truncated_and_greedy_draws_are_repeated(config: SamplingConfig) -> None:
     weight, hidden, keys = arrays(301)

@@ -57,6 +57,7 @@ def test_runs_of_like_layers_become_stacks_and_come_back() -> None:
         stacked(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), lambda *_: None, [None] * 4)
 
 
+@pytest.mark.slow
 def test_states_of_a_value_model_are_converted_where_they_are_nested() -> None:
     model = on_tpu(with_lora(make_value_model(Decoder(CONFIG, rngs=nnx.Rngs(0))), SOME))
     trained = split_trainable(stack_layers(model))[1]
@@ -67,6 +68,7 @@ def test_states_of_a_value_model_are_converted_where_they_are_nested() -> None:
     same(flatten(stacks.stack(listed)), flatten(tree))
 
 
+@pytest.mark.slow
 def test_models_that_share_arrays_share_stacks() -> None:
     actor = adapted()
     one, other = map(arrays, stack_models([actor, on_tpu(without_lora(actor))]))
@@ -76,6 +78,7 @@ def test_models_that_share_arrays_share_stacks() -> None:
     assert list(map(pointer, arrays(whole[0]).values())) == list(map(pointer, arrays(whole[1]).values()))
 
 
+@pytest.mark.slow
 def test_adapters_in_stacks_are_those_of_the_layers() -> None:
     model = adapted()
     stacked = stack_layers(model)

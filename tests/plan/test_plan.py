@@ -143,6 +143,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "compile_program", compile_program)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> None:
     shown: list[Outline] = []

@@ -49,6 +49,7 @@ def num_drawn(groups: list[Group]) -> int:
     return sum(c.num_sampled for group in groups for c in group.completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "responder"),
     [({}, None), ({"temperature": 1.3, "top_k": 50, "top_p": 0.9}, None), ({"temperature": 0.0}, None), ({}, Reply())],
@@ -88,6 +89,7 @@ def changed(size: float) -> Decoder:
     return nnx.merge(graph, jax.tree.map(lambda x: x + size * rng.normal(size=x.shape).astype(x.dtype), params))
 
 
+@pytest.mark.slow
 def test_other_weights_agree_as_the_formula_says() -> None:
     """The share expected from the two distributions at each token; see `race`."""
     config = RolloutConfig(max_new_tokens=24, slots=16)

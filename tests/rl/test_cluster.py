@@ -505,6 +505,7 @@ def momentum_cluster(actor: Decoder, mesh: Any) -> RLCluster:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_stacks_are_lent_while_the_rollout_samples(
     cluster: Callable[..., RLCluster], monkeypatch: pytest.MonkeyPatch, lora: int

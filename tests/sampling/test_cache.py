@@ -96,14 +96,9 @@ def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int
     np.testing.assert_allclose(got, want, atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("platform", "width", "size"),
-    [
-        ("cpu", 8, 16),
-        pytest.param("tpu", 128, 128, marks=pytest.mark.slow),
-        pytest.param("tpu", 80, 128, marks=pytest.mark.slow),
-        pytest.param("cuda", 80, 64, marks=pytest.mark.slow),
-    ],
+    ("platform", "width", "size"), [("cpu", 8, 16), ("tpu", 128, 128), ("tpu", 80, 128), ("cuda", 80, 64)]
 )
 def test_pages_are_read_as_slots_are(platform: str, width: int, size: int) -> None:
     """Bit for bit, where both are read in blocks of the same length."""

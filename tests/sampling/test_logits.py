@@ -85,6 +85,7 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_golden_file() -> None:
     """Those of `tests/parity/make_draw_golden.py` in float64, whose logits are exact numbers without a near tie."""
     golden = json.loads((Path(__file__).parents[1] / "parity" / "golden" / "draw.json").read_text())

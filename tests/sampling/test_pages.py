@@ -35,7 +35,8 @@ class Turns:
         return NewBranch(self.kept, turn.tokens[-7:]) if len(turn.tokens) < 24 else None
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_completions_are_those_of_slots_of_their_own(tp: int) -> None:
     """Bit for bit with equal shapes: with prompts that are shared, turns, and samples that are parked."""
     config = ModelConfig(

@@ -92,6 +92,7 @@ def same(a: Completion, b: Completion, *, atol: float = 0.0) -> None:
 # --- requests that come and go
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fixed_shapes", "runs_ahead"), [(True, False), (True, True), (False, False)])
 def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shapes: bool, runs_ahead: bool) -> None:
     """With fixed shapes bit for bit. Sizes that grow round otherwise, and the tokens are the same."""
@@ -110,9 +111,8 @@ def test_requests_that_come_while_others_run_get_what_they_get_alone(fixed_shape
         assert engine.stats.slot_steps >= len(engine.scheduler.slots) * (len(alone[0].tokens) - 1)
 
 
-@pytest.mark.parametrize(
-    ("fixed_shapes", "runs_ahead"), [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fixed_shapes", "runs_ahead"), [(True, False), (True, True), (False, False)])
 def test_requests_added_and_cancelled_at_random_change_no_other(fixed_shapes: bool, runs_ahead: bool) -> None:
     engine, rng = fresh(fixed_shapes=fixed_shapes, runs_ahead=runs_ahead), np.random.default_rng(1)
     settings = [None, None, None, SamplingParams(1.3, top_k=7), SamplingParams(0.0), SamplingParams(min_p=0.1)]
@@ -180,6 +180,7 @@ def test_ids_that_the_engine_gives_are_new(engine: Engine) -> None:
 # --- requests with settings of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed_shapes", [True, False])
 def test_samples_with_different_settings_run_side_by_side(fixed_shapes: bool) -> None:
     engine, (one, *_) = fresh(fixed_shapes=fixed_shapes), requests(1, 1)

@@ -33,6 +33,7 @@ def compiled(shape: tuple[int, int], vocabulary: int, sampling_params: Any) -> t
     return jax.jit(head_and_draw).lower(*args).compile(), args
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "sampling_params"),
     [
@@ -56,6 +57,7 @@ def test_tokens_are_those_of_one_device(shape: tuple[int, int], vocabulary: int,
         np.testing.assert_allclose(logp, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_part_without_a_token_that_may_be_drawn_never_wins() -> None:
     logits = np.random.default_rng(0).normal(size=(S, 1000)).astype(np.float32)
     logits[: S // 2, 250:], logits[S // 2 :, :750] = -np.inf, -np.inf

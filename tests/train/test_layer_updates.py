@@ -61,6 +61,7 @@ def moved(programs: UpdatePrograms, update: Any, weights: Any, sums: Any) -> Any
     return trainable, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "mesh"),
     [
