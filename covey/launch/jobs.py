@@ -353,7 +353,7 @@ def _attempts(command: TrainingCommand, options: JobOptions, start: str, stopped
 def _choice(command: TrainingCommand, form: str) -> list[str]:
     """Return the lines of shell that resume the run if its folder has one, and begin it if not."""
     begin = form.format(shlex.join(command.words))
-    if command.words[1:2] == ("--resume",):
+    if command.resumes:
         return [begin]
     folder = shlex.quote(f"{command.run}/recipe.yaml")
     return [

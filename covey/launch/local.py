@@ -52,6 +52,11 @@ class TrainingCommand:
     devices: int = 0
 
     @property
+    def resumes(self) -> bool:
+        """Whether the words go on with a run. They may change its settings, so another attempt repeats them."""
+        return RESUME in dict(split(self.words[1:], 1)[1])
+
+    @property
     def resume_words(self) -> tuple[str, ...]:
         """Words that go on with the run.
 
@@ -65,11 +70,9 @@ class TrainingCommand:
         return (self.words[0], RESUME, self.run)
 
     def next_words(self) -> tuple[str, ...]:
-        """Return the words for another attempt: they go on with the run if it has begun, else they begin it. Words that
-        resume a run may change its settings, and stay.
-        """
+        """Return the words for another attempt: they go on with the run if it has begun, else they begin it."""
         begun = self.words[0] in TRAINING and self.run is not None and recipe.is_run(Path(self.run))
-        return self.resume_words if begun and RESUME not in dict(split(self.words[1:], 1)[1]) else self.words
+        return self.resume_words if begun and not self.resumes else self.words
 
 
 def training_command(words: Sequence[str]) -> TrainingCommand:

@@ -92,6 +92,17 @@ def read(file):
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.parametrize("resume", [("--resume", "runs/a b"), ("--resume=runs/a b",)])
+def test_what_changes_a_resumed_run_is_not_lost(tmp_path, run_script, resume):
+    """Wherever `--resume` stands among the words, and however it is written."""
+    words = ("train", "--max-steps", "9", *resume)
+    (tmp_path / "runs" / "a b").mkdir(parents=True)
+    (tmp_path / "runs" / "a b" / "recipe.yaml").write_text("")
+    programs = {"srun": f'while [ "$1" != covey ]; do shift; done\nshift; printf "%s\\n" "$@" > {tmp_path}/words'}
+    assert run_script(bash(text("slurm", words=words, workdir=str(tmp_path))), **programs).returncode == 0
+    assert read(tmp_path / "words") == list(words)
+
+
 @pytest.mark.parametrize(
     ("code", "tries", "requeued"),
     [(1, 3, False), (69, 3, False), (75, 1, True), (2, 1, False), (143, 1, False), (0, 1, False)],
