@@ -413,9 +413,10 @@ def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]
     else:
         episodes = recipe.envs.environment or recipe.envs.tools
         in_order = recipe.training.off_policy_steps or recipe.envs.answer_lag is not None
+        order = " in a fixed order (envs.answer_lag)" if in_order else ""
         parts = {
             "programs that append an environment's responses": episodes,
-            "waiting for its responses" + " in a fixed order (envs.answer_lag)" * bool(in_order): episodes,
+            f"waiting for its responses{order}": episodes,
             "the critic": algorithm_of(recipe.grpo).needs_critic,
             "the reward model": recipe.reward_model,
         }

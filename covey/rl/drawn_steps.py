@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import islice
+from itertools import islice, starmap
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -182,7 +182,7 @@ class RolloutThreads(RolloutsAhead):
     @contextmanager
     def running(self) -> Iterator["RolloutThreads"]:
         """Draw in two threads, as long as the context lasts."""
-        drawn = map(self._finish, self._waited(self._sampled, "reward_wait"))
+        drawn = starmap(self._finish, self._waited(self._sampled, "reward_wait"))
         with (  # what a thread waits for is closed before it is waited for, also where the second one cannot start
             produce(self._sample_offers(), self._sampled, "sampler"),
             closing(self._offers),
@@ -227,8 +227,8 @@ class RolloutThreads(RolloutsAhead):
         finally:
             self._sampling.release()
 
-    def _finish(self, sampled: tuple[tuple[Finish | None, Clock], Clock]) -> DrawnStep | None:
-        (finish, clock), waited = sampled
+    def _finish(self, sampled: tuple[Finish | None, Clock], waited: Clock) -> DrawnStep | None:
+        finish, clock = sampled
         clock.add(waited.seconds)
         drawn = finish and finish()
         return drawn and drawn.behind(clock)
