@@ -34,9 +34,7 @@ MODES = {
 OWN_DOCSTRING = "it reads the docstring of the user's own tool, by the expressions of transformers"
 BOUNDARY = "a word boundary lets a word begin at one place"
 REVIEWED = {
-    "covey/envs/tool_calls.py": {
-        "<tool_call>": "it ends at the end of the text at the latest, and begins anew behind that"
-    },
+    "covey/envs/tool_calls.py": {'"(?:[^': "no escaped quote begins a text, so each is read at most twice"},
     "covey/envs/schemas.py": dict.fromkeys(("^(.*?)", r"\n\s*Args", r"\n\s*Returns", r"\(choices"), OWN_DOCSTRING),
     "covey/plan/hlo.py": dict.fromkeys((r"\b\w+\[", r"\b(\w+)\["), BOUNDARY),
     "covey/rewards/numbers.py": {"\n    (?:(?<!": "all behind a number is optional, and its digits are not given back"},

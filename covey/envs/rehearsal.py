@@ -109,7 +109,7 @@ def _with_scripted_calls(tools: Toolset) -> Toolset:
     calls = {
         reply: [Call(schema["name"], _arguments(schema))] for reply, schema in zip(REPLIES[:-1], schemas, strict=False)
     }
-    return replace(tools, format=replace(tools.format, read=lambda text: calls.get(text, [])))
+    return replace(tools, format=replace(tools.format, parse=lambda text: calls.get(text, [])))
 
 
 def _arguments(function: Schema) -> dict[str, Any]:

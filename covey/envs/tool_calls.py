@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from covey.config.schema.envs import ToolFormat
@@ -23,10 +24,25 @@ from covey.envs.schemas import Schema
 from covey.errors import RecipeError
 
 TOOLS = re.compile(r"\btools\b")
-TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""Pattern of the text between two tags, or between the first and the end of the turn."""
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Marks before and behind a model's reasoning. The first may stand in the prompt."""
+REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""Mark before and mark behind a model's reasoning. The first may stand in the prompt."""
+BEGIN = re.compile(r"\s*+(<think>|\[THINK\])")
+TAG = re.compile(r"</think>|\[/THINK\]|(<tool_call>)")
+CONTROL = re.compile(r"</think>|\[/THINK\]|(\[TOOL_CALLS\])")
+FIRST = re.compile(r"</think>|\[/THINK\]|((?:\A|(?<=</think>)|(?<=\[/THINK\]))(?!<\|eo[tm]_id\|>|</s>))")
+"""Patterns of the end of reasoning, or of the beginning of calls, which is a group."""
+TOKEN = re.compile(
+    r'"(?:[^"\\\n]|\\.)*+(?:"\s*+(?:[,:}\]]|\Z)|\Z)|\\.'
+    r"|(</tool_call>|\[TOOL_CALLS\]|</s>|<\|eot_id\|>|<\|eom_id\|>|</think>|\[/THINK\]|;)"
+)
+"""Pattern of a text in JSON, with what follows it there, or of a mark outside such texts, which is a group."""
+IN_TAG, IN_TURN = ("</tool_call>", *REASONING.values()), ("</s>", "<|eot_id|>", "<|eom_id|>", *REASONING.values())
+"""Marks behind calls: of those in a tag, and of others."""
+FUNCTION = re.compile(r"\s*+<function=([^<>\s]++)>\s*+")
+PARAMETER = re.compile(r"<parameter=([^<>\s]++)>\n?")
+VALUE_END = re.compile(r"\n?</parameter>\s*+(?:(?=<parameter=)|(</function>)\s*+(?:</tool_call>|\Z))")
+ELEMENT_END = re.compile(r"\s*+(?:</tool_call>|\Z)")
+NEXT_ELEMENT = re.compile(r"<tool_call>\s*+<function=")
 
 
 @dataclass(frozen=True)
@@ -54,19 +70,15 @@ class CallFormat:
 
     Attributes:
         name: value of `envs.tool_format`.
-        read: text behind the reasoning of a turn, control tokens included → its calls; none if it has no call.
+        parse: text of a turn, control tokens included → its calls; those in its reasoning do not count.
         system: schemas → text of a system message that lists the tools; None if only a chat template can.
         turn_has_calls: whether the chat template takes a result only behind a turn that is given to it as calls.
     """
 
     name: str
-    read: Callable[[str], list[Call]]
+    parse: Callable[[str], list[Call]]
     system: Callable[[Sequence[Schema]], str] | None
     turn_has_calls: bool = False
-
-    def parse(self, text: str) -> list[Call]:
-        """Read the calls of a turn from its text, control tokens included. Those in its reasoning do not count."""
-        return self.read(without_reasoning(text))
 
 
 def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
@@ -124,103 +136,112 @@ def lists_tools(template: str) -> bool:
     return TOOLS.search(template) is not None
 
 
-def without_reasoning(text: str) -> str:
-    """Remove the reasoning of a text: all up to the last mark that closes it, or the whole text if it never ends.
+def _parse(
+    text: str, opening: re.Pattern[str], end_of: Callable[[str, int], int], read: Callable[[str], list[Call]]
+) -> list[Call]:
+    """Read the calls of a turn, in time linear in its length. A mark in the arguments of a call belongs to them.
 
-    >>> without_reasoning("<think>a</think>b"), without_reasoning("<think>a"), without_reasoning("a")
-    ('b', '', 'a')
+    Args:
+        opening: `TAG`, `CONTROL` or `FIRST`.
+        end_of: text, position behind an opening → end of what `read` reads.
+        read: text between the two → its calls.
     """
-    for opening, closing in REASONING:
-        text = text.rpartition(closing)[2]
-        if text.lstrip().startswith(opening):
-            return ""
-    return text
+    bodies, end = list[str](), _end_of_reasoning(text, 0)
+    while end < len(text) and (mark := opening.search(text, end)):
+        if mark[1] is None:
+            bodies, end = [], _end_of_reasoning(text, mark.end())
+        else:
+            end = end_of(text, mark.end())
+            bodies.append(text[mark.end() : end])
+    return [call for body in bodies for call in read(body)]
 
 
-def _tagged(text: str) -> list[Call]:
-    """Read the JSON between each pair of tags: a call, or a list of calls."""
-    return [call for body in TAGGED.findall(text) for call in _read(body)]
+def _end_of_reasoning(text: str, start: int) -> int:
+    """Return the end of the reasoning that begins at a position: that of the text if it never ends; `start` if there is
+    none.
+
+    >>> _end_of_reasoning("<think>a</think>b", 0), _end_of_reasoning("<think>a", 0), _end_of_reasoning("a", 0)
+    (16, 8, 0)
+    """
+    while begin := BEGIN.match(text, start):
+        end = text.find(REASONING[begin[1]], begin.end())
+        start = end + len(REASONING[begin[1]]) if end >= 0 else len(text)
+    return start
 
 
-def _element(body: str) -> Call:
+def _end_of_json(text: str, start: int, marks: Sequence[str]) -> int:
+    """Return the position of the first of these marks that is not in a text of JSON; the end of `text` without one.
+
+    >>> _end_of_json('{"a": "</s>"}</s>', 0, ["</s>"])
+    13
+    """
+    tokens = (token for token in TOKEN.finditer(text, start) if token[1] in marks)
+    return next((token.start() for token in tokens), len(text))
+
+
+def _end_of_element(text: str, start: int) -> int:
+    """Return the end of the element of a function, if it is the only one of its tag; otherwise that of the tag."""
+    end = _element(text, start)[1]
+    return end if end > start and ELEMENT_END.match(text, end) else _end_of_json(text, start, IN_TAG)
+
+
+def _elements(body: str) -> list[Call]:
+    """Read the element between two tags."""
+    call, end = _element(body, 0)
+    if end == len(body.rstrip()) and not call.error:
+        return [call]
+    several = "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own"
+    return [Call(call.name, error=several if body.count("<function=") > 1 else call.error or ELEMENT)]
+
+
+def _element(text: str, start: int) -> tuple[Call, int]:
     """Read `<function=NAME>`, and each `<parameter=KEY>` with its value, which may have lines of its own. It looks like
-    XML, but nothing is escaped.
+    XML, but nothing is escaped: a value ends before the next parameter or the end of the call, and it holds no call.
+
+    Returns:
+        The call and the end of the element; `start` if it cannot be read.
     """
-    head, *parameters = body.removesuffix("</function>").split("<parameter=")
-    name = re.fullmatch(r"<function=([^<>\s]+)>\s*", head)
-    if name is None or not body.endswith("</function>"):
-        return Call(error=_one_function(body) or "a call is <function=NAME>, its parameters, and </function>")
-    arguments = {}
-    for parameter in parameters:
-        match = re.fullmatch(r"([^<>\s]+)>\n?(.*?)\n?</parameter>\s*", parameter, re.DOTALL)
-        if match is None:
-            return Call(
-                name[1], error=_one_function(body) or "a parameter is <parameter=KEY>, its value, and </parameter>"
-            )
-        if match[1] in arguments:
-            return Call(name[1], error=f"the parameter {match[1]!r:.80} stands there twice")
-        arguments[match[1]] = match[2]
-    return Call(name[1], arguments, as_text=True)
-
-
-def _one_function(body: str) -> str:
-    """Return the error for several functions between two tags, "" if there is one."""
-    several = body.count("<function=") > 1
-    return "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own" if several else ""
+    if (function := FUNCTION.match(text, start)) is None:
+        return Call(error=ELEMENT), start
+    position, arguments = function.end(), dict[str, Any]()
+    following = NEXT_ELEMENT.search(text, position)
+    while parameter := PARAMETER.match(text, position):
+        end = VALUE_END.search(text, parameter.end(), following.start() if following else len(text))
+        if end is None:
+            return Call(function[1], error="a parameter is <parameter=KEY>, its value, and </parameter>"), start
+        if parameter[1] in arguments:
+            return Call(function[1], error=f"the parameter {parameter[1]!r:.80} stands there twice"), start
+        arguments[parameter[1]] = text[parameter.end() : end.start()]
+        position = end.start(1) if end[1] else end.end()
+    if not text.startswith("</function>", position):
+        return Call(function[1], error=ELEMENT), start
+    return Call(function[1], arguments, as_text=True), position + len("</function>")
 
 
 def _bare(text: str) -> list[Call]:
     """Read a turn that is a JSON object with a name, or several with semicolons between them."""
-    body = text.strip()
-    for end in ("<|eot_id|>", "<|eom_id|>"):
-        body = body.removesuffix(end)
+    body, calls, start = text.strip(), list[Call](), 0
     marked = body.startswith("<|python_tag|>")
     body = body.removeprefix("<|python_tag|>").strip()
     if not (marked or re.match(r'\{\s*"name"', body)):
         return []
-    *closed, last = re.split(r"\}\s*;\s*(?=\{)", body)
-    return [call for part in (*(f"{text}}}" for text in closed), last) for call in _read(part)]
-
-
-def _listed(text: str) -> list[Call]:
-    """Read the list behind `[TOOL_CALLS]`."""
-    _, marked, body = text.partition("[TOOL_CALLS]")
-    return _read(body.removesuffix("</s>")) if marked else []
-
-
-def _marked(text: str) -> list[Call]:
-    """Read a name, perhaps an id, and the arguments behind each `[TOOL_CALLS]`."""
-    body, calls = text.removesuffix("</s>"), []
-    at = body.find("[TOOL_CALLS]")
-    while at >= 0:
-        start = at + len("[TOOL_CALLS]")
-        at = body.find("[TOOL_CALLS]", _end_of_arguments(body, start))
-        calls.append(_named(body[start : at if at >= 0 else None]))
+    while start <= len(body):
+        end = _end_of_json(body, start, (";",))
+        calls += _read(body[start:end])
+        start = end + 1
     return calls
 
 
-def _end_of_arguments(text: str, start: int) -> int:
-    """Find the end of the JSON value behind the next `[ARGS]`, whose texts may hold marks; `start` without a value."""
-    following = text.find("[TOOL_CALLS]", start)
-    marked = text.find("[ARGS]", start, following if following >= 0 else None)
-    value = SPACE.match(text, marked + len("[ARGS]"))
-    if marked < 0 or value is None:
-        return start
-    try:
-        return DECODER.raw_decode(text, value.end())[1]
-    except (ValueError, RecursionError):
-        return start
-
-
-def _named(text: str) -> Call:
+def _named(text: str) -> list[Call]:
+    """Read a name, perhaps an id, and the arguments behind `[ARGS]`."""
     head, marked, body = text.partition("[ARGS]")
     name, _, identifier = head.strip().partition("[CALL_ID]")
     if not (name and marked):
-        return Call(error="a call is [TOOL_CALLS], the name of a tool, [ARGS], and a JSON object")
+        return [Call(error="a call is [TOOL_CALLS], the name of a tool, [ARGS], and a JSON object")]
     try:
-        return _call({"name": name, "id": identifier, "arguments": read_json(body)})
+        return [_call({"name": name, "id": identifier, "arguments": read_json(body)})]
     except ValueError as error:
-        return Call(name, error=f"the arguments are {error}")
+        return [Call(name, error=f"the arguments are {error}")]
 
 
 def _read(text: str) -> list[Call]:
@@ -251,7 +272,6 @@ def _raise_on_constant(name: str) -> None:
 
 
 DECODER = json.JSONDecoder(parse_constant=_raise_on_constant)
-SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _call(value: Any) -> Call:
@@ -265,6 +285,9 @@ def _call(value: Any) -> Call:
     if not isinstance(arguments, dict):
         return Call(name, id=call_id, error="the arguments are not an object")
     return Call(name, arguments, call_id)
+
+
+ELEMENT = "a call is <function=NAME>, its parameters, and </function>"
 
 
 def _lines(schemas: Sequence[Schema]) -> str:
@@ -300,13 +323,19 @@ def _llama_system(schemas: Sequence[Schema]) -> str:
     )
 
 
+_tagged = partial(_parse, opening=TAG, end_of=partial(_end_of_json, marks=IN_TAG), read=_read)
+_first = partial(_parse, opening=FIRST, end_of=partial(_end_of_json, marks=IN_TURN), read=_bare)
+_listed = partial(_parse, opening=CONTROL, end_of=partial(_end_of_json, marks=IN_TURN), read=_read)
+_named_each = partial(
+    _parse, opening=CONTROL, end_of=partial(_end_of_json, marks=("[TOOL_CALLS]", *IN_TURN)), read=_named
+)
+_by_element = partial(_parse, opening=TAG, end_of=_end_of_element, read=_elements)
+
 FORMATS: dict[str, CallFormat] = {
     "hermes": CallFormat("hermes", _tagged, _hermes_system),
     "smollm": CallFormat("smollm", _tagged, _smollm_system),
-    "llama": CallFormat("llama", _bare, _llama_system),
+    "llama": CallFormat("llama", _first, _llama_system),
     "mistral": CallFormat("mistral", _listed, None, turn_has_calls=True),
-    "mistral_args": CallFormat("mistral_args", _marked, None, turn_has_calls=True),
-    "qwen3_coder": CallFormat(
-        "qwen3_coder", lambda text: [_element(body.strip()) for body in TAGGED.findall(text)], None
-    ),
+    "mistral_args": CallFormat("mistral_args", _named_each, None, turn_has_calls=True),
+    "qwen3_coder": CallFormat("qwen3_coder", _by_element, None),
 }

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
@@ -275,6 +277,99 @@ def test_what_is_no_call_becomes_an_error_for_the_model(form: str, text: str) ->
     assert call.error
     assert ("of its own" in call.error) == (text.count("<function=") > 1)
     assert ("'a' stands there twice" in call.error) == ("<parameter=a>2" in text)
+
+
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "</s>", "<|eot_id|>", "<think>", "</think>", "[THINK]",
+    "[/THINK]", "<|python_tag|>", "<function=f>", "</function>", "<parameter=b>", "</parameter>", "}; {", '"', "\\",
+    "\n", "{",
+)  # fmt: skip
+WITH_MARKS = st.lists(st.sampled_from(MARKS) | st.text(max_size=3)).map("".join)
+WRITTEN = {
+    "hermes": "so <tool_call>\n{}\n</tool_call>",
+    "smollm": "<tool_call>[{}]</tool_call>",
+    "llama": "{}<|eot_id|>",
+    "mistral": "so [TOOL_CALLS][{}]</s>",
+    "mistral_args": "so [TOOL_CALLS]f[ARGS]{}</s>",
+}
+"""Calls of `f` by form; arguments, or the object of the call, stand in the braces."""
+
+
+def written(form: str, arguments: dict[str, Any], **style: Any) -> str:
+    value = arguments if form == "mistral_args" else {"name": "f", "arguments": arguments}
+    return WRITTEN[form].replace("{}", json.dumps(value, **style))
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(WRITTEN)), WITH_MARKS, WITH_MARKS, st.sampled_from((None, 2)), st.booleans(), st.data())
+def test_a_mark_in_the_arguments_of_a_call_belongs_to_them(
+    form: str, key: str, text: str, indent: int | None, ascii_only: bool, data: st.DataObject
+) -> None:
+    arguments = {key: [text], "last": text}
+    call = written(form, arguments, indent=indent, ensure_ascii=ascii_only)
+    reasoning = data.draw(
+        st.sampled_from(("", "<think>" + call + "</think>", "[THINK]a[/THINK]", f"or {call}</think>"))
+    )
+    if not reasoning.startswith("<think>") or "</think>" not in call:  # the first mark ends what a mark has begun
+        (read,) = FORMATS[form].parse(reasoning + call)
+        assert (read.name, read.arguments, read.error) == ("f", arguments, "")
+    cut = call[: data.draw(st.integers(0, len(call)))]
+    assert all(read.error or read.arguments == arguments for read in FORMATS[form].parse(cut))
+
+
+@pytest.mark.parametrize(
+    "text", [*MARKS, "<tool_call></tool_call>", "</parameter>\n</parameter>", "<parameter=b></function>"]
+)
+@pytest.mark.parametrize("around", ["{}", "a = 1\n{}\nb = 2"])
+def test_a_mark_in_a_value_that_is_not_escaped_belongs_to_it(text: str, around: str) -> None:
+    value = around.replace("{}", text)
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key in "ac")
+    call = f"<tool_call>\n<function=f>\n{values}</function>\n"
+    calls = FORMATS["qwen3_coder"].parse(f"so {call}</tool_call>\n{call}")
+    assert [(read.arguments, read.error) for read in calls] == [({"a": value, "c": value}, "")] * 2
+
+
+OPEN = "<tool_call><function=f><parameter=a>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "names"),
+    [
+        # A call that cannot be read hides no other, and a mark in it ends no turn without a word.
+        ("hermes", '<tool_call>{"name": "f, "arguments": {}}</tool_call>' + hermes("g"), ["", "g"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\d</think>"}}</tool_call>' + hermes("g"), ["", "g"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</think>', [""]),
+        ("hermes", f'<think>or <tool_call>{{"name": "x</think>{hermes("g")}', ["g"]),
+        ("hermes", f'or <tool_call>{{"name": "x</think>\n{hermes("g")}', ["g"]),
+        ("llama", '<think>a</think>\n{"name": "f"};{"name": "g, "a": 1}', ["f", ""]),
+        ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a: 1}\n[TOOL_CALLS]g[ARGS]{}', ["f", "g"]),
+        ("qwen3_coder", f"{OPEN}1</function></tool_call><tool_call><function=g></function>", ["f", "g"]),
+        ("qwen3_coder", f"{OPEN}{OPEN}1</parameter></function></tool_call>", ["f"]),
+    ],
+)  # fmt: skip
+def test_a_call_that_cannot_be_read_ends_where_its_form_ends(form: str, text: str, names: list[str]) -> None:
+    calls = FORMATS[form].parse(text)
+    assert [call.name for call in calls] == names
+    assert [bool(call.error) for call in calls] == [
+        name == "" or (name == "f" and form in ("mistral_args", "qwen3_coder")) for name in names
+    ]
+
+
+HOSTILE = (
+    *MARKS, "<tool_call></tool_call>", "[TOOL_CALLS]f[ARGS]", '<tool_call>{"a": "', '"\\"', '\\"', ";{", " ", OPEN,
+    "<think></think>", "<tool_call></think>", "<tool_call><function=f>", f"{OPEN}</tool_call>", "</parameter>\n",
+    "<parameter=a></parameter>", '[TOOL_CALLS]f[ARGS]{"a":"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_are_read_in_linear_time(form: str) -> None:
+    heads = ("", '{"name": "f"};', OPEN, '"')
+    texts = [head + piece * 2500 for piece in HOSTILE for head in heads]
+    for text in (*texts, *(piece * 20_000 for piece in ("<tool_call>", "[TOOL_CALLS]", '[TOOL_CALLS]f[ARGS]{"a":"'))):
+        began = time.process_time()
+        FORMATS[form].parse(text)
+        assert time.process_time() - began < 2, text[:80]
 
 
 def test_arguments_that_are_texts_are_read_by_their_types() -> None:
