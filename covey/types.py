@@ -61,7 +61,8 @@ class Episode:
         turn_rewards: reward of each turn, as the environment gave it.
         done: whether the environment ended the episode; otherwise a limit did, or a failure.
         failure: what went wrong in the environment; empty if nothing did.
-        reward: reward of the whole episode; None where it is not scored, because the environment failed.
+        reward: reward of the whole episode; None where it is not scored, because the environment failed, or a limit
+            ended it before anything was paid.
         seconds: time spent in the environment.
         tool_calls: number of tool calls that were answered.
         tool_failures: number of those that failed.

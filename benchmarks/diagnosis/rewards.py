@@ -164,7 +164,7 @@ class Deaf(Guess):
 
     def step(self, reply: str) -> Step:
         """Respond to nothing."""
-        return Step(">")
+        return Step(">", reward=0.0)
 
 
 class Constant(Guess):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step
+from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step, pays_at_end
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
@@ -226,6 +226,8 @@ class Episodes:
             result = await self._runner.call("step", state.environment.step, text)
             step = checked_step(result, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)
+            if response is None and self._runner.scores:
+                await self._pay(state, step)
         except (EpisodeError, DataError) as error:
             await self._close(state)  # first, because the policy may be to raise
             self._fail(state, error if isinstance(error, EpisodeError) else _unusable(error))
@@ -242,12 +244,13 @@ class Episodes:
         record, messages = state.record, step.messages
         if isinstance(messages, str):
             messages = [{"role": "environment", "content": messages}]
-        rewards = (*record.turn_rewards, step.reward)
+        rewards = (*record.turn_rewards, step.reward or 0.0)
+        paid = step.done or not (record.reward is None and step.reward is None)
         state.record = replace(
             record,
             messages=(*record.messages, *(message for message in messages if message["content"])),
             turn_rewards=rewards,
-            reward=float(sum(rewards)) if self._runner.scores else None,
+            reward=float(sum(rewards)) if self._runner.scores and paid else None,
             done=step.done,
             tool_calls=record.tool_calls + _count(step, "tool_calls"),
             tool_failures=record.tool_failures + _count(step, "tool_failures"),
@@ -263,6 +266,21 @@ class Episodes:
             return None
         state.chat, state.start = _continue_chat(state.chat, message, step.messages), len(turn.tokens) + count
         return response
+
+    async def _pay(self, state: _State, last: Step) -> None:
+        """Add what the environment pays at the end of an episode; one that a limit ends may stay without a reward."""
+        if pays_at_end(state.environment, last):
+            assert state.environment is not None, "an episode without a failure has an environment"
+            rest, rewards = await self._runner.ask_reward(state.environment), state.record.turn_rewards
+            rewards = (*rewards[:-1], rewards[-1] + (rest or 0.0))
+            reward = None if rest is None else float(sum(rewards))
+            state.record = replace(state.record, turn_rewards=rewards, reward=reward)
+        if state.record.reward is None and not self._runner.warned_of_unscored:
+            self._runner.warned_of_unscored = True
+            log.warning(
+                f"a limit ended an episode of the environment {self._runner.name!r} before it paid anything; such "
+                "episodes are not scored. A method get_reward can say what they earn; so can Step(..., reward=0.0)"
+            )
 
     def _continue(
         self, state: _State, turn: Turn, message: Message, messages: Prompt, calls: bool

@@ -47,7 +47,7 @@ class Guess:
         """Compare the reply with the number."""
         match = re.fullmatch(r"\d{1,9}", reply.strip().removesuffix(".").rstrip())
         if match is None:
-            return Step(self.answers[NO_NUMBER], done=True)
+            return Step(self.answers[NO_NUMBER], reward=0.0, done=True)
         guess = int(match[0])
         if guess == self.number:
             return Step(self.answers[RIGHT], reward=1.0 - self.earned, done=True)
@@ -79,7 +79,7 @@ class Wordle:
         """Compare the reply with the word."""
         guess = reply.strip().rstrip(".").lower()
         if len(guess) != len(self.word) or not re.fullmatch(r"\w+", guess):
-            return Step(done=True)
+            return Step(reward=0.0, done=True)
         marks = games.mark_letters(self.word, guess)
         answer = marks if isinstance(self.prompt, str) else spell_out(guess, marks)
         return Step(answer, reward=float(guess == self.word), done=guess == self.word)

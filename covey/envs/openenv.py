@@ -199,10 +199,8 @@ def read_step(message: Mapping[str, Any]) -> Step:
     observation = data.get("observation")
     if message.get("type") != "observation" or not isinstance(observation, dict):
         raise EpisodeError(f"sent {excerpt(message)}", want='{"type": "observation", "data": {"observation": {…}, …}}')
-    reward = 0.0 if (reward := data.get("reward")) is None else reward
-    return checked_step(
-        Step(format_observation(observation), reward, data.get("done", False)), as_chat=False, limit=MAX_BYTES
-    )
+    step = Step(format_observation(observation), data.get("reward"), data.get("done", False))
+    return checked_step(step, as_chat=False, limit=MAX_BYTES)
 
 
 def format_observation(observation: Mapping[str, Any]) -> str:

@@ -3,8 +3,9 @@
     environment = factory(row)        one for each sample, from its data row
     environment.reset()    ─▶ the prompt: chat messages, or text
     environment.step(reply) ─▶ Step: messages, a reward, whether the episode is over
+    environment.get_reward() ─▶ what it pays at the end, if there is one
 
-Both methods may be async. What they return is checked: it is not trusted. Async ones are called in the event loop,
+The methods may be async. What they return is checked: it is not trusted. Async ones are called in the event loop,
 others in a thread of their own, which is left behind if it hangs.
 
 Numbers in `Step.info` become the metrics `env/<name>`. `info` may hold anything, so what is no number is not looked at.
@@ -54,20 +55,25 @@ class Step:
 
     Attributes:
         messages: chat messages, or text: that is a message of the user in a chat, and appended as it is to plain text.
-        reward: reward of the turn; the reward of the episode is the sum.
+        reward: reward of the turn; the reward of the episode is the sum. None if nothing is paid yet: an episode that a
+            limit ends before anything is paid is not scored, and one that the environment ends then has the reward 0.
         done: whether the episode is over; its messages are then not shown to the model.
         info: anything that the environment wants to keep. Its numbers are metrics `env/<name>`; `tool_calls` and
             `tool_failures` are summed over the turns.
     """
 
     messages: str | Sequence[Message] = ()
-    reward: float = 0.0
+    reward: float | None = None
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    """An environment of one episode. A method `close()`, if there is one, is called when the episode is over."""
+    """An environment of one episode.
+
+    Two methods are optional. `get_reward()` is asked at the end, where a limit ends the episode or the last step has no
+    reward; it returns what to add, or None for an episode that is not scored. `close()` is called afterwards.
+    """
 
     def reset(self) -> Prompt | Awaitable[Prompt]:
         """Begin the episode; return the prompt. It must be the same for all samples of a row."""
@@ -105,8 +111,7 @@ def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
     """
     if not isinstance(step, Step):
         raise EpisodeError(f"returned {excerpt(step)} from step", want="a covey.envs.Step")
-    if isinstance(step.reward, bool) or not isinstance(step.reward, Real) or as_float(step.reward) is None:
-        raise EpisodeError(f"gave the reward {excerpt(step.reward)}", want="a finite number")
+    reward = checked_reward(step.reward)
     if not isinstance(step.done, bool):
         raise EpisodeError(f"said {excerpt(step.done)} for done", want="True or False")
     messages = _checked_messages(step.messages, "step", limit)
@@ -116,7 +121,25 @@ def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
         if messages:
             raise EpisodeError("responds to plain text with chat messages", want="text, or a chat from the beginning")
         messages = ""
-    return Step(messages, float(step.reward), step.done, step.info)
+    return Step(messages, reward, step.done, step.info)
+
+
+def pays_at_end(environment: Any, last: Step) -> bool:
+    """Tell whether an environment is asked for a reward at the end of its episode, by the last step."""
+    return callable(getattr(environment, "get_reward", None)) and not (last.done and last.reward is not None)
+
+
+def checked_reward(reward: Any) -> float | None:
+    """Check that a reward is a finite number or None, and return it.
+
+    Raises:
+        EpisodeError: it is something else.
+    """
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, Real) or (value := as_float(reward)) is None:
+        raise EpisodeError(f"gave the reward {excerpt(reward)}", want="a finite number, or None")
+    return value
 
 
 def _checked_messages(messages: Any, method: str, limit: int) -> Prompt:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from covey.envs.protocol import checked_prompt, checked_step
+from covey.envs.protocol import checked_prompt, checked_step, pays_at_end
 from covey.envs.schemas import Schema
 from covey.envs.tool_calls import Call
 from covey.envs.tools import Toolset
@@ -97,6 +97,9 @@ async def _play(runner: "EnvironmentRunner", row: Row) -> AsyncGenerator[Course,
             }
             if step.done:
                 break
+        if pays_at_end(environment, step):
+            part = "the end"
+            yield {"reward at the end": await runner.ask_reward(environment)}
     except EpisodeError as error:  # a run treats failures by its policy; here they are a part of the course
         yield {f"failure in {part}": error.what.partition(":")[0]}
     finally:

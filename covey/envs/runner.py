@@ -24,7 +24,7 @@ from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
 from covey.envs import rehearsal
 from covey.envs.episodes import Episodes
-from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, invoke
+from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, checked_reward, invoke
 from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
 from covey.envs.trl import TrlFactory
@@ -133,6 +133,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         answer_lag: number of chunks of decode steps behind a turn at which its answer is taken; None for as soon as it
             is there.
         warned_of_waiting: whether a warning has said that the sampler waits for the environments.
+        warned_of_unscored: whether a warning has said that episodes that a limit ends are not scored.
         is_remote: whether episodes are played on a server or by another library, which may be slow or cost something.
         own_numbers: the numbers in `Step.info` that become metrics.
         tools: the tools, once `prepare` has read the model's chat template; None if there are none.
@@ -166,7 +167,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             self._factory = chosen if isinstance(chosen, TrlFactory) else resolve(chosen, self.config)
         if isinstance(self._factory, TrlFactory):
             self._tools, self.scores = _tools_by_name(self._factory.tools), self._factory.scores
-        self.failed, self.warned_of_waiting, self.answer_lag = 0, False, self.config.answer_lag
+        self.failed, self.answer_lag = 0, self.config.answer_lag
+        self.warned_of_waiting = self.warned_of_unscored = False
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         seconds = (self.config.timeout or None) if chosen else None  # each call of a tool has its own limit
@@ -228,8 +230,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         Raises:
             EpisodeError: as for `call`.
         """
-        with_turns = (tools or self.tools, self.config.max_turns)
-        arguments = with_turns[: 1 if self.keeps_prompts else 2] if self._tools else ()
+        arguments = (tools or self.tools,) if self._tools else ()
         environment: Environment = await self.call("__init__", self._factory, deep_copy(row), *arguments)
         self._calls.add(environment)
         return environment
@@ -244,6 +245,14 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
             EpisodeError: it raised or exited; `LateError` if it took too long.
         """
         return await self._calls.call(what, function, *args)
+
+    async def ask_reward(self, environment: Environment) -> float | None:
+        """Ask an environment for what it pays at the end of an episode; None if it cannot say.
+
+        Raises:
+            EpisodeError: as for `call`, or the answer is neither a finite number nor None.
+        """
+        return checked_reward(await self.call("get_reward", environment.get_reward))  # type: ignore[attr-defined]
 
     async def close_environment(self, environment: Environment | None) -> None:
         """Close the environment of an episode that is over, if it can be closed."""

@@ -69,15 +69,15 @@ class TrlFactory:
         if not self.tools:
             raise RecipeError(f"{name} has no tool", want="public methods that the model calls", where=WHERE)
 
-    def __call__(self, row: Mapping[str, Any], tools: Toolset, max_turns: int) -> "TrlEnvironment":
-        return TrlEnvironment(self._make(), row, tools, max_turns)
+    def __call__(self, row: Mapping[str, Any], tools: Toolset) -> "TrlEnvironment":
+        return TrlEnvironment(self._make(), row, tools)
 
 
 class TrlEnvironment:
-    """One episode. The reward is asked for when the model makes no call, or at the limit of turns."""
+    """One episode. It pays at its end: when the model makes no call, or at a limit."""
 
-    def __init__(self, environment: Any, row: Mapping[str, Any], tools: Toolset, max_turns: int):
-        self._environment, self._row, self._left = environment, row, max_turns
+    def __init__(self, environment: Any, row: Mapping[str, Any], tools: Toolset):
+        self._environment, self._row = environment, row
         bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in tools.tools.items()}
         self._tools = replace(tools, tools=bound)
         self._calls = ToolEnvironment(row, self._tools)
@@ -90,13 +90,13 @@ class TrlEnvironment:
         return self._tools.prompt(with_suffix(self._row["prompt"], text or ""))
 
     async def step(self, reply: str) -> Step:
-        """Answer the calls of a turn; return the reward with the last."""
-        self._left -= 1
-        step = await self._calls.step(reply)
+        """Answer the calls of a turn."""
+        return await self._calls.step(reply)
+
+    async def get_reward(self) -> Any:
+        """Return the reward of the episode as it stands; None if the class has none to give."""
         get_reward = getattr(self._environment, "get_reward", None)
-        if get_reward is None or not (step.done or self._left == 0):
-            return step
-        return replace(step, reward=await invoke(get_reward))
+        return None if get_reward is None else await invoke(get_reward)
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:

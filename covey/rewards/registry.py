@@ -40,7 +40,7 @@ resolve = REGISTRY.resolve
 def environment(
     prompts: Sequence[Any], completions: Sequence[Any], episode_rewards: Sequence[float | None], **columns: Any
 ) -> list[float | None]:
-    """Return the reward that the environment gave to each episode: None where it failed, or there was none."""
+    """Return the reward that the environment gave to each episode: None where it gave none."""
     return list(episode_rewards)
 
 

@@ -39,7 +39,7 @@ def played(play: Any, *replies: str) -> list[Any]:
 def test_questions_become_messages_and_the_result_the_reward() -> None:
     prompt, first, last = played(count, "one", "three")
     assert prompt == [ASK]
-    assert (first.messages, first.reward, first.done) == ([{"role": "user", "content": "Go on."}], 0.0, False)
+    assert (first.messages, first.reward, first.done) == ([{"role": "user", "content": "Go on."}], None, False)
     assert (last.messages, last.reward, last.done) == ((), 0.8, True)
 
 

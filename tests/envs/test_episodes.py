@@ -145,6 +145,100 @@ def test_an_episode_says_how_it_ended_and_keeps_its_reward(
     assert (finish, finish.was_cut) == (how, how == "length")
 
 
+class PaysAtItsEnd(Counts):
+    """Pays 1 if it was told three characters at last, and takes 1 otherwise."""
+
+    def step(self, reply: str) -> Any:
+        self.turns, self.right = self.turns + 1, reply == "one"
+        return Step("go on", done=True, reward=self.end()) if self.turns == self.row["turns"] else Step("go on")
+
+    def end(self) -> float:
+        return 1.0 if self.right else -1.0
+
+
+class CanSay(PaysAtItsEnd):
+    def get_reward(self) -> Any:
+        return self.end()
+
+
+class SaysLater(CanSay):
+    async def get_reward(self) -> Any:
+        await asyncio.sleep(0.01)
+        return self.end()
+
+
+class CannotSay(PaysAtItsEnd):
+    def get_reward(self) -> Any:
+        return None
+
+
+class PaysOnTheWay(CanSay):
+    def step(self, reply: str) -> Any:
+        return replace(super().step(reply), reward=0.25)
+
+
+CUTS: list[tuple[dict[str, Any], int | None, int, str]] = [
+    ({"max_turns": 1}, END, 100, "turns"),
+    ({"max_turns": 1}, None, 100, "length"),
+    ({}, None, 0, "length"),  # no token is left
+    ({}, END, 2, "length"),  # the response has no room
+]
+
+
+@pytest.mark.parametrize(("settings", "end", "room", "how"), CUTS)
+@pytest.mark.parametrize(
+    ("factory", "told", "reward"),
+    [
+        (
+            PaysAtItsEnd,
+            "one",
+            None,
+        ),  # neither better than what ends by itself and is wrong, nor worse than what is right
+        (PaysAtItsEnd, "two", None),
+        (CanSay, "one", 1.0),
+        (CanSay, "two", -1.0),
+        (SaysLater, "one", 1.0),
+        (CannotSay, "one", None),
+        (PaysOnTheWay, "one", 1.25),
+        (Counts, "one", 0.5),
+    ],
+)
+def test_an_episode_that_a_limit_ends_earns_what_the_environment_says(
+    factory: Any, told: str, reward: float | None, settings: dict[str, Any], end: int | None, room: int, how: str
+) -> None:
+    play = Play(factory, **settings)
+    assert play.says(told, end=end, room=room) is None
+    episode, finish = play.over()
+    assert (episode.reward, episode.done, finish) == (reward, False, how)
+    assert episode.turn_rewards == (reward or 0.0,)
+
+
+def test_what_an_environment_pays_at_an_end_of_its_own_is_paid_once(caplog: pytest.LogCaptureFixture) -> None:
+    for factory, told, reward in ((CanSay, "one", 1.0), (PaysAtItsEnd, "two", -1.0), (CannotSay, "one", 1.0)):
+        play = Play(factory, turns=1)
+        assert play.says(told) is None
+        assert play.over()[0].reward == reward
+    silent = type("Silent", (Counts,), {"step": lambda self, reply: Step(done=True)})
+    assuming = type("Assuming", (silent,), {"get_reward": lambda self: 0.5})
+    for factory, reward in ((silent, 0.0), (assuming, 0.5)):
+        play = Play(factory)
+        assert play.says("one") is None
+        assert play.over()[0].reward == reward
+    assert not caplog.messages
+    Play(PaysAtItsEnd, max_turns=1).says("one")
+    assert ["a limit ended an episode" in message for message in caplog.messages] == [True]
+
+
+def test_a_reward_that_cannot_be_asked_for_is_a_failure() -> None:
+    for answer, what in ((lambda self: "much", "gave the reward 'much'"), (lambda self: 1 / 0, "in get_reward")):
+        factory = type("Fails", (PaysAtItsEnd,), {"get_reward": answer})
+        with pytest.raises(EpisodeError, match=what):
+            Play(factory, max_turns=1).says("one")
+        play = Play(factory, max_turns=1, on_error="value", value=-2.0)
+        assert play.says("one") is None
+        assert (play.over()[0].reward, play.over()[1]) == (-2.0, "failure")
+
+
 def failing(method: str, act: Callable[[], Any]) -> type[Counts]:
     return type("Failing", (Counts,), {method: lambda self, *args: act()})
 

@@ -14,7 +14,7 @@ import pytest
 from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner
 from covey.envs.episodes import Episodes
-from covey.envs.openenv import Server, action_of, factory, is_public
+from covey.envs.openenv import Server, action_of, factory, is_public, read_step
 from covey.envs.registry import environment_name
 from covey.errors import EpisodeError, RecipeError
 
@@ -97,6 +97,7 @@ def test_a_game_is_played_over_one_connection() -> None:
         prompt, no, invalid, right = asyncio.run(play(make(ROW)))
         assert prompt == [{"role": "user", "content": "Guess.\n\n1..16"}]
         assert (no.messages, no.reward, no.done) == ("no", 0.0, False)
+        assert read_step(GUESS).reward is None  # it has paid nothing yet
         assert invalid.messages == "Invalid action: number: not a number"
         assert (right.messages, right.reward, right.done) == ("right", 1.0, True)
         json_only = factory(url, EnvsConfig(environment="guess", private_addresses=True))(ROW)

@@ -66,27 +66,24 @@ def played(*replies: str, **settings: Any) -> list[Any]:
 
         async def play() -> list[Any]:
             environment: Any = await runner.make(ROW)
-            return [await environment.reset(), *[await environment.step(reply) for reply in replies]]
+            steps = [await environment.reset(), *[await environment.step(reply) for reply in replies]]
+            return [*steps, await environment.get_reward()]
 
         return runner.submit(play()).result(20)
 
 
 @pytest.mark.usefixtures("classes")
 def test_public_methods_are_tools_and_get_reward_is_the_reward() -> None:
-    prompt, added, undone, again, done = played(
+    prompt, added, undone, again, done, reward = played(
         call_of("add", amount=2), call_of("undo"), call_of("add", amount="x") + call_of("add", amount=3), "done"
     )
     assert prompt[-1] == {"role": "user", "content": "Count to 3 (start)"}
     assert "now 2" in added.messages[0]["content"]
-    assert (added.reward, added.done) == (0.0, False)
+    assert (added.reward, added.done) == (None, False)
     assert "null" in undone.messages[0]["content"]
     assert again.info == {"tool_calls": 2, "tool_failures": 1}
-    assert (done.reward, done.done) == (1.0, True)
-
-
-@pytest.mark.usefixtures("classes")
-def test_the_reward_is_asked_for_at_the_limit_of_turns() -> None:
-    assert [step.reward for step in played(call_of("add", amount=1), call_of("undo"), max_turns=2)[1:]] == [0.0, 0.25]
+    assert (done.reward, done.done, reward) == (None, True, 1.0)
+    assert played(call_of("add", amount=1))[-1] == 0.25
 
 
 @pytest.mark.usefixtures("classes")
