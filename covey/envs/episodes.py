@@ -226,8 +226,8 @@ class Episodes:
             result = await self._runner.call("step", state.environment.step, text)
             step = checked_step(result, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)
-            if response is None and self._runner.scores:
-                await self._pay(state, step)
+            if self._runner.scores:
+                await self._pay(state, step, over=response is None)
         except (EpisodeError, DataError) as error:
             await self._close(state)  # first, because the policy may be to raise
             self._fail(state, error if isinstance(error, EpisodeError) else _unusable(error))
@@ -244,13 +244,10 @@ class Episodes:
         record, messages = state.record, step.messages
         if isinstance(messages, str):
             messages = [{"role": "environment", "content": messages}]
-        rewards = (*record.turn_rewards, step.reward or 0.0)
-        paid = step.done or not (record.reward is None and step.reward is None)
         state.record = replace(
             record,
             messages=(*record.messages, *(message for message in messages if message["content"])),
-            turn_rewards=rewards,
-            reward=float(sum(rewards)) if self._runner.scores and paid else None,
+            turn_rewards=(*record.turn_rewards, step.reward or 0.0),
             done=step.done,
             tool_calls=record.tool_calls + _count(step, "tool_calls"),
             tool_failures=record.tool_failures + _count(step, "tool_failures"),
@@ -267,15 +264,18 @@ class Episodes:
         state.chat, state.start = _continue_chat(state.chat, message, step.messages), len(turn.tokens) + count
         return response
 
-    async def _pay(self, state: _State, last: Step) -> None:
-        """Add what the environment pays at the end of an episode; one that a limit ends may stay without a reward."""
-        if pays_at_end(state.environment, last):
-            assert state.environment is not None, "an episode without a failure has an environment"
-            rest, rewards = await self._runner.ask_reward(state.environment), state.record.turn_rewards
-            rewards = (*rewards[:-1], rewards[-1] + (rest or 0.0))
-            reward = None if rest is None else float(sum(rewards))
-            state.record = replace(state.record, turn_rewards=rewards, reward=reward)
-        if state.record.reward is None and not self._runner.warned_of_unscored:
+    async def _pay(self, state: _State, step: Step, over: bool) -> None:
+        """Add up the rewards of an episode, at its end with what the environment pays then. Where nothing was paid, an
+        episode that a limit ends is not scored.
+        """
+        *before, last = state.record.turn_rewards
+        paid, rest = step.done or step.reward is not None or state.record.reward is not None, None
+        if over and pays_at_end(state.environment, step):
+            rest = await self._runner.ask_reward(state.environment)
+            paid = rest is not None
+        rewards = (*before, last + (rest or 0.0))
+        state.record = replace(state.record, turn_rewards=rewards, reward=float(sum(rewards)) if paid else None)
+        if over and not paid and not self._runner.warned_of_unscored:
             self._runner.warned_of_unscored = True
             log.warning(
                 f"a limit ended an episode of the environment {self._runner.name!r} before it paid anything; such "

@@ -135,9 +135,8 @@ def checked_reward(reward: Any) -> float | None:
     Raises:
         EpisodeError: it is something else.
     """
-    if reward is None:
-        return None
-    if isinstance(reward, bool) or not isinstance(reward, Real) or (value := as_float(reward)) is None:
+    value = as_float(reward) if isinstance(reward, Real) and not isinstance(reward, bool) else None
+    if value is None and reward is not None:
         raise EpisodeError(f"gave the reward {excerpt(reward)}", want="a finite number, or None")
     return value
 

@@ -246,13 +246,13 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         """
         return await self._calls.call(what, function, *args)
 
-    async def ask_reward(self, environment: Environment) -> float | None:
+    async def ask_reward(self, environment: Any) -> float | None:
         """Ask an environment for what it pays at the end of an episode; None if it cannot say.
 
         Raises:
             EpisodeError: as for `call`, or the answer is neither a finite number nor None.
         """
-        return checked_reward(await self.call("get_reward", environment.get_reward))  # type: ignore[attr-defined]
+        return checked_reward(await self.call("get_reward", environment.get_reward))
 
     async def close_environment(self, environment: Environment | None) -> None:
         """Close the environment of an episode that is over, if it can be closed."""

@@ -324,18 +324,26 @@ def _llama_system(schemas: Sequence[Schema]) -> str:
 
 
 _tagged = partial(_parse, opening=TAG, end_of=partial(_end_of_json, marks=IN_TAG), read=_read)
-_first = partial(_parse, opening=FIRST, end_of=partial(_end_of_json, marks=IN_TURN), read=_bare)
-_listed = partial(_parse, opening=CONTROL, end_of=partial(_end_of_json, marks=IN_TURN), read=_read)
-_named_each = partial(
-    _parse, opening=CONTROL, end_of=partial(_end_of_json, marks=("[TOOL_CALLS]", *IN_TURN)), read=_named
-)
-_by_element = partial(_parse, opening=TAG, end_of=_end_of_element, read=_elements)
 
 FORMATS: dict[str, CallFormat] = {
     "hermes": CallFormat("hermes", _tagged, _hermes_system),
     "smollm": CallFormat("smollm", _tagged, _smollm_system),
-    "llama": CallFormat("llama", _first, _llama_system),
-    "mistral": CallFormat("mistral", _listed, None, turn_has_calls=True),
-    "mistral_args": CallFormat("mistral_args", _named_each, None, turn_has_calls=True),
-    "qwen3_coder": CallFormat("qwen3_coder", _by_element, None),
+    "llama": CallFormat(
+        "llama", partial(_parse, opening=FIRST, end_of=partial(_end_of_json, marks=IN_TURN), read=_bare), _llama_system
+    ),
+    "mistral": CallFormat(
+        "mistral",
+        partial(_parse, opening=CONTROL, end_of=partial(_end_of_json, marks=IN_TURN), read=_read),
+        None,
+        turn_has_calls=True,
+    ),
+    "mistral_args": CallFormat(
+        "mistral_args",
+        partial(_parse, opening=CONTROL, end_of=partial(_end_of_json, marks=("[TOOL_CALLS]", *IN_TURN)), read=_named),
+        None,
+        turn_has_calls=True,
+    ),
+    "qwen3_coder": CallFormat(
+        "qwen3_coder", partial(_parse, opening=TAG, end_of=_end_of_element, read=_elements), None
+    ),
 }
