@@ -83,12 +83,12 @@ def size(count: int) -> str:
 def figures(result: Mapping[str, Any]) -> str:
     """Format the metrics of an evaluation in one line.
 
-    >>> figures({"accuracy": 0.5, "reward": 0.25, "samples": 8})
-    'accuracy 50.0%  reward 0.250  (8 samples)'
+    >>> figures({"accuracy": 0.5, "reward": 0.25, "samples": 8, "judged": 4})
+    'accuracy 50.0%  reward 0.250  (8 samples, 4 judged)'
     """
     names = [*FIGURES, *(name for name in result if re.fullmatch(r"pass@\d+", name))]
     shown = [f"{name} {figure(name, result[name])}" for name in names if result.get(name) is not None]
-    counts = [f"{result[name]} {name}" for name in ("examples", "samples") if name in result]
+    counts = [f"{result[name]} {name.replace('_', ' ')}" for name in ("examples", "samples", *JUDGED) if name in result]
     return "  ".join([*shown, *([f"({', '.join(counts)})"] if counts else [])])
 
 
@@ -100,6 +100,8 @@ def figure(name: str, value: float) -> str:
 
 FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
 """Metrics shown for an evaluation, in this order."""
+JUDGED = ("judged", "partial_judged", "format_judged", "reward_judged")
+"""Numbers of completions behind the figures, where they are not all."""
 
 
 def prompt_text(prompt: Prompt) -> str:

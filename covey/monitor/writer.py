@@ -131,11 +131,13 @@ def write_answers(folder: Path, name: str, groups: Iterable[Group], correct: Cor
     """Write an evaluation's completions as `<name>.jsonl`, in the form of `samples.jsonl` with step 0.
 
     Args:
-        correct: which completions of each group are right, by the name of the metric: written as `correct` of the row.
+        correct: which completions of each group are right, by the name of the metric, 1, 0 or NaN: written as `correct`
+            of the row, true, false or null.
     """
     with open_below(folder, f"{name}.jsonl", "wb") as file:
         for row in sample_rows(0, groups):
-            judged = {name: bool(right[row["group"]][row["sample"]]) for name, right in (correct or {}).items()}
+            marks = {name: right[row["group"]][row["sample"]] for name, right in (correct or {}).items()}
+            judged = {name: None if np.isnan(mark) else bool(mark) for name, mark in marks.items()}
             file.write(encode_row(row | {"correct": judged} if judged else row))
 
 

@@ -71,7 +71,11 @@ CHARTS = (
     Chart("Held-out reward", "Held-out prompts", ("eval/reward",)),
     Chart("Held-out length", "Held-out prompts", ("eval/mean_length",)),
     Chart("Held-out completions cut off", "Held-out prompts", ("eval/clipped_ratio",)),
-    Chart("Completions judged", "Held-out prompts", ("eval/samples",)),
+    Chart(
+        "Completions judged",
+        "Held-out prompts",
+        ("eval/samples", "eval/judged", "eval/partial_judged", "eval/format_judged", "eval/reward_judged"),
+    ),
     Chart("Perplexity", "Optimisation", ("perplexity", "eval/perplexity")),
     Chart("Gradient norm", "Optimisation", ("grad_norm",)),
     Chart("Learning rate", "Optimisation", ("learning_rate",)),

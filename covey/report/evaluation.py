@@ -1,8 +1,8 @@
 """Compare the completions of held-out prompts before and after training, question by question.
 
-A question is right if all of its completions are right by the run's accuracy function, wrong if none is, and partly
-right otherwise. Rows of runs from before that was recorded have the training reward alone: there a question is better,
-worse or equal by its mean.
+A question is right if all of its judged completions are right by the run's accuracy function, wrong if none is, and
+partly right otherwise. Rows of runs from before that was recorded have the training reward alone: there a question is
+better, worse or equal by its mean.
 """
 
 import math

@@ -11,13 +11,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from covey.config.metrics import metric
+from covey.monitor.formats import JUDGED
 from covey.report.run_data import RunData, built_in_settings, default_settings
 
 NAMES = ("name", "description", "needs", "expect", "out", "method")
 """Settings that describe a run and do not change it; they do not count as differences."""
 LAST_SHARE = 0.1
 """Share of the steps at the end whose mean is the final value of a metric."""
-HELD_OUT = ("accuracy", "partial_accuracy", "format_accuracy", "reward", "loss", "perplexity", "mean_length")
+HELD_OUT = (
+    "accuracy", "partial_accuracy", "format_accuracy", "reward", *JUDGED, "loss", "perplexity", "mean_length",
+)  # fmt: skip
 """Metrics of evaluations that are compared, in this order."""
 CURVES = ("reward", "eval/accuracy", "eval/reward", "eval/loss", "loss", "kl", "entropy", "completions/mean_length")
 """Metrics of steps that are compared, in this order."""

@@ -6,6 +6,9 @@ have the same names in `summary.json` and, prefixed by `eval/`, in `metrics.json
     accuracy, partial_accuracy, format_accuracy    fractions of completions that are right, nearly right, well-formed
     pass@k, pass@k_any                             chance that one of k completions is right: unbiased, and as counted
 
+A completion that a function does not score (None, or a failure under `on_error: none`) is neither right nor wrong:
+these are fractions of the completions that it judged.
+
 With several sampling presets the metrics of the first have these names; those of the others are prefixed by the
 preset: `liberal/accuracy`.
 """
@@ -49,8 +52,9 @@ class Evaluation:
     Attributes:
         metrics: metrics by name; None where nothing was measured.
 
-            accuracy, partial_accuracy, format_accuracy: fractions of completions that the function of this name gives 1
-                or more; None without such a function.
+            accuracy, partial_accuracy, format_accuracy: fractions of judged completions that the function of this name
+                gives 1 or more; None without such a function, or if it judged none.
+            judged, partial_judged, format_judged, reward_judged: number of completions judged, where it is not all.
             reward: mean of the training reward, when its functions were given.
             error: standard error of `accuracy` over prompts.
             samples: number of completions evaluated.
@@ -59,7 +63,8 @@ class Evaluation:
             pass@k: for k = 1, 2, ... the chance that at least one of k completions is right (`pass_at_k`).
             pass@k_any: the fraction of prompts with a right one among their first k completions.
         groups: the completions themselves, with the training rewards when their functions were given.
-        correct: which completions of each group are right, by the name of the metric: bool [G].
+        correct: which completions of each group are right, by the name of the metric: float64 [G], 1 or 0, or NaN for
+            those that were not judged.
         others: results by preset, for the presets after the first.
     """
 
@@ -128,14 +133,18 @@ def evaluate_groups(
     scored = channel.gather_items(scored, "evaluation")
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
+    judged = {what: [known for r in right if (known := r[~np.isnan(r)]).size] for what, right in correct.items()}
+    counts = {what.replace("accuracy", "judged"): sum(map(len, right)) for what, right in judged.items()}
+    counts["reward_judged"] = int((~np.isnan(rewards)).sum()) if reward_fns else len(completions)
     metrics = {
-        **{name: _mean_fraction(correct.get(name, ())) for name in named},
+        **{name: _mean_fraction(judged.get(name, ())) for name in named},
         "reward": None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
-        "error": _standard_error(correct.get("accuracy", ())),
+        "error": _standard_error(judged.get("accuracy", ())),
         "samples": len(completions),
         "mean_length": float(np.mean([c.num_sampled for c in completions])),
         "clipped_ratio": float(np.mean([c.finish.was_cut for c in completions])),
-        **_pass_rates(correct.get("accuracy", ()), config.pass_k),
+        **_pass_rates(judged.get("accuracy", ()), config.pass_k),
+        **{name: count for name, count in counts.items() if count < len(completions)},
     }
     return Evaluation(metrics, scored, correct)
 
@@ -173,8 +182,8 @@ def during_training(config: EvalConfig) -> EvalConfig:
 
 
 def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:
-    """Compute pass@k and pass@k_any of right completions, bool [G] per prompt, for k up to `largest`; those of a k over
-    the prompts with as many completions.
+    """Compute pass@k and pass@k_any of right completions, 1 or 0, for k up to `largest`; those of a k over the prompts
+    with as many judged completions.
     """
     enough = {k: [r for r in right if len(r) >= k] for k in range(1, largest + 1)}
     unbiased = {
@@ -193,8 +202,9 @@ def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:
 
 
 def _find_correct(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
-    """Return for each prompt which of its completions the function `name` gives 1 or more: bool [G]."""
-    return [np.nan_to_num(g.rewards) >= 1.0 for g in score(groups, [name], runner=runner) if g.rewards is not None]
+    """Return for each prompt which of its completions the function `name` gives 1 or more, as in `Evaluation`."""
+    rewards = [g.rewards for g in score(groups, [name], runner=runner) if g.rewards is not None]
+    return [np.where(np.isnan(r), np.nan, r >= 1.0) for r in rewards]
 
 
 PRESETS = {

@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 
 from covey.cli.checks import check_run
 from covey.config import recipe
-from covey.config.schema import EvalConfig, RolloutConfig
+from covey.config.schema import EvalConfig, RewardSafetyConfig, RolloutConfig
 from covey.errors import RecipeError
+from covey.monitor.formats import figures
+from covey.monitor.writer import write_answers
+from covey.rewards import RewardRunner
 from covey.rl.evaluate import (
     EVALUATION_STEP,
     PRESETS,
@@ -79,10 +84,11 @@ BOTH = EvalConfig(prompts=3, samples=4, accuracy="judges:right", format="judges:
 
 
 def test_shares_and_error_by_hand() -> None:
-    """MetricSums by prompt 2/4, 1/4, 0: unscored is not right, 0.5 is not enough. The error is over prompts."""
+    """MetricSums by prompt 2/4, 1/3, 0: unscored is not judged, 0.5 is not enough. The error is over prompts."""
     found = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT)
-    assert found.metrics["accuracy"] == pytest.approx(1 / 4)
-    assert found.metrics["error"] == pytest.approx(np.std([0.5, 0.25, 0], ddof=1) / np.sqrt(3))
+    assert found.metrics["accuracy"] == pytest.approx(5 / 18)
+    assert found.metrics["error"] == pytest.approx(np.std([0.5, 1 / 3, 0], ddof=1) / np.sqrt(3))
+    assert found.metrics["judged"] == 11
     assert found.metrics["format_accuracy"] == pytest.approx((3 + 1 + 4) / 12)
     assert found.metrics["partial_accuracy"] == pytest.approx(3 / 12)
     assert found.metrics["samples"] == 12
@@ -101,6 +107,35 @@ def test_the_training_reward_is_reported_beside() -> None:
     assert both.metrics["reward"] == pytest.approx((2 + 2 + 0.5 + 0.5 + 10 + 10 + 0 + 10) / 4)
 
 
+def half(completions: Sequence[str], answer: Sequence[str]) -> list[float | None]:
+    """Judges the rows of one answer alone, and finds them right."""
+    return [1.0 if a == "Ab" else None for a in answer]
+
+
+def late(completions: Sequence[str]) -> list[float]:
+    raise TimeoutError
+
+
+def test_what_a_judge_leaves_out_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where it fails, or takes too long, and the policy lets the run continue."""
+    module = sys.modules["judges"]
+    monkeypatch.setattr(module, "half", half, raising=False)
+    monkeypatch.setattr(module, "late", late, raising=False)
+    config = EvalConfig(samples=4, pass_k=4, accuracy="judges:half", format="judges:late")
+    runner = RewardRunner(RewardSafetyConfig(on_error="none"))
+    found = evaluate(Canned(), EXAMPLES[1:], config, ROLLOUT, [half], runner=runner)
+    assert (found.metrics["accuracy"], found.metrics["reward"], found.metrics["format_accuracy"]) == (1.0, 1.0, None)
+    assert pass_at(found) == pass_at(found, "_any") == [1.0] * 4
+    counts = {name: found.metrics[name] for name in ("samples", "judged", "reward_judged", "format_judged")}
+    assert counts == {"samples": 8, "judged": 4, "reward_judged": 4, "format_judged": 0}
+    write_answers(tmp_path, "after", found.groups, found.correct)
+    rows = [json.loads(line)["correct"] for line in (tmp_path / "after.jsonl").read_text().splitlines()]
+    assert [row["accuracy"] for row in rows] == [True] * 4 + [None] * 4
+    assert {row["format_accuracy"] for row in rows} == {None}
+    assert "accuracy 100.0%  reward 1.000  pass@1" in (line := figures(found.summary()))
+    assert line.endswith("(8 samples, 4 judged, 0 format judged, 4 reward judged)")
+
+
 def test_what_is_not_named_is_not_judged() -> None:
     found = evaluate(Canned(), EXAMPLES, EvalConfig(), ROLLOUT)
     measured = {name for name, value in found.metrics.items() if value is not None}
@@ -117,8 +152,8 @@ SUMMARY = {
 
 def test_the_summary_is_everything_but_the_completions() -> None:
     summary = evaluate(Canned(), EXAMPLES, BOTH, ROLLOUT).summary()
-    assert set(summary) == SUMMARY
-    summary = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=2), ROLLOUT).summary()
+    assert set(summary) == SUMMARY | {"judged"}
+    summary = evaluate(Canned(), EXAMPLES[::2], dataclasses.replace(BOTH, pass_k=2), ROLLOUT).summary()
     assert set(summary) == SUMMARY | {"pass@1", "pass@2", "pass@1_any", "pass@2_any"}
     assert all(value is None or type(value) in (int, float) for value in summary.values())
 
@@ -133,10 +168,12 @@ def pass_at(found: Evaluation, suffix: str = "") -> list[float | None]:
 
 
 def test_pass_at_k_by_hand() -> None:
-    """Right are 2 (the first two), 1 (the last) and none of four. k = 2: 5/6, 3/6, 0 of the pairs hold a right one."""
+    """Right are 2 (the first two) of 4, 1 (the last) of 3 and none of 4. k = 2: 5/6, 2/3, 0 of the pairs hold a right
+    one. With k = 4 the prompt of which 3 were judged says nothing.
+    """
     found = evaluate(Canned(), EXAMPLES, dataclasses.replace(BOTH, pass_k=4), ROLLOUT)
-    assert pass_at(found) == pytest.approx([1 / 4, (5 / 6 + 3 / 6) / 3, (1 + 3 / 4) / 3, 2 / 3])
-    assert pass_at(found, "_any") == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
+    assert pass_at(found) == pytest.approx([5 / 18, (5 / 6 + 2 / 3) / 3, 2 / 3, 1 / 2])
+    assert pass_at(found, "_any") == pytest.approx([1 / 3, 1 / 3, 2 / 3, 1 / 2])
     assert pass_at(found)[0] == pytest.approx(found.metrics["accuracy"])
 
 
@@ -181,8 +218,9 @@ def test_under_all_presets_the_first_leads_and_the_others_stand_beside() -> None
     assert [asked["config"].temperature for asked in model.asked] == [1e-4, 0.7, 0.85]
     assert list(found.others) == ["standard", "liberal"]
     summary = found.summary()
-    assert set(summary) == SUMMARY | {f"{name}/{what}" for name in ("standard", "liberal") for what in SUMMARY}
-    assert summary["liberal/accuracy"] == summary["accuracy"] == pytest.approx(1 / 4)
+    names = SUMMARY | {"judged"}
+    assert set(summary) == names | {f"{name}/{what}" for name in ("standard", "liberal") for what in names}
+    assert summary["liberal/accuracy"] == summary["accuracy"] == pytest.approx(5 / 18)
 
 
 def test_on_the_way_fewer_prompts_and_one_preset() -> None:
