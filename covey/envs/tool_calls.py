@@ -175,8 +175,7 @@ def _end_of_json(text: str, start: int, marks: Sequence[str]) -> int:
     >>> _end_of_json('{"a": "</s>"}</s>', 0, ["</s>"])
     13
     """
-    tokens = (token for token in TOKEN.finditer(text, start) if token[1] in marks)
-    return next((token.start() for token in tokens), len(text))
+    return next((token.start() for token in TOKEN.finditer(text, start) if token[1] in marks), len(text))
 
 
 def _end_of_element(text: str, start: int) -> int:
@@ -190,8 +189,7 @@ def _elements(body: str) -> list[Call]:
     call, end = _element(body, 0)
     if end == len(body.rstrip()) and not call.error:
         return [call]
-    several = "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own"
-    return [Call(call.name, error=several if body.count("<function=") > 1 else call.error or ELEMENT)]
+    return [Call(call.name, error=SEVERAL if body.count("<function=") > 1 else call.error or ELEMENT)]
 
 
 def _element(text: str, start: int) -> tuple[Call, int]:
@@ -221,10 +219,9 @@ def _element(text: str, start: int) -> tuple[Call, int]:
 def _bare(text: str) -> list[Call]:
     """Read a turn that is a JSON object with a name, or several with semicolons between them."""
     body, calls, start = text.strip(), list[Call](), 0
-    marked = body.startswith("<|python_tag|>")
-    body = body.removeprefix("<|python_tag|>").strip()
-    if not (marked or re.match(r'\{\s*"name"', body)):
+    if not (body.startswith("<|python_tag|>") or re.match(r'\{\s*"name"', body)):
         return []
+    body = body.removeprefix("<|python_tag|>").strip()
     while start <= len(body):
         end = _end_of_json(body, start, (";",))
         calls += _read(body[start:end])
@@ -287,7 +284,11 @@ def _call(value: Any) -> Call:
     return Call(name, arguments, call_id)
 
 
-ELEMENT = "a call is <function=NAME>, its parameters, and </function>"
+ELEMENT, SEVERAL = (
+    "a call is <function=NAME>, its parameters, and </function>",
+    "each <function=NAME> stands between a <tool_call> and a </tool_call> of its own",
+)
+"""What the model is told about a call that is none, and about several in one."""
 
 
 def _lines(schemas: Sequence[Schema]) -> str:

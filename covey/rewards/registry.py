@@ -44,6 +44,9 @@ def environment(
     return list(episode_rewards)
 
 
+environment.is_needed = True  # type: ignore[attr-defined]
+
+
 def environment_reward(name: str) -> Callable[..., Any]:
     """Return `environment` under the name of an environment, which is then its name among the rewards."""
 
@@ -52,4 +55,5 @@ def environment_reward(name: str) -> Callable[..., Any]:
 
     reward.__name__ = name
     reward.in_process = True  # type: ignore[attr-defined]  # it only passes on what is here
+    reward.is_needed = True  # type: ignore[attr-defined]  # without it an episode would count as if it had earned 0
     return reward

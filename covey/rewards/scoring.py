@@ -27,7 +27,8 @@ def score(
         groups: completions of any number of prompts; the functions see all of them in one call.
         reward_fns: one or more functions, or names that `resolve` accepts.
         weights: factor of each function in the total; all 1 by default. A function of weight 0 is called and
-            listed, but affects neither the sum nor whether a completion counts as scored.
+            listed, but affects neither the sum nor whether a completion counts as scored. What a function with the
+            attribute `is_needed` does not score is not scored, whatever others say: an environment's reward has it.
         runner: decides where functions run and how failures are handled; by default in this process, raising an error.
         failed: receives the number of failures that the runner tolerated, by function.
 
@@ -44,8 +45,9 @@ def score(
     names = function_names(functions)
     table = (runner or RewardRunner()).run(dict(zip(names, functions, strict=True)), samples, failed)
     scored = ~np.isnan(table) & (factors != 0)[:, None]
+    needed = np.array([getattr(function, "is_needed", False) for function in functions]) & (factors != 0)
     totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
-    totals[~scored.any(axis=0)] = np.nan
+    totals[~scored.any(axis=0) | ~scored[needed].all(axis=0)] = np.nan
     return _split(groups, names, table, totals)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, function_names, runner, score
-from covey.types import Completion, FinishReason, Group
+from covey.rewards import RewardRunner, environment_reward, function_names, runner, score
+from covey.types import Completion, Episode, FinishReason, Group
 
 
 def group(prompt, texts, **columns):
@@ -247,6 +247,17 @@ def test_none_and_a_weight_of_zero_count_for_nothing_and_a_sample_with_no_value_
     assert np.array_equal(np.concatenate([g.rewards for g in scored]), totals, equal_nan=True)
     shown = np.concatenate([g.rewards_by_function["constant_2"] for g in scored])
     assert np.array_equal(shown, [7.0, np.nan, np.nan, 3.0, 5.0], equal_nan=True)
+
+
+@pytest.mark.parametrize("of_environment", [environment_reward("game"), "environment"])
+def test_an_episode_that_its_environment_does_not_score_is_not_scored_by_others(of_environment):
+    """It would count as if it had earned 0: more than one that failed at -1, less than one that solved its task."""
+    one = group("one", ["a", "b", "c"])
+    earned = zip(one.completions, (1.0, None, -1.0), strict=True)
+    one = replace(one, completions=tuple(replace(c, episode=Episode(reward=reward)) for c, reward in earned))
+    functions = [of_environment, returns([0.25] * 3)]
+    assert np.array_equal(score([one], functions)[0].rewards, [1.25, np.nan, -0.75], equal_nan=True)
+    assert score([one], functions, [0.0, 1.0])[0].rewards.tolist() == [0.25] * 3
 
 
 NUMBERS = [
