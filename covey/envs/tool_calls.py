@@ -222,7 +222,7 @@ def _bare(text: str) -> list[Call]:
     if not (body.startswith("<|python_tag|>") or re.match(r'\{\s*"name"', body)):
         return []
     body = body.removeprefix("<|python_tag|>").strip()
-    while start <= len(body):
+    while start == 0 or start < len(body):
         end = _end_of_json(body, start, (";",))
         calls += _read(body[start:end])
         start = end + 1

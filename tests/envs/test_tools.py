@@ -219,6 +219,7 @@ TWO = [("f", {}), ("g", {})]
         ("smollm", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>', TWO),
         ("llama", ' {"name": "f", "parameters": {"a": 1}}<|eot_id|>', [("f", {"a": 1})]),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', TWO),
+        ("llama", '{"name": "f", "parameters": {"a": "}; {"}};', [("f", {"a": "}; {"})]),
         ("llama", '{"answer": 5}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefgh9"}]</s>', [("f", {"a": 1})]),
         ("mistral_args", 'so [TOOL_CALLS]f[ARGS]{"a": "[ARGS]"}</s>', [("f", {"a": "[ARGS]"})]),
