@@ -134,8 +134,10 @@ def evaluate_groups(
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     judged = {what: [known for r in right if (known := r[~np.isnan(r)]).size] for what, right in correct.items()}
-    counts = {what.replace("accuracy", "judged"): sum(map(len, right)) for what, right in judged.items()}
-    counts["reward_judged"] = int((~np.isnan(rewards)).sum()) if reward_fns else len(completions)
+    counts = {
+        **{what.replace("accuracy", "judged"): sum(map(len, right)) for what, right in judged.items()},
+        "reward_judged": int((~np.isnan(rewards)).sum()) if reward_fns else len(completions),
+    }
     metrics = {
         **{name: _mean_fraction(judged.get(name, ())) for name in named},
         "reward": None if np.isnan(rewards).all() else float(np.nanmean(rewards)),
@@ -203,8 +205,8 @@ def _mean_fraction(right: Sequence[np.ndarray]) -> float | None:
 
 def _find_correct(groups: Sequence[Group], name: str, runner: RewardRunner | None) -> list[np.ndarray]:
     """Return for each prompt which of its completions the function `name` gives 1 or more, as in `Evaluation`."""
-    rewards = [g.rewards for g in score(groups, [name], runner=runner) if g.rewards is not None]
-    return [np.where(np.isnan(r), np.nan, r >= 1.0) for r in rewards]
+    rewards = (group.rewards for group in score(groups, [name], runner=runner))
+    return [np.where(np.isnan(r), np.nan, r >= 1.0) for r in rewards if r is not None]
 
 
 PRESETS = {
