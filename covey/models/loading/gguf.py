@@ -47,7 +47,7 @@ class GGUFCheckpoint:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         fields = Metadata(self._reader.fields, str(self.path))
         self.config = _read_config(fields, self._tensors)
-        self.tokenizer = _read_tokenizer(fields)
+        self.tokenizer = _read_tokenizer(fields, self.config.vocab_size)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
@@ -225,7 +225,7 @@ class _PreTokenizer:
         return [*digits, *cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)]
 
 
-def _read_tokenizer(fields: Metadata) -> Tokenizer:
+def _read_tokenizer(fields: Metadata, rows: int) -> Tokenizer:
     kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise WeightsError(
@@ -238,8 +238,7 @@ def _read_tokenizer(fields: Metadata) -> Tokenizer:
     split = PRE_TOKENIZERS[split_name]
     tokens = fields.strings("tokenizer.ggml.tokens")
     ids = {
-        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens))
-        for role in ("bos", "eos", "eot", "eom", "padding")
+        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens)) for role in ("bos", "eos", "eot", "eom")
     }
     if ids["eos"] is None:
         raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
@@ -251,9 +250,10 @@ def _read_tokenizer(fields: Metadata) -> Tokenizer:
         eos_id=ids["eos"],
         stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
         bos_id=ids["bos"],
-        pad_id=ids["padding"],
+        pad_id=fields.token_id("tokenizer.ggml.padding_token_id", 2**31),  # published files have some without a token
         add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.add_bos),
         chat_template=fields.text(template) if template in fields else None,
+        rows=rows,
     )
 
 

@@ -193,10 +193,18 @@ def _copy(tensor: np.ndarray) -> np.ndarray:
 
 
 def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
-    tokens, rows = checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size
-    if tokens > rows:
+    """Check that the model embeds every ordinary token, BOS and the stop tokens.
+
+    A published tokenizer may have more added tokens, as for images: a text that needs one is refused.
+    """
+    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
+    ordinary = {*tokenizer.inner.get_vocab().values()} - tokenizer.inner.get_added_tokens_decoder().keys()
+    tokens = max(ordinary, default=-1) + 1
+    beyond = [token for token in (*tokenizer.stop_ids, tokenizer.bos_id or 0) if token >= rows]
+    if tokens > rows or beyond:
+        used = f"stops or begins a text with {tokenizer.inner.id_to_token(beyond[0])!r}, {beyond[0]}," if beyond else ""
         raise WeightsError(
-            f"the tokenizer has {tokens} tokens and the model embeds {rows}",
+            f"the tokenizer {used or f'has {tokens} tokens'} and the model embeds {rows}",
             fix="the tokenizer belongs to another model, or tokens were added without resizing the embedding",
             where=where,
         )
@@ -222,7 +230,7 @@ class FolderCheckpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = self._read_config(str(folder / "config.json"))
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size)
 
     def _read_config(self, where: str) -> ModelConfig:
         whole = read_json(self.folder / "config.json")

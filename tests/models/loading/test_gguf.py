@@ -303,6 +303,11 @@ def test_words_are_cut_as_the_published_patterns_do(name: str):
         assert [text[begin:end] for _, (begin, end) in cut] == pieces, text
 
 
+def test_a_padding_token_that_is_none_is_not_used(make):
+    """As llama.cpp, which takes its default for such an id."""
+    assert GGUFCheckpoint(make(meta={"tokenizer.ggml.padding_token_id": 300})).tokenizer.pad_id < 300
+
+
 def test_every_stop_token_counts(make):
     fields = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.eom_token_id": 7}
     tokenizer = GGUFCheckpoint(make(meta=fields)).tokenizer

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from covey.errors import WeightsError
+from covey.errors import DataError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
 from covey.parallel import flatten, make_mesh, shardings
@@ -253,6 +253,21 @@ def test_a_folder_without_safetensors_says_how_to_make_them(folder: Path):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
     config(folder, vocab_size=200)
     with pytest.raises(WeightsError, match="the tokenizer has 300 tokens and the model embeds 200"):
+        weights.load(folder)
+
+
+def test_an_added_token_beyond_the_embedding_is_refused_where_it_is_used(folder: Path):
+    """Gemma 3 1B has one more token than rows, for images: it loads, and no text may have that token."""
+    settings = folder / "tokenizer_config.json"
+    given = json.loads(settings.read_text()) | {"image_token": "<image>", "pad_token": "[PAD]"}
+    settings.write_text(json.dumps(given))
+    tokenizer = weights.load(folder).tokenizer
+    assert tokenizer.inner.token_to_id("<image>") == 301
+    assert (tokenizer.vocab_size, tokenizer.pad_id < 300) == (300, True)
+    with pytest.raises(DataError, match="'<image>', with the id 301"):
+        tokenizer.encode_prompt("what is <image>?")
+    config(folder, eos_token_id=[2, 301])
+    with pytest.raises(WeightsError, match="stops or begins a text with '<image>', 301, and the model embeds 300"):
         weights.load(folder)
 
 
