@@ -18,7 +18,7 @@ from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import (
     NameTable,
-    check_shared_rows,
+    check_shapes,
     check_tensor_names,
     convert_layout,
     has_experts,
@@ -54,8 +54,8 @@ class GGUFCheckpoint:
         names = replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(self.config.family, {})})
         wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
-        shapes = {wanted[path]: [int(size) for size in self._tensors[wanted[path]].shape[::-1]] for path in parts}
-        check_shared_rows(parts, wanted, shapes, str(self.path))
+        shapes = {name: [int(size) for size in self._tensors[name].shape[::-1]] for name in wanted.values()}
+        check_shapes(self.config, wanted, shapes, str(self.path))
         for path, name in wanted.items():
             tensor = _dequantise(self._tensors[name])[slice(*parts.get(path, (None,)))]
             yield path, convert_layout(path, self._restore_order(path, tensor))
