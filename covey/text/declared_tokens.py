@@ -32,21 +32,18 @@ def add_declared_tokens(
         WeightsError: a file declares something else than tokens.
     """
     with library_errors("the tokens declared beside tokenizer.json cannot be added", where):
-        known = inner.get_added_tokens_decoder()
-        has_numbered = "added_tokens_decoder" in settings
-        named, others = _special_tokens(settings, {} if has_numbered else read("special_tokens_map.json"))
-        if has_numbered:
-            numbered = {int(index): _token(value) for index, value in settings["added_tokens_decoder"].items()}
-        else:
+        known, numbered = inner.get_added_tokens_decoder(), settings.get("added_tokens_decoder")
+        named, others = _special_tokens(settings, read("special_tokens_map.json") if numbered is None else {})
+        if numbered is None:
             special = {token.content for token in (*named.values(), *others)}
             older = read("added_tokens.json").items()
             numbered = {index: _token(text, special=text in special) for text, index in older} | known
-        same = set(map(repr, known.values()))
-        added = [token for _, token in sorted(numbered.items()) if repr(token) not in same]
+        else:
+            numbered = {int(index): _token(value) for index, value in numbered.items()}
+        added = [token for _, token in sorted(numbered.items())]
         contents = {token.content for token in (*known.values(), *added)}
         added += [token for token in (*named.values(), *others) if token.content not in contents]
-        for token in added:
-            growth.require_room(token.content, where)
+        growth.require_room(max((token.content for token in added), key=len, default=""), where)
         inner.add_tokens(added)
     return {name: token.content for name, token in named.items()}
 
@@ -59,12 +56,9 @@ def _special_tokens(
     A role in the older file counts more. Of the lists of one file one counts.
     """
     merged = dict(settings)
-    if not merged.get(EXTRA) and ADDITIONAL in merged:
-        merged[EXTRA] = merged.pop(ADDITIONAL)
+    merged |= {EXTRA: merged.pop(ADDITIONAL)} if not merged.get(EXTRA) and ADDITIONAL in merged else {}
     named, extra = _pop_names(merged, str) | _pop_dict(merged), merged.get(EXTRA) or []
-    merged |= older
-    if isinstance(older.get(EXTRA), list):
-        merged[EXTRA] = [*extra, *older[EXTRA]]
+    merged |= {**older, EXTRA: [*extra, *older[EXTRA]]} if isinstance(older.get(EXTRA), list) else older
     named = {role: merged.get(role) for role in ROLES} | _pop_names(merged, str | dict) | named | _pop_dict(merged)
     others = merged.get(EXTRA, merged.get(ADDITIONAL)) or []
     return {name: _token(value, special=True) for name, value in named.items() if value}, list(map(_token, others))
@@ -78,11 +72,9 @@ def _pop_names(settings: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 def _pop_dict(settings: dict[str, Any]) -> dict[str, Any]:
     """Remove and return further special tokens that have names."""
-    named: dict[str, Any] = settings.pop(EXTRA) if isinstance(settings.get(EXTRA), dict) else {}
-    return named
+    return dict(settings.pop(EXTRA)) if isinstance(settings.get(EXTRA), dict) else {}
 
 
 def _token(value: Any, **flags: bool) -> AddedToken:
-    fields: dict[str, Any] = {"content": value} if isinstance(value, str) else dict(value)
-    fields.pop("__type", None)
-    return AddedToken(fields.pop("content"), **{"special": True} | fields | flags)
+    fields = {} if isinstance(value, str) else {key: value[key] for key in value if key not in ("content", "__type")}
+    return AddedToken(value if isinstance(value, str) else value["content"], **{"special": True} | fields | flags)

@@ -321,9 +321,11 @@ class Tokenizer:
         self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
     ) -> str:
         """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
-        named = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        named |= {name: self.inner.token_to_id(text) for name, text in self._named.items()}
-        special = {name: self._mark_token(token, mark) for name, token in named.items()}
+        ids = {name: self.inner.token_to_id(text) for name, text in self._named.items()}
+        special = {
+            name: self._mark_token(token, mark)
+            for name, token in ({"bos_token": self.bos_id, "eos_token": self.eos_id} | ids).items()
+        }
         context = {**special, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
 
@@ -442,9 +444,8 @@ class Tokenizer:
         """
         usual = [self.inner.token_to_id(text) for text in PAD_TOKENS]
         spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
-        ids = [token for token in (declared, *usual, *spare) if token is not None and token < self._rows]
-        choices = [token for token in ids if token not in self.stop_ids]
-        return choices[0] if choices else self.eos_id
+        ids = (token for token in (declared, *usual, *spare) if token is not None and token < self._rows)
+        return next((token for token in ids if token not in self.stop_ids), self.eos_id)
 
 
 def _tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:

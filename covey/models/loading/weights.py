@@ -144,6 +144,24 @@ def checkpoint_files(path: Path) -> list[Path]:
     return beside + [path / name for name in _safetensors_names(path)]
 
 
+def check_loadable(source: str, role: str) -> None:
+    """Check what loading checks of a checkpoint at a path without its weights: config, vocabulary, head, and the names,
+    types and shapes of all tensors.
+
+    Args:
+        role: what the checkpoint is for: model, critic or reward_model.
+
+    Raises:
+        WeightsError: it cannot be loaded for this role.
+    """
+    resolved, checkpoint = open_source(source)
+    if role == "model":
+        _check_language_head(checkpoint, str(resolved.path))
+    else:
+        _check_labels(num_labels(checkpoint), role == "critic", str(resolved.path))
+    next(iter(checkpoint.stored() if isinstance(checkpoint, FolderCheckpoint) else checkpoint.tensors()))
+
+
 def num_labels(checkpoint: Checkpoint) -> int | None:
     """Return the number of labels of its classification head; None for a language model."""
     return checkpoint.num_labels() if isinstance(checkpoint, FolderCheckpoint) else None
