@@ -107,14 +107,12 @@ def _rl_checks(recipe: Recipe) -> Iterator[Check]:
 
 def weight_checks(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
     """Yield the checks of models at a path, which import JAX; weights are not read."""
-    sources = {"model": recipe.model.source}
-    sources |= {role: getattr(recipe, role, None) or "" for role in ("critic", "reward_model")}
-    there = {role: source for role, source in sources.items() if os.path.exists(os.path.expanduser(source))}
-    local = [role for role, source in there.items() if not is_run(source)]
-    for role in local:
-        yield Check(role, "covey.models.loading.weights:check_loadable", (sources[role], role))
-    if recipe.model.adapter and "model" in local:
-        yield Check("adapter", "covey.run.load_model:abstract_for", (recipe, "cpu"))
+    for role in ("model", "critic", "reward_model"):
+        source = recipe.model.source if role == "model" else getattr(recipe, role, None)
+        if source and os.path.exists(os.path.expanduser(source)) and not is_run(source):
+            yield Check(role, "covey.models.loading.weights:check_loadable", (source, role))
+            if role == "model" and recipe.model.adapter:
+                yield Check("adapter", "covey.run.load_model:abstract_for", (recipe, "cpu"))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:

@@ -175,13 +175,14 @@ def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str
 
 
 def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
-    """Return the shape of a parameter of the decoder, in our layout."""
-    c, (kind, name) = config, path.split(".")[-2:]
+    """Return the shape of a parameter of the decoder, or of `score`, in our layout."""
+    c, (kind, name) = config, f".{path}".split(".")[-2:]
     queries, keys = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("embed", "head"), (c.vocab_size, c.hidden_size)),
         **{"q_norm": (queries * c.head_dim,), "k_norm": (keys * c.head_dim,)},
         **c.projection_shapes(),
+        "": (1, c.hidden_size),  # the head of a reward model, `score`
     }
     return shapes.get(kind, (c.hidden_size,))[1 if name == "bias" else 0 :]
 
@@ -199,7 +200,7 @@ def check_shapes(
     Raises:
         WeightsError: the message names the tensor and its shape.
     """
-    for name, paths in paths_by_name({path: name for path, name in names.items() if path != "score"}).items():
+    for name, paths in paths_by_name(names).items():
         wanted = [parameter_shape(config, path)[:: -1 if is_transposed(path) else 1] for path in paths]
         whole = [sum(shape[0] for shape in wanted), *wanted[0][1:]]
         if list(shapes[name]) != whole:

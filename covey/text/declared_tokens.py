@@ -32,14 +32,12 @@ def add_declared_tokens(
         WeightsError: a file declares something else than tokens.
     """
     with library_errors("the tokens declared beside tokenizer.json cannot be added", where):
-        known, numbered = inner.get_added_tokens_decoder(), settings.get("added_tokens_decoder")
-        named, others = _special_tokens(settings, read("special_tokens_map.json") if numbered is None else {})
-        if numbered is None:
-            special = {token.content for token in (*named.values(), *others)}
-            older = read("added_tokens.json").items()
-            numbered = {index: _token(text, special=text in special) for text, index in older} | known
-        else:
-            numbered = {int(index): _token(value) for index, value in numbered.items()}
+        known, declared = inner.get_added_tokens_decoder(), settings.get("added_tokens_decoder")
+        named, others = _special_tokens(settings, read("special_tokens_map.json") if declared is None else {})
+        special = {token.content for token in (*named.values(), *others)}
+        older = read("added_tokens.json") if declared is None else {}
+        numbered = {index: _token(text, special=text in special) for text, index in older.items()} | known
+        numbered |= {int(index): _token(value) for index, value in (declared or {}).items()}
         added = [token for _, token in sorted(numbered.items())]
         contents = {token.content for token in (*known.values(), *added)}
         added += [token for token in (*named.values(), *others) if token.content not in contents]

@@ -118,8 +118,13 @@ class Tokenizer:
         configs: list[Mapping[str, Any]] = [read_json(folder / name, missing={}) for name in names]
         part = configs[-1].get("text_config")  # of a model that also reads images
         configs += [part] if isinstance(part, Mapping) else []
-        read, growth = lambda name: read_json(folder / name, missing={}), _growth_of_part(inner.normalizer)
-        named = add_declared_tokens(inner, settings, read, growth, str(folder))
+        named = add_declared_tokens(
+            inner,
+            settings,
+            lambda name: read_json(folder / name, missing={}),
+            _growth_of_part(inner.normalizer),
+            str(folder),
+        )
         bos, eos, pad = (_special_id(inner, named, configs, role, rows) for role in ("bos", "eos", "pad"))
         before = _token_before(inner)
         stops = [i for c in configs for i in _valid_ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
@@ -378,8 +383,8 @@ class Tokenizer:
     def _split_at_controls(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
         """Split `text` at marked control tokens; return the pieces (every second a token), those ids and all ids."""
         pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
-        tokens = self._encode_with(self.inner, "".join(pieces))
-        return pieces, [self._control_ids[piece] for piece in pieces[1::2]], tokens
+        encoded = self._encode_with(self.inner, "".join(pieces))
+        return pieces, [self._control_ids[piece] for piece in pieces[1::2]], encoded
 
     def _encode_literally(self, pieces: Sequence[str]) -> np.ndarray:
         """Encode the pieces of `_split_at_controls`: every second one as a control token, others as ordinary text."""

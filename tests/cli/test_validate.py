@@ -14,6 +14,7 @@ import safetensors.numpy
 from covey.cli import main as cli
 from covey.config import recipe
 from covey.errors import WeightsError
+from covey.models.export import write_gguf
 from covey.models.loading import weights
 
 ROOT = Path(__file__).parents[2]
@@ -197,3 +198,18 @@ def test_models_that_score_are_checked_too(role: str, says: str | None, capsys: 
     told = [problem["what"] for problem in found["problems"] if problem["where"] == golden]
     assert len(told) == (says is not None)
     assert says is None or says in told[0]
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_no_ok_model(capsys: Any) -> None:
+    import gguf
+
+    model = weights.load(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
+    write_gguf(model.model, model.tokenizer, Path("out"))
+    assert validate(capsys, "quickstart", "--model.source", "out/model.gguf")[0] == 0
+    held = gguf.GGUFReader("out/model.gguf")
+    name = next(tensor.name for tensor in held.tensors if tensor.name.endswith("ffn_up.weight")).encode()
+    data = Path("out/model.gguf").read_bytes().replace(name, name.replace(b"ffn_up", b"ffn_xx"))
+    Path("other.gguf").write_bytes(data)
+    code, found = validate(capsys, "quickstart", "--model.source", "other.gguf")
+    assert (code, "model" in found["found"]) == (2, False)
+    assert "ffn_up.weight is missing" in found["problems"][0]["what"]

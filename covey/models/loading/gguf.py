@@ -51,14 +51,18 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        for path, (name, part) in self.check().items():
+            tensor = _dequantise(self._tensors[name])[part]
+            yield path, convert_layout(path, self._restore_order(path, tensor))
+
+    def check(self) -> dict[str, tuple[str, slice]]:
+        """Check names and shapes of the tensors; return our path → name, and the rows of its part."""
         names = replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(self.config.family, {})})
         wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
-        shapes = {name: [int(size) for size in self._tensors[name].shape[::-1]] for name in wanted.values()}
+        shapes = {name: [int(size) for size in tensor.shape[::-1]] for name, tensor in self._tensors.items()}
         check_shapes(self.config, wanted, shapes, str(self.path))
-        for path, name in wanted.items():
-            tensor = _dequantise(self._tensors[name])[slice(*parts.get(path, (None,)))]
-            yield path, convert_layout(path, self._restore_order(path, tensor))
+        return {path: (name, slice(*parts.get(path, (None,)))) for path, name in wanted.items()}
 
     def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])

@@ -91,7 +91,7 @@ def load(
     """
     fmt = parse_format(quantize, quantize_block)
     resolved, checkpoint = open_source(source)
-    _check_language_head(checkpoint, str(resolved.path))
+    _check_head(num_labels(checkpoint), "model", str(resolved.path))
     abstract = abstract_decoder(
         checkpoint.config,
         fmt,
@@ -155,16 +155,16 @@ def check_loadable(source: str, role: str) -> None:
         WeightsError: it cannot be loaded for this role.
     """
     resolved, checkpoint = open_source(source)
-    if role == "model":
-        _check_language_head(checkpoint, str(resolved.path))
-    else:
-        _check_labels(num_labels(checkpoint), role == "critic", str(resolved.path))
-    next(iter(checkpoint.stored() if isinstance(checkpoint, FolderCheckpoint) else checkpoint.tensors()))
+    _check_head(num_labels(checkpoint), role, str(resolved.path))
+    if isinstance(checkpoint, FolderCheckpoint):
+        next(checkpoint.stored())  # all are checked before the first is read
+    elif isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.check()
 
 
 def num_labels(checkpoint: Checkpoint) -> int | None:
     """Return the number of labels of its classification head; None for a language model."""
-    return checkpoint.num_labels() if isinstance(checkpoint, FolderCheckpoint) else None
+    return checkpoint.labels if isinstance(checkpoint, FolderCheckpoint) else None
 
 
 def fill_parameters(
@@ -173,15 +173,13 @@ def fill_parameters(
     """Fill every parameter of the abstract `model` from `tensors`, cast to the parameter's type.
 
     Raises:
-        WeightsError: a parameter has no tensor, or one of another shape.
+        WeightsError: a parameter has no tensor.
     """
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     keys = {".".join(map(str, key)): key for key in flat}
     for path, tensor in tensors:
         slot = flat[keys[path]]
-        if tensor.shape != slot.shape:
-            raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
         stored = isinstance(tensor, StoredTensor)
         host: Any = tensor.astype(slot.dtype) if stored else np.ascontiguousarray(tensor, dtype=slot.dtype)
         flat[keys.pop(path)] = slot.replace(jax.block_until_ready(put(path, host)))
@@ -227,12 +225,28 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
         )
 
 
-def _check_language_head(checkpoint: Checkpoint, where: str) -> None:
-    if num_labels(checkpoint) is not None:
+def _check_head(labels: int | None, role: str, where: str) -> None:
+    """Check that a checkpoint has the head of a language model, a critic or a reward model, by its number of labels."""
+    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
+    if role == "model" and labels is not None:
         raise WeightsError(
             f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
             "it cannot write",
             fix="it can score: reward=, or with another head critic=",
+            where=where,
+        )
+    if role != "model" and labels not in (None, 1):
+        raise WeightsError(
+            f"this is a classifier with num_labels {labels}",
+            want=wanted,
+            fix="a model trained for one score, with num_labels=1",
+            where=where,
+        )
+    if role == "reward_model" and labels is None:
+        raise WeightsError(
+            "this is a language model: it has no score.weight and cannot score",
+            want=wanted,
+            fix="a reward model; as critic a language model will do",
             where=where,
         )
 
@@ -260,6 +274,8 @@ class FolderCheckpoint:
         with self._open_tensors() as holders:
             config_fields.check_layers(described, len(holders), where)
             config = families.read_config(described, where)
+            score = holders[families.SCORE_TENSOR].shape if families.SCORE_TENSOR in holders else None
+            self.labels = None if score is None else (score[0] if len(score) == 2 else 1)
             # Adapters on the head, merged by some tools, leave a config that says the head is the embedding.
             return replace(config, tie_embeddings=config.tie_embeddings and not self._has_own_head(holders))
 
@@ -273,18 +289,6 @@ class FolderCheckpoint:
         return embedding.shape != head.shape or not all(
             np.array_equal(replace(embedding, rows=part).whole(), replace(head, rows=part).whole()) for part in parts
         )
-
-    def num_labels(self) -> int | None:
-        """Return the number of labels; see `weights.num_labels`."""
-        with self._open_tensors() as holders:
-            if families.SCORE_TENSOR not in holders:
-                return None
-            shape = holders[families.SCORE_TENSOR].shape
-        if len(shape) != 2:
-            raise WeightsError(
-                f"{families.SCORE_TENSOR} has shape {list(shape)}", want="[labels, D]", where=str(self.folder)
-            )
-        return int(shape[0])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
@@ -448,7 +452,7 @@ def load_value_model(
     """
     resolved, checkpoint = open_source(source)
     labels = num_labels(checkpoint)
-    _check_labels(labels, new_head, str(resolved.path))
+    _check_head(labels, "critic" if new_head else "reward_model", str(resolved.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
     tensors = _value_tensors(tensors_for(checkpoint, mesh), zero=config.hidden_size if labels is None else 0)
@@ -458,24 +462,6 @@ def load_value_model(
 
 
 load_critic = partial(load_value_model, new_head=True)
-
-
-def _check_labels(labels: int | None, new_head: bool, where: str) -> None:
-    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
-    if labels not in (None, 1):
-        raise WeightsError(
-            f"this is a classifier with num_labels {labels}",
-            want=wanted,
-            fix="a model trained for one score, with num_labels=1",
-            where=where,
-        )
-    if labels is None and not new_head:
-        raise WeightsError(
-            "this is a language model: it has no score.weight and cannot score",
-            want=wanted,
-            fix="a reward model; as critic a language model will do",
-            where=where,
-        )
 
 
 def _value_tensors(
