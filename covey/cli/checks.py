@@ -305,7 +305,11 @@ def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple
     failures = list(_failures(check for check in checks if check.name not in skipped))
     failures += _failures(check for check in weight_checks(loaded) if check.subject not in dict(failures))
     wrong, problems = {subject for subject, _ in failures}, [error for _, error in failures]
-    results = {"settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}", "model": loaded.model.source}
+    unread = ", which is not read here" if loaded.model.source.startswith("hf:") else ""
+    results = {
+        "settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}",
+        "model": loaded.model.source + unread,
+    }
     results["adapter"] = loaded.model.adapter or ""
     results["rewards"] = ", ".join(name for name in reward_names(loaded) if name not in skipped)
     results[NOT_IMPORTED] = ", ".join(skipped)

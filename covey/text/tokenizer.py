@@ -403,14 +403,15 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> dict[int, str]:
-        """Text by id of the tokens that data must not become: special tokens, BOS and stop tokens.
+        """Text by id of the tokens that data must not become: special tokens, BOS, stop tokens, and those without a row
+        in the model's embedding.
 
         The token for unknown characters is not one of them, since ordinary text contains it.
         """
         ends = {*self.stop_ids, self.bos_id}
         unknown = unknown_id(self.inner)
         added = self.inner.get_added_tokens_decoder().items()
-        return {i: token.content for i, token in added if i in ends or (token.special and i != unknown)}
+        return {i: t.content for i, t in added if i in ends or i >= self._rows or (t.special and i != unknown)}
 
     @cached_property
     def _control_ids(self) -> dict[str, int]:

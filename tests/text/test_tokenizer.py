@@ -260,7 +260,8 @@ def test_a_declaration_of_something_else_is_refused(folder: Path, settings: dict
 
 def test_a_token_without_a_row_is_refused_where_it_is_used(folder: Path):
     """Gemma 3 1B: the tokenizer has 262,145 tokens, one of them for images, and the embedding has 262,144 rows."""
-    change(folder, "tokenizer_config.json", additional_special_tokens=[ANSWER, "<|eot_id|>"], pad_token="[PAD]")
+    plain = {"305": token("[PAD]"), "306": token(ANSWER), "307": token("<|eot_id|>", special=True)}
+    change(folder, "tokenizer_config.json", added_tokens_decoder=plain, pad_token="[PAD]")
     free, tokenizer = Tokenizer.from_folder(folder), Tokenizer.from_folder(folder, rows=300)
     assert (free.vocab_size, tokenizer.vocab_size) == (303, 300)
     assert set(free.stop_ids) - set(tokenizer.stop_ids) == {free.inner.token_to_id("<|eot_id|>")}
