@@ -303,24 +303,26 @@ class FolderCheckpoint:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
             saved = [name for name in self._ends if name in holders]  # of a tied model one may be enough
             wanted |= {"embed.embedding": saved[0]} if self.config.tie_embeddings and saved else {}
-            self._check_not_quantised(holders)
+            self._check_types(holders)
             families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
-            for name in wanted.values():
-                require_float(holders[name].file, holders[name].name, self.folder)
             families.check_shapes(self.config, wanted, {name: x.shape for name, x in holders.items()}, str(self.folder))
             parts = families.shared_rows(self.config)
             for path, name in wanted.items():
                 yield path, replace(holders[name], rows=parts.get(path), transposed=families.is_transposed(path))
 
-    def _check_not_quantised(self, holders: Mapping[str, StoredTensor]) -> None:
-        """Refuse quantised weights with the name of the method; a config may name one that these files do not have."""
-        kinds = {tensor.kind for tensor in holders.values()} - {*FLOAT_TYPES}
-        signs = [method for end, method in QUANTISED.items() if any(name.endswith(end) for name in {*holders, *kinds})]
+    def _check_types(self, holders: Mapping[str, StoredTensor]) -> None:
+        """Refuse weights that are no floating-point numbers, by the method that quantised them if it is known.
+
+        A config may name a method that these files do not have.
+        """
+        others = [f"{x.name} is stored as {x.kind}" for x in holders.values() if x.kind not in FLOAT_TYPES]
+        signs = [method for end, method in QUANTISED.items() if any(name.endswith(end) for name in (*holders, *others))]
         declared = self._whole.get("quantization_config")
         method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-        if signs or (method and kinds):
+        if signs or others:
+            known = str(method or next(iter(signs), ""))
             raise WeightsError(
-                f"these weights are quantised by {str(method or signs[0])!r:.80}, which is not read",
+                f"these weights are quantised by {known!r:.80}, which is not read" if known else others[0],
                 want="weights in one of: " + ", ".join(FLOAT_TYPES),
                 fix="give the unquantised model; under adapters model.quantize int8 or nf4 quantises it as it loads",
                 where=str(self.folder),
@@ -406,15 +408,12 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
     Raises:
         WeightsError: it does not hold floating-point numbers.
     """
-    require_float(file, name, folder)
-    return StoredTensor(file, name).whole()
-
-
-def require_float(file: Any, name: str, folder: Path) -> None:
-    """Check that a tensor holds floating-point numbers; a WeightsError names one that does not."""
-    kind = file.get_slice(name).get_dtype()
-    if kind not in FLOAT_TYPES:
-        raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
+    tensor = StoredTensor(file, name)
+    if tensor.kind not in FLOAT_TYPES:
+        raise WeightsError(
+            f"{name} is stored as {tensor.kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder)
+        )
+    return tensor.whole()
 
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
