@@ -161,7 +161,8 @@ class Tokenizer:
         """Return `tokens` if the model embeds all of them."""
         if (beyond := tokens[tokens >= self._rows]).size:
             raise DataError(
-                f"a text has the token {self._text(int(beyond[0]))!r}, with the id {beyond[0]}",
+                f"the token {self._text(int(beyond[0]))!r}, with the id {beyond[0]}, stands in "
+                f"{self.decode(tokens, skip_special=False)!r:.120}",
                 want=f"tokens below {self._rows}, which the model embeds",
                 fix="remove it from the text: the model has no weights for it",
             )
