@@ -245,7 +245,7 @@ def check_tensor_names(
         fixes = (
             (
                 missing == [expected.get("head.embedding")],
-                "save the model with its head; or set tie_word_embeddings: true in config.json, if the embedding is it",
+                "save the model with its head; if that is the embedding, set tie_word_embeddings: true in config.json",
             ),
             (
                 any(".lora_A." in name for name in extra),
