@@ -51,6 +51,8 @@ MAX_REMEMBERED = 2**22
 """Maximum number of tokens of encoded prompts that a tokenizer keeps: 16 MB."""
 
 
+NO_ID = 2**32 - 1
+"""Id that no token has."""
 MOST_BYTES = 4
 """Number of bytes of the longest character in UTF-8: so many tokens may share one."""
 REPLACEMENT = "\ufffd"
@@ -574,8 +576,10 @@ def _token_before(inner: tokenizers.Tokenizer) -> int | None:
     setting `add_bos_token`.
     """
     with library_errors("the tokenizer cannot encode a text"):
-        plain, whole = (inner.encode("a", add_special_tokens=special).ids for special in (False, True))
-    return whole[0] if len(whole) > len(plain) and whole[1 : len(plain) + 1] == plain else None
+        word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": NO_ID}, "a"))  # without the rules for texts
+        word.post_processor = inner.post_processor
+        first: int = word.encode("a").ids[0]
+    return None if first == NO_ID else first
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
