@@ -1,7 +1,8 @@
 """Checks of a command that need no JAX: paths, models, names of reward functions, and the folder of a new run.
 
 A run makes those of its recipe before it starts and stops at the first mistake. `covey validate` makes all of them and
-lists every mistake; it reads data in local files in full, so that a malformed line or a missing column is found.
+lists every mistake. It reads data in local files in full, so that a malformed line or a missing column is found, and of
+models at a path, by JAX, what loading checks.
 """
 
 import json
@@ -102,6 +103,16 @@ def _rl_checks(recipe: Recipe) -> Iterator[Check]:
     for name in envs.tools:
         yield Check("tools", "covey.cli.checks:check_tool", (name, envs), name)
     yield Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations))
+
+
+def weight_checks(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
+    """Yield the checks of models at a path, which import JAX; weights are not read."""
+    for role in ("model", "critic", "reward_model"):
+        source = recipe.model.source if role == "model" else getattr(recipe, role, None)
+        if source and os.path.exists(os.path.expanduser(source)) and not is_run(source):
+            yield Check(role, "covey.models.loading.weights:check_loadable", (source, role))
+            if role == "model" and recipe.model.adapter:
+                yield Check("adapter", "covey.run.load_model:abstract_for", (recipe, "cpu"))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
@@ -292,8 +303,13 @@ def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple
     checks = list(checks_of(loaded))
     skipped = list(dict.fromkeys(check.name for check in checks if check.executes_module and not imports))
     failures = list(_failures(check for check in checks if check.name not in skipped))
+    failures += _failures(check for check in weight_checks(loaded) if check.subject not in dict(failures))
     wrong, problems = {subject for subject, _ in failures}, [error for _, error in failures]
-    results = {"settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}", "model": loaded.model.source}
+    unread = ", which is not read here" if loaded.model.source.startswith("hf:") else ""
+    results = {
+        "settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}",
+        "model": loaded.model.source + unread,
+    }
     results["adapter"] = loaded.model.adapter or ""
     results["rewards"] = ", ".join(name for name in reward_names(loaded) if name not in skipped)
     results[NOT_IMPORTED] = ", ".join(skipped)

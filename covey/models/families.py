@@ -174,22 +174,42 @@ def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str
     return rows
 
 
-def check_shared_rows(
-    parts: Mapping[str, tuple[int, int]], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]], where: str
+def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
+    """Return the shape of a parameter of the decoder, or of `score`, in our layout."""
+    c, (kind, name) = config, f".{path}".split(".")[-2:]
+    queries, keys = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("embed", "head"), (c.vocab_size, c.hidden_size)),
+        **{"q_norm": (queries * c.head_dim,), "k_norm": (keys * c.head_dim,)},
+        **c.projection_shapes(),
+        "": (1, c.hidden_size),  # the head of a reward model, `score`
+    }
+    return shapes.get(kind, (c.hidden_size,))[1 if name == "bias" else 0 :]
+
+
+def check_shapes(
+    config: ModelConfig, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]], where: str
 ) -> None:
-    """Refuse a tensor of several projections that has more or fewer rows than they have.
+    """Refuse a tensor that has another shape than the model; projections that share one add their rows.
 
     Args:
-        parts: our path → rows of its part; see `shared_rows`.
+        config: the model.
         names: our path → name of the tensor.
-        shapes: name of the tensor → its shape.
+        shapes: name of the tensor → its shape, in the checkpoint's layout.
 
     Raises:
         WeightsError: the message names the tensor and its shape.
     """
-    for name, rows in {names[path]: end for path, (_, end) in parts.items()}.items():
-        if list(shapes[name][:1]) != [rows]:
-            raise WeightsError(f"{name} has shape {list(shapes[name])}", want=f"{rows} rows", where=where)
+    for name, paths in paths_by_name(names).items():
+        wanted = [parameter_shape(config, path)[:: -1 if is_transposed(path) else 1] for path in paths]
+        whole = [sum(shape[0] for shape in wanted), *wanted[0][1:]]
+        if list(shapes[name]) != whole:
+            raise WeightsError(
+                f"{name} has shape {list(shapes[name])}",
+                want=f"{whole}, by the config",
+                fix="config and weights belong to different models, or one was changed without the other",
+                where=where,
+            )
 
 
 def paths_by_name(names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -222,15 +242,27 @@ def check_tensor_names(
     missing = sorted(set(expected.values()) - have)
     extra = sorted(name for name in have - set(expected.values()) if not ignored(name))
     if missing:
+        fixes = (
+            (
+                missing == [expected.get("head.embedding")],
+                "save the model with its head; if that is the embedding, set tie_word_embeddings: true in config.json",
+            ),
+            (
+                any(".lora_A." in name for name in extra),
+                "these are adapters beside their base: merge them by model.merge_and_unload().save_pretrained(FOLDER)",
+            ),
+            (True, "the config describes another model, or a part was not saved or fetched: save or fetch it again"),
+        )
         raise WeightsError(
-            f"{_format_names(missing)} missing",
-            fix="the download may have been cut short: fetch it again",
+            f"{_format_names(missing)} missing" + (f", and {_format_names(extra)} unknown" if extra else ""),
+            fix=next(text for applies, text in fixes if applies),
             where=where,
         )
     if extra:
         raise WeightsError(
             f"{_format_names(extra)} unknown to this family",
             want="only tensors that the model computes with",
+            fix="the config describes another model, as one with fewer layers; or remove what is not of the model",
             where=where,
         )
 

@@ -7,7 +7,6 @@ import tokenizers
 from tokenizers import decoders, models
 
 from covey.models import families
-from covey.models.config import ModelConfig
 from covey.models.scratch import SCRATCH_MODELS, SPECIAL_TOKENS, parse_source
 from covey.text.tokenizer import Tokenizer
 
@@ -32,7 +31,7 @@ class ScratchCheckpoint:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         random = np.random.RandomState(self.seed)
         for path in families.parameter_paths(self.config):
-            shape = _shape(self.config, path)
+            shape = families.parameter_shape(self.config, path)
             if path.endswith(".scale"):
                 yield path, np.ones(shape, np.float32)
             else:
@@ -50,10 +49,3 @@ def character_tokenizer(alphabet: str, words: Sequence[str] = ()) -> Tokenizer:
     inner.add_tokens(list(words))
     inner.decoder = decoders.Fuse()
     return Tokenizer(inner, eos_id=tokens["<eos>"], pad_id=tokens["<pad>"])
-
-
-def _shape(c: ModelConfig, path: str) -> tuple[int, ...]:
-    """Return the shape of a parameter of the family llama; `weights.fill_parameters` refuses any other."""
-    kind = path.split(".")[-2]
-    shapes = {"embed": (c.vocab_size, c.hidden_size), **c.projection_shapes()}
-    return shapes.get(kind, (c.hidden_size,))

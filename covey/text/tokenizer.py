@@ -36,6 +36,7 @@ from covey.text.chat_template import (
     unused_mark,
     with_calls,
 )
+from covey.text.declared_tokens import add_declared_tokens
 from covey.text.tokenizers_library import Growth, growth_of, library_errors, switch_dropout_off, unknown_id
 from covey.types import Message, Prompt
 
@@ -50,6 +51,8 @@ MAX_REMEMBERED = 2**22
 """Maximum number of tokens of encoded prompts that a tokenizer keeps: 16 MB."""
 
 
+NO_ID = 2**32 - 1
+"""Id that no token has."""
 MOST_BYTES = 4
 """Number of bytes of the longest character in UTF-8: so many tokens may share one."""
 REPLACEMENT = "\ufffd"
@@ -67,6 +70,9 @@ class Tokenizer:
         pad_id: the declared padding token.
         add_bos: whether a plain string is encoded with `bos_id` before it.
         chat_template: jinja2 source; None if the model has no chat format.
+        named: texts of special tokens by the name under which a template may write them, as `pad_token`.
+        rows: number of tokens that the model embeds. A published tokenizer may have more, as for images: a text that
+            needs one is refused.
     """
 
     def __init__(
@@ -79,15 +85,18 @@ class Tokenizer:
         pad_id: int | None = None,
         add_bos: bool = False,
         chat_template: str | None = None,
+        named: Mapping[str, str] = {},
+        rows: int | None = None,
     ):
         inner.no_truncation()
         inner.no_padding()
         switch_dropout_off(inner)
-        self.inner, self.eos_id, self.bos_id, self.add_bos = inner, eos_id, bos_id, add_bos and bos_id is not None
-        self.chat_template = chat_template
+        self.inner, self.eos_id, self._rows = inner, eos_id, 2**31 if rows is None else rows
+        self.bos_id = bos_id if add_bos or (bos_id or 0) < self._rows else None
+        self.add_bos, self.chat_template, self._named = add_bos and bos_id is not None, chat_template, named
         self._encoding_growth, self._decoding_growth = map(_growth_of_part, (inner.normalizer, inner.decoder))
         self._special = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
-        ends = {i for i, text in self._special.items() if text in END_TOKENS}
+        ends = {i for i, text in self._special.items() if text in END_TOKENS and i < self._rows}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
         self.pad_id = self._choose_pad_id(pad_id)
         self.max_remembered = MAX_REMEMBERED
@@ -95,8 +104,11 @@ class Tokenizer:
         self._num_remembered = 0
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read tokenizer.json and the config files beside it.
+    def from_folder(cls, folder: str | Path, rows: int | None = None) -> "Tokenizer":
+        """Read tokenizer.json, and the config files beside it, which may declare further tokens.
+
+        Args:
+            rows: number of tokens that the model embeds, if it is known.
 
         Raises:
             WeightsError: a file is missing or malformed, or no file names an end-of-text token.
@@ -108,7 +120,15 @@ class Tokenizer:
         configs: list[Mapping[str, Any]] = [read_json(folder / name, missing={}) for name in names]
         part = configs[-1].get("text_config")  # of a model that also reads images
         configs += [part] if isinstance(part, Mapping) else []
-        bos, eos, pad = (_special_id(inner, settings, configs, role) for role in ("bos", "eos", "pad"))
+        named = add_declared_tokens(
+            inner,
+            settings,
+            lambda name: read_json(folder / name, missing={}),
+            _growth_of_part(inner.normalizer),
+            str(folder),
+        )
+        bos, eos, pad = (_special_id(inner, named, configs, role, rows) for role in ("bos", "eos", "pad"))
+        before = _token_before(inner)
         stops = [i for c in configs for i in _valid_ids(c.get("eos_token_id"))] + ([] if eos is None else [eos])
         if not stops:
             raise WeightsError("no file names the end-of-text token", want="eos_token_id", where=str(folder))
@@ -116,20 +136,39 @@ class Tokenizer:
             inner,
             eos_id=stops[0] if eos is None else eos,
             stop_ids=stops,
-            bos_id=bos,
+            bos_id=bos if before is None else before,
             pad_id=pad,
-            add_bos=_adds_bos(inner, settings, bos),
+            add_bos=before is not None,
             chat_template=_read_template(folder, settings),
+            named=named,
+            rows=rows,
         )
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size: the highest token id plus 1. The model's embedding may have more rows, for padding."""
-        return max(self.inner.get_vocab().values()) + 1
+        """Vocabulary size: the highest token id plus 1, and no more than the model embeds. The embedding may have more
+        rows, for padding.
+        """
+        return min(max(self.inner.get_vocab().values()) + 1, self._rows)
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode text to int32 [n], without BOS or EOS; control tokens in it are recognised."""
-        return self._encode_with(self.inner, text)
+        """Encode text to int32 [n], without BOS or EOS; control tokens in it are recognised.
+
+        Raises:
+            DataError: it is not valid Unicode, or has a token that the model does not embed.
+        """
+        return self._embedded(self._encode_with(self.inner, text))
+
+    def _embedded(self, tokens: np.ndarray) -> np.ndarray:
+        """Return `tokens` if the model embeds all of them."""
+        if (beyond := tokens[tokens >= self._rows]).size:
+            raise DataError(
+                f"the token {self._text(int(beyond[0]))!r}, with the id {beyond[0]}, stands in "
+                f"{self.decode(tokens, skip_special=False)!r:.120}",
+                want=f"tokens below {self._rows}, which the model embeds",
+                fix="remove it from the text: the model has no weights for it",
+            )
+        return tokens
 
     def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         """Decode `tokens` to text; stop and other control tokens are left out unless `skip_special` is False."""
@@ -290,8 +329,12 @@ class Tokenizer:
         self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
     ) -> str:
         """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
-        ends = {"bos_token": self._mark_token(self.bos_id, mark), "eos_token": self._mark_token(self.eos_id, mark)}
-        context = {**ends, "add_generation_prompt": add_generation_prompt, **variables}
+        ids = {name: self.inner.token_to_id(text) for name, text in self._named.items()}
+        special = {
+            name: self._mark_token(token, mark)
+            for name, token in ({"bos_token": self.bos_id, "eos_token": self.eos_id} | ids).items()
+        }
+        context = {**special, "add_generation_prompt": add_generation_prompt, **variables}
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
@@ -326,13 +369,13 @@ class Tokenizer:
         """
         pieces, own, tokens = self._split_at_controls(shown(chat), mark)
         if self._control_tokens(tokens) == own:
-            return tokens
+            return self._embedded(tokens)
         _, usual_own, usual = self._split_at_controls(shown(neutralise(chat)), mark)
         if self._control_tokens(usual) != usual_own:  # the template builds control tokens from pieces
             if self._control_tokens(tokens) == self._control_tokens(usual):
-                return tokens
+                return self._embedded(tokens)
         elif self._control_tokens(literal := self._encode_literally(pieces)) == own:
-            return literal
+            return self._embedded(literal)
         raise DataError(
             "text in these messages becomes a control token in the model's chat template",
             want="messages that spell none of: "
@@ -343,7 +386,8 @@ class Tokenizer:
     def _split_at_controls(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
         """Split `text` at marked control tokens; return the pieces (every second a token), those ids and all ids."""
         pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
-        return pieces, [self._control_ids[piece] for piece in pieces[1::2]], self.encode("".join(pieces))
+        encoded = self._encode_with(self.inner, "".join(pieces))
+        return pieces, [self._control_ids[piece] for piece in pieces[1::2]], encoded
 
     def _encode_literally(self, pieces: Sequence[str]) -> np.ndarray:
         """Encode the pieces of `_split_at_controls`: every second one as a control token, others as ordinary text."""
@@ -362,14 +406,15 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> dict[int, str]:
-        """Text by id of the tokens that data must not become: special tokens, BOS and stop tokens.
+        """Text by id of the tokens that data must not become: special tokens, BOS, stop tokens, and those without a row
+        in the model's embedding.
 
         The token for unknown characters is not one of them, since ordinary text contains it.
         """
         ends = {*self.stop_ids, self.bos_id}
         unknown = unknown_id(self.inner)
         added = self.inner.get_added_tokens_decoder().items()
-        return {i: token.content for i, token in added if i in ends or (token.special and i != unknown)}
+        return {i: t.content for i, t in added if i in ends or i >= self._rows or (t.special and i != unknown)}
 
     @cached_property
     def _control_ids(self) -> dict[str, int]:
@@ -403,11 +448,13 @@ class Tokenizer:
         return "" if token is None else self.inner.id_to_token(token) or ""
 
     def _choose_pad_id(self, declared: int | None) -> int:
-        """Return the declared padding token, or another if that is a stop token: a padding mask would hide the stop."""
+        """Return the declared padding token, or another if that is a stop token (a padding mask would hide the stop) or
+        one that the model does not embed.
+        """
         usual = [self.inner.token_to_id(text) for text in PAD_TOKENS]
         spare = [token for token in sorted(self._special, reverse=True) if token != self.bos_id]
-        choices = [token for token in (declared, *usual, *spare) if token is not None and token not in self.stop_ids]
-        return choices[0] if choices else self.eos_id
+        ids = (token for token in (declared, *usual, *spare) if token is not None and token < self._rows)
+        return next((token for token in ids if token not in self.stop_ids), self.eos_id)
 
 
 def _tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:
@@ -503,14 +550,19 @@ def _growth_of_part(part: Any) -> Growth:
 
 
 def _special_id(
-    inner: tokenizers.Tokenizer, settings: Mapping[str, Any], configs: Sequence[Mapping[str, Any]], role: str
+    inner: tokenizers.Tokenizer,
+    named: Mapping[str, str],
+    configs: Sequence[Mapping[str, Any]],
+    role: str,
+    rows: int | None,
 ) -> int | None:
-    """Return the id of `bos_token`, `eos_token` or `pad_token`: from its text in the tokenizer config, else by id."""
-    value = settings.get(f"{role}_token")
-    text = value.get("content") if isinstance(value, dict) else value
-    if isinstance(text, str) and (token := inner.token_to_id(text)) is not None:
-        return token
-    return next((i for config in configs for i in _valid_ids(config.get(f"{role}_token_id"))), None)
+    """Return the id of `bos_token`, `eos_token` or `pad_token`: by its text, else by an id of a config; the first that
+    the model embeds, if there is one.
+    """
+    text = named.get(f"{role}_token")
+    ids = [] if text is None else _valid_ids(inner.token_to_id(text))
+    ids += [i for config in configs for i in _valid_ids(config.get(f"{role}_token_id"))]
+    return next((i for i in ids if rows is None or i < rows), next(iter(ids), None))
 
 
 def _valid_ids(value: Any) -> list[int]:
@@ -519,13 +571,15 @@ def _valid_ids(value: Any) -> list[int]:
     return [i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31]
 
 
-def _adds_bos(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None) -> bool:
-    """Tell whether BOS begins a text: by `add_bos_token` of the config, else if the tokenizer puts it before ""."""
-    setting = settings.get("add_bos_token")
-    if isinstance(setting, bool):
-        return setting
-    with library_errors("the tokenizer cannot encode an empty text"):
-        return bos is not None and inner.encode("").ids[:1] == [bos]
+def _token_before(inner: tokenizers.Tokenizer) -> int | None:
+    """Return the token that tokenizer.json puts before a text, if any. Beside that file transformers 5 ignores the
+    setting `add_bos_token`.
+    """
+    with library_errors("the tokenizer cannot encode a text"):
+        word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": NO_ID}, "a"))  # without the rules for texts
+        word.post_processor = inner.post_processor
+        first: int = word.encode("a").ids[0]
+    return None if first == NO_ID else first
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -1,14 +1,21 @@
 """`covey validate`: all mistakes of a recipe at once, without JAX."""
 
 import json
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from covey.cli import main as cli
 from covey.config import recipe
+from covey.errors import WeightsError
+from covey.models.export import write_gguf
+from covey.models.loading import weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,3 +147,69 @@ def test_equal_rows_and_held_out_rows_that_are_trained_on_are_told(capsys: Any) 
     assert code == 0
     assert found["found"]["duplicates"] == f"{distinct}; 20 of 20 held-out rows are training rows"
     assert "duplicates" not in validate(capsys, *words, "rows.jsonl")[1]["found"]
+
+
+def broken(folder: Path, how: str) -> None:
+    """Spoil a checkpoint."""
+    tensors = {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
+    settings = json.loads((folder / "config.json").read_text())
+    if how == "config":
+        settings["num_attention_heads"] = 3
+    if how == "head":
+        tensors["score.weight"] = np.ones((1, 64), np.float32)
+        del tensors["lm_head.weight"]
+    if how == "names":
+        del tensors["model.norm.weight"]
+    if how == "shapes":
+        tensors["model.norm.weight"] = np.ones(63, np.float32)
+    if how == "types":
+        tensors["model.norm.weight"] = np.ones(64, np.int8)
+    if how == "vocabulary":
+        settings["eos_token_id"] = 300
+    if how == "tokenizer":
+        (folder / "tokenizer.json").unlink()
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("how", ["", "config", "head", "names", "shapes", "types", "vocabulary", "tokenizer"])
+def test_a_folder_that_cannot_be_loaded_is_no_ok_model(how: str, capsys: Any) -> None:
+    shutil.copytree(ROOT / "tests" / "parity" / "golden" / "tiny-llama", "tiny")
+    broken(Path("tiny"), how)
+    code, found = validate(capsys, "quickstart", "--model.source", "tiny")
+    assert (code, "model" in found["found"], len(found["problems"])) == ((2, False, 1) if how else (0, True, 0))
+    with pytest.raises(WeightsError) if how else nullcontext():
+        weights.load("tiny")
+
+
+def test_an_adapter_of_another_model_is_not_ok(capsys: Any) -> None:
+    golden = ROOT / "tests" / "parity" / "golden"
+    words = ("--model.source", str(golden / "tiny-llama"), "--model.adapter", str(golden / "peft-llama"))
+    code, found = validate(capsys, "quickstart", *words)
+    assert (code, "model" in found["found"], "adapter" in found["found"]) == (2, True, False)
+    assert found["problems"][0]["fix"] == "the adapter belongs to another model"
+
+
+@pytest.mark.parametrize(("role", "says"), [("critic", None), ("reward_model", "language model")])
+def test_models_that_score_are_checked_too(role: str, says: str | None, capsys: Any) -> None:
+    golden = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
+    algorithm = ("--grpo.algorithm", "ppo") if role == "critic" else ()
+    _, found = validate(capsys, "quickstart", *algorithm, f"--{role.replace('_', '-')}", golden)
+    told = [problem["what"] for problem in found["problems"] if problem["where"] == golden]
+    assert len(told) == (says is not None)
+    assert says is None or says in told[0]
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_no_ok_model(capsys: Any) -> None:
+    import gguf
+
+    model = weights.load(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
+    write_gguf(model.model, model.tokenizer, Path("out"))
+    assert validate(capsys, "quickstart", "--model.source", "out/model.gguf")[0] == 0
+    held = gguf.GGUFReader("out/model.gguf")
+    name = next(tensor.name for tensor in held.tensors if tensor.name.endswith("ffn_up.weight")).encode()
+    data = Path("out/model.gguf").read_bytes().replace(name, name.replace(b"ffn_up", b"ffn_xx"))
+    Path("other.gguf").write_bytes(data)
+    code, found = validate(capsys, "quickstart", "--model.source", "other.gguf")
+    assert (code, "model" in found["found"]) == (2, False)
+    assert "ffn_up.weight is missing" in found["problems"][0]["what"]

@@ -216,6 +216,7 @@ def test_headers_of_safetensors(folder: Path, file: bytes) -> None:
 def test_indices(folder: Path, entries: Any) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": entries}))
+    (folder / "model.safetensors").unlink(missing_ok=True)  # it would be read in place of the index
     try:
         taken_or_refused(lambda: list(weights.FolderCheckpoint(folder).tensors()))
     finally:
@@ -235,21 +236,27 @@ def ggufs(draw: st.DrawFn) -> bytes:
 
 @cache
 def small_gguf() -> bytes:
-    """Metadata and tokenizer of a tiny model, without its weights: those are beside the point, and slow to write."""
+    """A model of one layer whose widths are 2, and its tokenizer."""
     import gguf
 
     tokens = [*"abcdef", "ab", "<|im_end|>"]
     with tempfile.TemporaryDirectory() as folder:
         writer = gguf.GGUFWriter(Path(folder) / "m.gguf", "llama")
-        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+        for key in ("block_count", "context_length", "attention.head_count"):
             writer.add_uint32(f"llama.{key}", 1)
+        for key in ("embedding_length", "feed_forward_length"):
+            writer.add_uint32(f"llama.{key}", 2)
         writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(tokens)
         writer.add_token_types([1] * 7 + [3])
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(7)
-        writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), np.float32))
+        writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 2), np.float32))
+        for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+            writer.add_tensor(f"{name}.weight", np.zeros(2, np.float32))
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+            writer.add_tensor(f"blk.0.{name}.weight", np.zeros((2, 2), np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -322,6 +322,22 @@ def test_a_gguf_file_holds_the_model_and_its_tokens(name: str, out: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_token_beyond_the_embedding_has_no_place_in_a_gguf_file(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "tiny")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"image_token": "<image>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = weights.load(folder)
+    assert loaded.tokenizer.inner.token_to_id("<image>") == 300 == loaded.config.vocab_size
+    write_gguf(loaded.model, loaded.tokenizer, tmp_path / "out")
+    again = weights.load(tmp_path / "out" / "model.gguf").tokenizer
+    assert again.encode("ab <|im_end|>").tolist() == loaded.tokenizer.encode("ab <|im_end|>").tolist()
+    assert (again.vocab_size, again.inner.token_to_id("<image>")) == (300, None)
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "hf", source=folder)
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "anew")
+    for out in ("hf", "anew"):
+        assert Tokenizer.from_folder(tmp_path / out).encode("<image>").tolist() == [300]
+
+
 def test_llama3_scaling_goes_through_gguf(tiny: weights.LoadedModel, out: Path) -> None:
     scaling = RopeScaling("llama3", 32.0)
     config = dataclasses.replace(tiny.config, rope_theta=500_000.0, rope_scaling=scaling)

@@ -275,8 +275,8 @@ def test_a_classifier_cannot_be_a_language_model(tmp_path: Path) -> None:
         ({"score.bias": np.zeros(1, np.float32)}, r"score\.bias is unknown"),
         ({"lm_head.weight": np.zeros((300, 64), np.float32)}, r"lm_head\.weight is unknown"),
         ({"model.norm.weight": None}, r"model\.norm\.weight is missing"),
-        ({"score.weight": np.zeros((1, 65), np.float32)}, r"score has shape \(65,\)\n  wanted: \(64,\)"),
-        ({"score.weight": np.zeros(64, np.float32)}, r"score\.weight has shape \[64\]\n  wanted: \[labels, D\]"),
+        ({"score.weight": np.zeros((1, 65), np.float32)}, r"score\.weight has shape \[1, 65\]\n  wanted: \[1, 64\]"),
+        ({"score.weight": np.zeros(64, np.float32)}, r"score\.weight has shape \[64\]\n  wanted: \[1, 64\]"),
         ({"score.weight": np.zeros((1, 64), np.int8)}, r"score\.weight is stored as I8"),
     ],
 )

@@ -153,8 +153,8 @@ def as_gguf(name: str, room: Path) -> Iterator[Result]:
     described = families.write_config(config)
     known = AutoConfig.for_model(described.pop("model_type"), **described)  # of Qwen3 it does not read the head's width
     yield "gguf", apart(ours, theirs(load_theirs(room / "gguf", gguf_file="model.gguf", config=known)))
-    again = weights.load(room / "gguf" / "model.gguf")
     for bos in (False, True):
+        again = weights.load(room / "gguf" / "model.gguf")  # a tokenizer remembers prompts
         again.tokenizer.add_bos = bos
         write_hf(again.model, again.tokenizer, room / f"back-{bos}")
         same_tokens(again.tokenizer, room / f"back-{bos}")

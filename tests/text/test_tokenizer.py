@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,9 +61,9 @@ def change_added(folder: Path, **fields: object) -> None:
     change(folder, "tokenizer.json", added_tokens=[token | fields for token in added])
 
 
-def with_template(folder: Path, template: str) -> Tokenizer:
+def with_template(folder: Path, template: str, rows: int | None = None) -> Tokenizer:
     (folder / "chat_template.jinja").write_text(template)
-    return Tokenizer.from_folder(folder)
+    return Tokenizer.from_folder(folder, rows)
 
 
 # --- SmolLM2 against transformers
@@ -130,13 +131,17 @@ def test_truncation_saved_in_the_file_is_turned_off(folder: Path):
 # --- BOS
 
 
-def with_bos(folder: Path, **settings: object) -> Tokenizer:
+BOS = tokenizers.processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+EOS = tokenizers.processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+
+
+def configured(folder: Path, **settings: object) -> Tokenizer:
     change(folder, "tokenizer_config.json", **settings)
     return Tokenizer.from_folder(folder)
 
 
 def test_a_plain_prompt_gets_one_bos_if_the_model_wants_it(folder: Path):
-    tokenizer = with_bos(folder, add_bos_token=True)
+    tokenizer = change_inner(folder, lambda inner: setattr(inner, "post_processor", BOS))
     bos = tokenizer.bos_id
     assert bos == 0
     assert tokenizer.encode_prompt("ab").tolist() == [bos, *tokenizer.encode("ab")]
@@ -146,17 +151,131 @@ def test_a_plain_prompt_gets_one_bos_if_the_model_wants_it(folder: Path):
 
 
 def test_a_chat_gets_the_bos_that_its_template_writes(folder: Path):
-    change(folder, "tokenizer_config.json", add_bos_token=True)
     tokenizer = with_template(folder, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     assert tokenizer.encode_prompt(HI).tolist() == [0, *tokenizer.encode("Hi"), tokenizer.eos_id]
 
 
-def test_whether_bos_is_wanted_is_read_from_the_tokenizer_when_no_config_says(folder: Path):
-    assert not with_bos(folder, add_bos_token=None).add_bos
-    special = {"single": "<|endoftext|> $A", "special_tokens": [("<|endoftext|>", 0)]}
-    post = tokenizers.processors.TemplateProcessing(**special)
-    assert change_inner(folder, lambda inner: setattr(inner, "post_processor", post)).add_bos
-    assert not with_bos(folder, add_bos_token=False).add_bos
+@pytest.mark.parametrize(("post", "wants"), [(None, False), (BOS, True), (EOS, False)], ids=["none", "bos", "eos"])
+@pytest.mark.parametrize("setting", [None, True, False])
+def test_bos_comes_from_tokenizer_json_whatever_the_config_says(folder: Path, post: Any, wants: bool, setting: Any):
+    """As in transformers 5, which drops `add_bos_token` and `add_eos_token` beside a tokenizer.json."""
+    if post is not None:
+        change_inner(folder, lambda inner: setattr(inner, "post_processor", post))
+    for bos in (None, "<|endoftext|>"):
+        tokenizer = configured(folder, add_bos_token=setting, add_eos_token=setting, bos_token=bos)
+        assert tokenizer.encode_prompt("ab").tolist() == [0] * wants + tokenizer.encode("ab").tolist()
+
+
+# --- tokens that other files declare
+
+ANSWER, THINK = "<answer>", "<think>"
+
+
+def token(text: str, **flags: bool) -> dict[str, object]:
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+    return {"content": text, **usual, **flags}
+
+
+DECLARED: dict[str, tuple[dict[str, object], dict[str, int]]] = {
+    "added_tokens_decoder": (
+        {"added_tokens_decoder": {"310": token(ANSWER), "305": token(THINK)}}, {THINK: 300, ANSWER: 301}
+    ),
+    "additional": (
+        {"additional_special_tokens": [ANSWER, {"__type": "AddedToken", **token(THINK)}]}, {ANSWER: 300, THINK: 301}
+    ),
+    "extra, a list": ({"extra_special_tokens": [ANSWER]}, {ANSWER: 300}),
+    "extra, named": ({"extra_special_tokens": {"answer_token": ANSWER}}, {ANSWER: 300}),
+    "a name": ({"answer_token": ANSWER, "pad_token": "[PAD]"}, {"[PAD]": 300, ANSWER: 301}),
+    "both lists": ({"extra_special_tokens": [THINK], "additional_special_tokens": [ANSWER]}, {THINK: 300, ANSWER: 0}),
+    "a word of the vocabulary": ({"additional_special_tokens": ["b"]}, {}),
+    "added_tokens.json": ({"added_tokens.json": {ANSWER: 301, THINK: 300}}, {THINK: 300, ANSWER: 301}),
+    "special_tokens_map.json": (
+        {"special_tokens_map.json": {"additional_special_tokens": [ANSWER], "unk_token": token(THINK)}},
+        {THINK: 300, ANSWER: 301},
+    ),
+    "older files beside added_tokens_decoder": (
+        {"added_tokens_decoder": {}, "added_tokens.json": {ANSWER: 3}, "special_tokens_map.json": {"pad_token": THINK}},
+        {ANSWER: 0, THINK: 0},
+    ),
+    "all older files": (
+        {
+            "added_tokens.json": {ANSWER: 300},
+            "special_tokens_map.json": {"extra_special_tokens": [THINK]},
+            "extra_special_tokens": ["<a>"],
+        },
+        {ANSWER: 300, "<a>": 301, THINK: 302},
+    ),
+}  # fmt: skip
+"""What declares tokens → contents of files or settings of the config; text → id in transformers 5.23, 0 if none."""
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_declared_tokens_have_the_ids_of_transformers(folder: Path, name: str):
+    files, ids = DECLARED[name]
+    change(folder, "tokenizer_config.json", **{key: x for key, x in files.items() if not key.endswith(".json")})
+    for file in files:
+        if file.endswith(".json"):
+            (folder / file).write_text(json.dumps(files[file]))
+    tokenizer = Tokenizer.from_folder(folder)
+    for text, index in ids.items():
+        got = tokenizer.encode(f"a{text}b").tolist()
+        assert got == [*tokenizer.encode("a"), index, *tokenizer.encode("b")] if index else len(got) > 3, text
+    assert tokenizer.vocab_size == 300 + sum(index > 0 for index in ids.values())
+
+
+def test_a_template_may_write_a_special_token_by_its_name(folder: Path):
+    change(folder, "tokenizer_config.json", extra_special_tokens={"answer_token": ANSWER})
+    tokenizer = with_template(folder, "{{ messages[0].content }}{{ answer_token }}")
+    assert tokenizer.render(HI) == f"Hi{ANSWER}"
+    attack = [{"role": "user", "content": ANSWER}]
+    tokens = tokenizer.encode_prompt(attack)
+    assert (tokens == 300).tolist() == [False] * (len(tokens) - 1) + [True]  # that of the template alone
+
+
+def test_a_role_of_an_older_file_counts_more(folder: Path):
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": token("<|im_start|>")}))
+    tokenizer = configured(folder, eos_token="<|im_end|>")
+    assert tokenizer.eos_id == tokenizer.inner.token_to_id("<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"added_tokens_decoder": {"x": token(ANSWER)}},
+        {"added_tokens_decoder": [1]},
+        {"additional_special_tokens": [3]},
+        {"additional_special_tokens": [{"lstrip": True}]},
+        {"extra_special_tokens": {"a_token": 3}},
+        {"extra_special_tokens": 3},
+        {"pad_token": {"content": 3}},
+    ],
+)
+def test_a_declaration_of_something_else_is_refused(folder: Path, settings: dict):
+    with pytest.raises(WeightsError, match=r"declared beside tokenizer\.json"):
+        configured(folder, **settings)
+
+
+# --- tokens that the model does not embed
+
+
+def test_a_token_without_a_row_is_refused_where_it_is_used(folder: Path):
+    """Gemma 3 1B: the tokenizer has 262,145 tokens, one of them for images, and the embedding has 262,144 rows."""
+    plain = {"305": token("[PAD]"), "306": token(ANSWER), "307": token("<|eot_id|>", special=True)}
+    change(folder, "tokenizer_config.json", added_tokens_decoder=plain, pad_token="[PAD]")
+    free, tokenizer = Tokenizer.from_folder(folder), Tokenizer.from_folder(folder, rows=300)
+    assert (free.vocab_size, tokenizer.vocab_size) == (303, 300)
+    assert set(free.stop_ids) - set(tokenizer.stop_ids) == {free.inner.token_to_id("<|eot_id|>")}
+    assert (free.pad_id, tokenizer.pad_id < 300) == (300, True)
+    assert tokenizer.encode_prompt("ab").tolist() == free.encode_prompt("ab").tolist()
+    for use in (tokenizer.encode, tokenizer.encode_prompt, partial(tokenizer.encode_completion, "a")):
+        with pytest.raises(
+            DataError, match=r"the token '<answer>', with the id 301, stands in .*\n  wanted: tokens below 300"
+        ):
+            use(f"ab{ANSWER}")
+    spelt = tokenizer.encode_prompt([{"role": "user", "content": ANSWER}])  # data of a chat are text
+    assert (spelt.max() < 300, ANSWER in tokenizer.decode(spelt)) == (True, True)
+    with pytest.raises(DataError, match="<answer>"):
+        with_template(folder, ANSWER + "{{ messages[0].content }}", rows=300).encode_prompt(HI)
 
 
 # --- stop and padding tokens
@@ -231,8 +350,8 @@ def test_an_ordinary_chat_is_its_rendered_text(tiny: Tokenizer):
 def test_no_prompt_is_encoded_twice(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The length check, the rollout of each epoch and both evaluations encode the same prompts."""
     tokenizer, encoded = Tokenizer.from_folder(folder), []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text: [encoded.append(text), encode(text)][1])
+    encode = tokenizer._encode_with
+    monkeypatch.setattr(tokenizer, "_encode_with", lambda inner, text: [encoded.append(text), encode(inner, text)][1])
     prompts = ["ab", HI, [*HI, {"role": "assistant", "content": "ab"}, *HI]]
     first = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     assert len(encoded) == 3
@@ -370,10 +489,10 @@ def test_a_model_without_template_says_so(folder: Path):
 
 def test_templates_in_the_tokenizer_config(folder: Path):
     (folder / "chat_template.jinja").unlink()
-    assert with_bos(folder, chat_template="one").render(HI) == "one"
+    assert configured(folder, chat_template="one").render(HI) == "one"
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
-    assert with_bos(folder, chat_template=named).render(HI) == "usual"
-    tokenizer = with_bos(folder, chat_template=["x", {"template": "y"}, {"name": ["default"]}])
+    assert configured(folder, chat_template=named).render(HI) == "usual"
+    tokenizer = configured(folder, chat_template=["x", {"template": "y"}, {"name": ["default"]}])
     with pytest.raises(WeightsError, match="no chat template"):
         tokenizer.render(HI)
 
@@ -547,8 +666,8 @@ def test_a_panic_of_the_tokenizers_library_is_an_error_of_ours(folder: Path, fie
 def test_a_panic_behind_the_template_of_special_tokens(folder: Path):
     post = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": []}
     change(folder, "tokenizer.json", post_processor=post | {"special_tokens": {}})
-    with pytest.raises(WeightsError, match="cannot encode an empty text"):
-        with_bos(folder, add_bos_token=None)
+    with pytest.raises(WeightsError, match="cannot encode a text"):
+        configured(folder, add_bos_token=None)
 
 
 def test_ids_that_are_none_are_left_out(folder: Path):

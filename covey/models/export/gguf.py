@@ -147,18 +147,20 @@ def _rope_divisors(c: ModelConfig) -> np.ndarray | None:
 
 
 def _vocabulary_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding."""
+    """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding. A token
+    that the model does not embed has no place in the file.
+    """
     inner = json.loads(tokenizer.inner.to_str())
-    texts, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
-    for text, token in inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ():
-        texts[token], kinds[token] = text, NORMAL
+    words = inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ()
+    named = {token: (text, NORMAL) for text, token in words}
     for added in inner["added_tokens"]:
-        texts[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+        named[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    texts, kinds = zip(*(named.get(token, (f"[PAD{token}]", UNUSED)) for token in range(rows)), strict=True)
     fields = {
         "model": "gpt2",
         "pre": _pre_tokenizer_name(inner),
-        "tokens": texts,
-        "token_type": kinds,
+        "tokens": list(texts),
+        "token_type": list(kinds),
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
         "eos_token_id": tokenizer.eos_id,
         "bos_token_id": tokenizer.bos_id,

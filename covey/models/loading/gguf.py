@@ -18,7 +18,7 @@ from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import (
     NameTable,
-    check_shared_rows,
+    check_shapes,
     check_tensor_names,
     convert_layout,
     has_experts,
@@ -47,18 +47,22 @@ class GGUFCheckpoint:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         fields = Metadata(self._reader.fields, str(self.path))
         self.config = _read_config(fields, self._tensors)
-        self.tokenizer = _read_tokenizer(fields)
+        self.tokenizer = _read_tokenizer(fields, self.config.vocab_size)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
+        for path, (name, part) in self.check().items():
+            tensor = _dequantise(self._tensors[name])[part]
+            yield path, convert_layout(path, self._restore_order(path, tensor))
+
+    def check(self) -> dict[str, tuple[str, slice]]:
+        """Check names and shapes of the tensors; return our path → name, and the rows of its part."""
         names = replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(self.config.family, {})})
         wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
         check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
-        shapes = {wanted[path]: [int(size) for size in self._tensors[wanted[path]].shape[::-1]] for path in parts}
-        check_shared_rows(parts, wanted, shapes, str(self.path))
-        for path, name in wanted.items():
-            tensor = _dequantise(self._tensors[name])[slice(*parts.get(path, (None,)))]
-            yield path, convert_layout(path, self._restore_order(path, tensor))
+        shapes = {name: [int(size) for size in tensor.shape[::-1]] for name, tensor in self._tensors.items()}
+        check_shapes(self.config, wanted, shapes, str(self.path))
+        return {path: (name, slice(*parts.get(path, (None,)))) for path, name in wanted.items()}
 
     def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])
@@ -225,7 +229,7 @@ class _PreTokenizer:
         return [*digits, *cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)]
 
 
-def _read_tokenizer(fields: Metadata) -> Tokenizer:
+def _read_tokenizer(fields: Metadata, rows: int) -> Tokenizer:
     kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2":
         raise WeightsError(
@@ -238,8 +242,7 @@ def _read_tokenizer(fields: Metadata) -> Tokenizer:
     split = PRE_TOKENIZERS[split_name]
     tokens = fields.strings("tokenizer.ggml.tokens")
     ids = {
-        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens))
-        for role in ("bos", "eos", "eot", "eom", "padding")
+        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens)) for role in ("bos", "eos", "eot", "eom")
     }
     if ids["eos"] is None:
         raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
@@ -251,9 +254,10 @@ def _read_tokenizer(fields: Metadata) -> Tokenizer:
         eos_id=ids["eos"],
         stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
         bos_id=ids["bos"],
-        pad_id=ids["padding"],
+        pad_id=fields.token_id("tokenizer.ggml.padding_token_id", 2**31),  # published files have some without a token
         add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.add_bos),
         chat_template=fields.text(template) if template in fields else None,
+        rows=rows,
     )
 
 

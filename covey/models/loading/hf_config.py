@@ -8,7 +8,8 @@ under one of two prefixes: that of transformers 4.50, which checkpoints on the h
 Tensors of other parts are not read.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from covey.errors import WeightsError
@@ -324,6 +325,38 @@ MODULE = "model.language_model"
 
 _PREFIXES = {f"{MODULE}.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Modules of torch.compile, DDP, FSDP and recomputed layers, which may stand anywhere in a name."""
+
+
+def plain_names(names: Iterable[str], whole: bool, embedding: str, *heads: str) -> dict[str, str]:
+    """Return each name of a tensor with its name in the causal language model alone: without the modules around it, and
+    inside `model` if that was saved by itself.
+
+    Args:
+        names: names in a checkpoint.
+        whole: leave out tensors of other parts than the text model.
+        embedding: name of the embedding in the model, from which the modules around it are known.
+        heads: names of heads, which are not inside `model`.
+
+    >>> plain_names(["_orig_mod.embed_tokens.weight"], False, "model.embed_tokens.weight", "lm_head.weight")
+    {'_orig_mod.embed_tokens.weight': 'model.embed_tokens.weight'}
+    """
+    name_of = text_name if whole else str
+    plain = {name: text for name in names if (text := name_of(WRAPPERS.sub("", name))) is not None}
+    root, _, tail = embedding.partition(".")
+    around = [text.removesuffix(tail) for text in plain.values() if f".{text}".endswith(f".{tail}")]
+    if embedding in plain.values() or len(around) != 1:
+        return plain
+    inside, outside = around[0], around[0].removesuffix(f"{root}.")
+    return {
+        name: f"{root}.{text.removeprefix(inside)}"
+        if text.startswith(inside) and text not in heads
+        else text.removeprefix(outside)
+        for name, text in plain.items()
+    }
 
 
 def is_whole(config: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layers import Linear, LoRA
-from covey.models.loading.hf_config import text_name
+from covey.models.loading.hf_config import WRAPPERS, text_name
 from covey.models.loading.weights import open_safetensors, read_float
 from covey.models.lora import projections
 from covey.text.tokenizer import read_json
@@ -126,7 +126,7 @@ def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Mat
     with open_safetensors(folder / TENSORS_FILE) as file:
         for name in file.keys():  # noqa: SIM118
             match = re.fullmatch(rf"{re.escape(NAME_PREFIX)}(.+)\.lora_([AB])\.weight", name)
-            module = None if match is None else text_name(match[1])
+            module = None if match is None else text_name(WRAPPERS.sub("", match[1]))
             if match is None or module is None or module not in ours:
                 raise WeightsError(
                     f"{name} adapts nothing that this model has",

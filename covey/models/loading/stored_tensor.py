@@ -31,6 +31,11 @@ class StoredTensor:
         stored = self._stored_shape()
         return stored[::-1] if self.transposed else stored
 
+    @property
+    def kind(self) -> str:
+        """Name of the file's type."""
+        return str(self.file.get_slice(self.name).get_dtype())
+
     def astype(self, dtype: DTypeLike) -> "StoredTensor":
         """Return the tensor with its slices in `dtype`."""
         return replace(self, dtype=dtype)

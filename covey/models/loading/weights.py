@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, Unpack
+from typing import Any, Generic, Protocol, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def load(
     """
     fmt = parse_format(quantize, quantize_block)
     resolved, checkpoint = open_source(source)
-    _check_language_head(checkpoint, str(resolved.path))
+    _check_head(num_labels(checkpoint), "model", str(resolved.path))
     abstract = abstract_decoder(
         checkpoint.config,
         fmt,
@@ -144,9 +144,27 @@ def checkpoint_files(path: Path) -> list[Path]:
     return beside + [path / name for name in _safetensors_names(path)]
 
 
+def check_loadable(source: str, role: str) -> None:
+    """Check what loading checks of a checkpoint at a path without its weights: config, vocabulary, head, and the names,
+    types and shapes of all tensors.
+
+    Args:
+        role: what the checkpoint is for: model, critic or reward_model.
+
+    Raises:
+        WeightsError: it cannot be loaded for this role.
+    """
+    resolved, checkpoint = open_source(source)
+    _check_head(num_labels(checkpoint), role, str(resolved.path))
+    if isinstance(checkpoint, FolderCheckpoint):
+        next(checkpoint.stored())  # all are checked before the first is read
+    elif isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.check()
+
+
 def num_labels(checkpoint: Checkpoint) -> int | None:
     """Return the number of labels of its classification head; None for a language model."""
-    return checkpoint.num_labels() if isinstance(checkpoint, FolderCheckpoint) else None
+    return checkpoint.labels if isinstance(checkpoint, FolderCheckpoint) else None
 
 
 def fill_parameters(
@@ -155,15 +173,13 @@ def fill_parameters(
     """Fill every parameter of the abstract `model` from `tensors`, cast to the parameter's type.
 
     Raises:
-        WeightsError: a parameter has no tensor, or one of another shape.
+        WeightsError: a parameter has no tensor.
     """
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     keys = {".".join(map(str, key)): key for key in flat}
     for path, tensor in tensors:
         slot = flat[keys[path]]
-        if tensor.shape != slot.shape:
-            raise WeightsError(f"{path} has shape {tensor.shape}", want=str(slot.shape), where=where)
         stored = isinstance(tensor, StoredTensor)
         host: Any = tensor.astype(slot.dtype) if stored else np.ascontiguousarray(tensor, dtype=slot.dtype)
         flat[keys.pop(path)] = slot.replace(jax.block_until_ready(put(path, host)))
@@ -193,21 +209,44 @@ def _copy(tensor: np.ndarray) -> np.ndarray:
 
 
 def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
-    tokens, rows = checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size
-    if tokens > rows:
+    """Check that the model embeds every ordinary token, BOS and the stop tokens.
+
+    A published tokenizer may have more added tokens, as for images: a text that needs one is refused.
+    """
+    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
+    ordinary = {*tokenizer.inner.get_vocab().values()} - tokenizer.inner.get_added_tokens_decoder().keys()
+    last = max(*ordinary, *tokenizer.stop_ids, tokenizer.bos_id or 0)
+    if last >= rows:
         raise WeightsError(
-            f"the tokenizer has {tokens} tokens and the model embeds {rows}",
+            f"the tokenizer has {last + 1} tokens and the model embeds {rows}",
+            want=f"a row for {tokenizer.inner.id_to_token(last)!r}, which a text may have, begin with or end with",
             fix="the tokenizer belongs to another model, or tokens were added without resizing the embedding",
             where=where,
         )
 
 
-def _check_language_head(checkpoint: Checkpoint, where: str) -> None:
-    if num_labels(checkpoint) is not None:
+def _check_head(labels: int | None, role: str, where: str) -> None:
+    """Check that a checkpoint has the head of a language model, a critic or a reward model, by its number of labels."""
+    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
+    if role == "model" and labels is not None:
         raise WeightsError(
             f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
             "it cannot write",
             fix="it can score: reward=, or with another head critic=",
+            where=where,
+        )
+    if role != "model" and labels not in (None, 1):
+        raise WeightsError(
+            f"this is a classifier with num_labels {labels}",
+            want=wanted,
+            fix="a model trained for one score, with num_labels=1",
+            where=where,
+        )
+    if role == "reward_model" and labels is None:
+        raise WeightsError(
+            "this is a language model: it has no score.weight and cannot score",
+            want=wanted,
+            fix="a reward model; as critic a language model will do",
             where=where,
         )
 
@@ -222,27 +261,34 @@ class FolderCheckpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = self._read_config(str(folder / "config.json"))
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self.tokenizer = Tokenizer.from_folder(folder, self.config.vocab_size)
 
     def _read_config(self, where: str) -> ModelConfig:
-        whole = read_json(self.folder / "config.json")
-        described = hf_config.text_config(whole, where)
-        self._name_of = hf_config.text_name if hf_config.is_whole(whole) else str
-        if families.find_family(str(described.get("model_type"))) is not None:
-            config_fields.check_config(described, where)
-            with self._open_tensors() as holders:
-                config_fields.check_layers(described, len(holders), where)
-        return families.read_config(described, where)
-
-    def num_labels(self) -> int | None:
-        """Return the number of labels; see `weights.num_labels`."""
+        self._whole = read_json(self.folder / "config.json")
+        described = hf_config.text_config(self._whole, where)
+        family = families.find_family(str(described.get("model_type")))
+        if family is None:
+            return families.read_config(described, where)
+        self._ends = [family.names.top[end] for end in ("embed.embedding", "head.embedding")]
+        config_fields.check_config(described, where)
         with self._open_tensors() as holders:
-            if families.SCORE_TENSOR not in holders:
-                return None
-            shape = holders[families.SCORE_TENSOR].shape
-        if len(shape) != 2:
-            raise WeightsError(f"{families.SCORE_TENSOR} has shape {shape}", want="[labels, D]", where=str(self.folder))
-        return int(shape[0])
+            config_fields.check_layers(described, len(holders), where)
+            config = families.read_config(described, where)
+            score = holders[families.SCORE_TENSOR].shape if families.SCORE_TENSOR in holders else None
+            self.labels = None if score is None else (score[0] if len(score) == 2 else 1)
+            # Adapters on the head, merged by some tools, leave a config that says the head is the embedding.
+            return replace(config, tie_embeddings=config.tie_embeddings and not self._has_own_head(holders))
+
+    def _has_own_head(self, holders: Mapping[str, StoredTensor]) -> bool:
+        """Tell whether the file has a head that differs from the embedding."""
+        if any(name not in holders or holders[name].kind not in FLOAT_TYPES for name in self._ends):
+            return False
+        embedding, head = (holders[name] for name in self._ends)
+        starts = range(0, (*head.shape, 0)[0], ROWS_AT_ONCE)
+        parts = ((start, min(start + ROWS_AT_ONCE, head.shape[0])) for start in starts)
+        return embedding.shape != head.shape or not all(
+            np.array_equal(replace(embedding, rows=part).whole(), replace(head, rows=part).whole()) for part in parts
+        )
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""
@@ -255,52 +301,67 @@ class FolderCheckpoint:
         """Yield (our path, tensor in our layout that is read when it is asked for) for each parameter."""
         with self._open_tensors() as holders:
             wanted = families.tensor_names(self.config, scored=families.SCORE_TENSOR in holders)
+            saved = [name for name in self._ends if name in holders]  # of a tied model one may be enough
+            wanted |= {"embed.embedding": saved[0]} if self.config.tie_embeddings and saved else {}
+            self._check_types(holders)
             families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
+            families.check_shapes(self.config, wanted, {name: x.shape for name, x in holders.items()}, str(self.folder))
             parts = families.shared_rows(self.config)
-            shapes = {wanted[path]: holders[wanted[path]].shape for path in parts}
-            families.check_shared_rows(parts, wanted, shapes, str(self.folder))
             for path, name in wanted.items():
-                require_float(*holders[name], self.folder)
-                yield path, StoredTensor(*holders[name], parts.get(path), families.is_transposed(path))
+                yield path, replace(holders[name], rows=parts.get(path), transposed=families.is_transposed(path))
+
+    def _check_types(self, holders: Mapping[str, StoredTensor]) -> None:
+        """Refuse weights that are no floating-point numbers, by the method that quantised them if it is known.
+
+        A config may name a method that these files do not have.
+        """
+        others = [f"{x.name} is stored as {x.kind}" for x in holders.values() if x.kind not in FLOAT_TYPES]
+        signs = [method for end, method in QUANTISED.items() if any(name.endswith(end) for name in (*holders, *others))]
+        declared = self._whole.get("quantization_config")
+        method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+        if signs or others:
+            known = str(method or next(iter(signs), ""))
+            raise WeightsError(
+                f"these weights are quantised by {known!r:.80}, which is not read" if known else others[0],
+                want="weights in one of: " + ", ".join(FLOAT_TYPES),
+                fix="give the unquantised model; under adapters model.quantize int8 or nf4 quantises it as it loads",
+                where=str(self.folder),
+            )
 
     @contextmanager
-    def _open_tensors(self) -> Iterator[Mapping[str, "_Holder"]]:
-        """Yield tensor name in the text model → the open file that holds it, and its name there."""
+    def _open_tensors(self) -> Iterator[Mapping[str, StoredTensor]]:
+        """Yield tensor name in the text model → the tensor in its open file."""
         with ExitStack() as stack:
             files = [
                 stack.enter_context(open_safetensors(self.folder / name)) for name in _safetensors_names(self.folder)
             ]
-            stored = [_Holder(file, name) for file in files for name in file.keys()]  # noqa: SIM118
-            yield {name: holder for holder in stored if (name := self._name_of(holder.name)) is not None}
+            stored = {name: StoredTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
+            names = hf_config.plain_names(stored, hf_config.is_whole(self._whole), *self._ends, families.SCORE_TENSOR)
+            holders = {text: stored[name] for name, text in names.items()}
+            if len(holders) < len(names):
+                raise WeightsError(
+                    "several tensors have one name without the modules around it", where=str(self.folder)
+                )
+            yield holders
 
     def _ignored(self, name: str) -> bool:
         """Return True for a tensor that the model does not need: a copy of a tied head, or derived from the config."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
 
 
-class _Holder(NamedTuple):
-    """An open safetensors file, and the name of a tensor in it."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> list[int]:
-        """Shape of the tensor."""
-        shape: list[int] = self.file.get_slice(self.name).get_shape()
-        return shape
-
-
 def _safetensors_names(folder: Path) -> list[str]:
-    """Return the names of the checkpoint's safetensors files; the folder may hold others."""
+    """Return the names of the checkpoint's safetensors files, as transformers chooses; the folder may hold others."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _names_in_index(index)
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
+    if index.is_file():
+        return _names_in_index(index)
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
     raise WeightsError(
-        "no model.safetensors and no model.safetensors.index.json in this folder",
-        fix="for older formats, save again with safetensors: model.save_pretrained(folder)",
+        "no model.safetensors and no model.safetensors.index.json in this folder"
+        + (f", beside {others[0]}" if others else ""),
+        fix=("fetch the index too, or " if others else "for older formats, ")
+        + "save again with safetensors: model.save_pretrained(folder)",
         where=str(folder),
     )
 
@@ -312,7 +373,14 @@ def _names_in_index(index: Path) -> list[str]:
     for name in sorted(set(entries.values())):
         if not re.fullmatch(r"[^/\\]+\.safetensors", name):
             raise WeightsError(f"{name!r} leaves the folder", want="*.safetensors beside the index", where=str(index))
-    return sorted(set(entries.values()))
+    names = sorted(set(entries.values()))
+    if absent := [name for name in names if not index.with_name(name).is_file()]:
+        raise WeightsError(
+            f"{len(absent)} of {len(names)} files of weights are missing: {', '.join(absent[:3])}",
+            fix="fetch them: the download may have been cut short",
+            where=str(index.parent),
+        )
+    return names
 
 
 def open_safetensors(file: Path) -> Any:
@@ -340,18 +408,23 @@ def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
     Raises:
         WeightsError: it does not hold floating-point numbers.
     """
-    require_float(file, name, folder)
-    return StoredTensor(file, name).whole()
-
-
-def require_float(file: Any, name: str, folder: Path) -> None:
-    """Check that a tensor holds floating-point numbers; a WeightsError names one that does not."""
-    kind = file.get_slice(name).get_dtype()
-    if kind not in FLOAT_TYPES:
-        raise WeightsError(f"{name} is stored as {kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder))
+    tensor = StoredTensor(file, name)
+    if tensor.kind not in FLOAT_TYPES:
+        raise WeightsError(
+            f"{name} is stored as {tensor.kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder)
+        )
+    return tensor.whole()
 
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+QUANTISED = {
+    ".qweight": "GPTQ or AWQ", ".absmax": "bitsandbytes", ".SCB": "bitsandbytes", "_scale_inv": "FP8",
+    ".weight_packed": "compressed-tensors", ".weight_scale": "compressed-tensors", ".W_q": "HQQ", ".biases": "MLX",
+    "F8_E4M3": "FP8", "F8_E5M2": "FP8",
+}  # fmt: skip
+"""End of the name of a tensor or of its type that only quantised weights have → method, unless the config names one."""
+ROWS_AT_ONCE = 4096
+"""Number of rows of the embedding and the head that are compared at a time."""
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
@@ -378,7 +451,7 @@ def load_value_model(
     """
     resolved, checkpoint = open_source(source)
     labels = num_labels(checkpoint)
-    _check_labels(labels, new_head, str(resolved.path))
+    _check_head(labels, "critic" if new_head else "reward_model", str(resolved.path))
     config = replace(checkpoint.config, tie_embeddings=True)
     build = lambda: ValueModel(Decoder(config, rngs=rngs_for_shapes(), **options))  # noqa: E731
     tensors = _value_tensors(tensors_for(checkpoint, mesh), zero=config.hidden_size if labels is None else 0)
@@ -388,24 +461,6 @@ def load_value_model(
 
 
 load_critic = partial(load_value_model, new_head=True)
-
-
-def _check_labels(labels: int | None, new_head: bool, where: str) -> None:
-    wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
-    if labels not in (None, 1):
-        raise WeightsError(
-            f"this is a classifier with num_labels {labels}",
-            want=wanted,
-            fix="a model trained for one score, with num_labels=1",
-            where=where,
-        )
-    if labels is None and not new_head:
-        raise WeightsError(
-            "this is a language model: it has no score.weight and cannot score",
-            want=wanted,
-            fix="a reward model; as critic a language model will do",
-            where=where,
-        )
 
 
 def _value_tensors(

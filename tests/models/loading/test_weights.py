@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from covey.errors import WeightsError
+from covey.errors import DataError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
 from covey.parallel import flatten, make_mesh, shardings
@@ -189,7 +189,7 @@ def test_a_model_loaded_onto_a_mesh_is_the_model(logits: Logits):
         (
             "model.layers.0.mlp.up_proj.weight",
             np.zeros((64, 96), np.float32),
-            r"layers\.0\.mlp\.up_proj\.kernel has shape \(96, 64\)\n  wanted: \(64, 96\)",
+            r"model\.layers\.0\.mlp\.up_proj\.weight has shape \[64, 96\]\n  wanted: \[96, 64\], by the config",
         ),
     ],
 )
@@ -204,11 +204,110 @@ def test_tables_that_follow_from_the_config_are_left_out(single: Path):
     weights.load(single)
 
 
-def test_the_second_copy_of_a_tied_head_is_left_out(single: Path):
+@pytest.mark.parametrize("copies", ["embed_tokens", "lm_head", "both"])
+def test_one_copy_of_a_tied_head_is_enough(single: Path, copies: str):
     config(single, tie_word_embeddings=True)
+    table = merged(single)["model.embed_tokens.weight"]
+    saved = {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    rewrite(single, **{name: None if copies not in (name.split(".")[-2], "both") else x for name, x in saved.items()})
     model = weights.load(single).model
     assert model.head is None
-    np.testing.assert_array_equal(np.asarray(model.head_weight), merged(single)["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(np.asarray(model.head_weight), table)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_head_of_its_own_counts_more_than_a_config_that_ties_it(single: Path, row: int, monkeypatch: Any):
+    """As in transformers 5: adapters on the head, merged by some tools, leave such a config."""
+    monkeypatch.setattr(weights, "ROWS_AT_ONCE", 7)
+    config(single, tie_word_embeddings=True)
+    head = merged(single)["model.embed_tokens.weight"].copy()
+    head[row, 0] += 1
+    rewrite(single, **{"lm_head.weight": head})
+    loaded = weights.load(single)
+    assert not loaded.config.tie_embeddings
+    np.testing.assert_array_equal(np.asarray(loaded.model.head_weight), head)
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."),
+        lambda name: f"model.{name}",
+        lambda name: f"policy.{name}",
+        lambda name: name.removeprefix("model."),
+        lambda name: name.replace("model.", "transformer.", 1),
+        lambda name: name.replace("model.", "model.language_model.", 1),
+    ],
+    ids=["compiled", "DDP", "FSDP", "module", "policy", "backbone", "other backbone", "text part"],
+)
+def test_modules_around_the_model_are_read_through(single: Path, renamed: Callable[[str], str]):
+    before = weights.load(single).model
+    tensors = {renamed(name): tensor for name, tensor in merged(single).items()}
+    safetensors.numpy.save_file(tensors, single / "model.safetensors")
+    assert_equal_state(weights.load(single).model, before)
+
+
+def test_a_name_that_two_tensors_have_is_refused(single: Path):
+    rewrite(single, **{"_orig_mod.model.norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(WeightsError, match="several tensors have one name"):
+        weights.load(single)
+
+
+PROJECTION = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "method"),
+    [
+        ({"qweight": np.zeros((8, 96), np.int32), "scales": np.ones((1, 96), np.float16)}, {}, "GPTQ or AWQ"),
+        ({"qweight": np.zeros((8, 96), np.int32)}, {"quant_method": "awq"}, "awq"),
+        ({"weight": np.zeros((3072, 1), np.uint8), "weight.absmax": np.zeros(96, np.uint8)}, {}, "bitsandbytes"),
+        ({"weight": np.zeros((96, 64), np.int8), "SCB": np.ones(96, np.float32)}, {}, "bitsandbytes"),
+        ({"weight": np.zeros((96, 64), ml_dtypes.float8_e4m3fn)}, {}, "FP8"),
+        ({"weight_packed": np.zeros((96, 8), np.int32)}, {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"weight": np.zeros((96, 64), np.int8)}, {"quant_method": "quanto"}, "quanto"),
+        ({"weight": np.zeros((96, 8), np.uint32), "scales": np.ones(1), "biases": np.ones(1)}, {}, "MLX"),
+    ],
+)
+def test_quantised_weights_are_refused_by_their_method(single: Path, tensors: dict, fields: dict, method: str):
+    config(single, quantization_config=fields)
+    rewrite(single, **({f"{PROJECTION}.weight": None} | {f"{PROJECTION}.{end}": x for end, x in tensors.items()}))
+    with pytest.raises(WeightsError, match=rf"quantised by '{method}'(.|\n)*unquantised model.*model\.quantize"):
+        weights.load(single)
+
+
+def test_a_config_that_names_a_quantisation_of_plain_weights_does_not_matter(single: Path):
+    config(single, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    weights.load(single)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lm_head.weight": None}, r"lm_head\.weight is missing\n  fix: save the model with its head"),
+        (
+            {f"{PROJECTION}.weight": None, f"{PROJECTION}.lora_A.weight": np.ones((2, 64), np.float32)},
+            r"up_proj\.weight is missing, and .*lora_A\.weight is unknown\n  fix: these are adapters .*merge",
+        ),
+        ({"model.norm.weight": None}, r"norm\.weight is missing\n  fix: the config describes another model"),
+        ({"model.layers.2.input_layernorm.weight": np.ones(64, np.float32)}, r"(.|\n)*as one with fewer layers"),
+        ({"model.embed_tokens.weight": np.ones((304, 64), np.float32)}, r"shape \[304, 64\]\n  wanted: \[300, 64\]"),
+        ({"model.norm.weight": np.ones((64, 1), np.float32)}, r"shape \[64, 1\]\n  wanted: \[64\]"),
+    ],
+)
+def test_the_reason_why_weights_do_not_fit_is_told(single: Path, changes: dict, says: str):
+    rewrite(single, **changes)
+    with pytest.raises(WeightsError, match=says) as refused:
+        weights.load(single)
+    assert "cut short" not in str(refused.value)
+
+
+def test_one_file_counts_more_than_an_index_beside_it(folder: Path):
+    """As in transformers: the index of the model that was trained may lie there still."""
+    rewrite(folder, **{"model.norm.weight": np.full(64, 2, np.float32)})
+    assert np.asarray(weights.load(folder).model.norm.scale[...]).tolist() == [2] * 64
 
 
 @pytest.mark.parametrize("entry", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", ".."])
@@ -230,7 +329,10 @@ def test_an_index_without_map_is_refused(folder: Path, content: str):
 
 def test_a_shard_that_was_not_downloaded_is_named(folder: Path):
     (folder / "model-00002-of-00004.safetensors").unlink()
-    with pytest.raises(WeightsError, match="model-00002-of-00004"):
+    with pytest.raises(WeightsError, match="1 of 4 files of weights are missing: model-00002-of-00004"):
+        weights.load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(WeightsError, match=r"beside model-00001(.|\n)*fetch the index too"):
         weights.load(folder)
 
 
@@ -253,6 +355,21 @@ def test_a_folder_without_safetensors_says_how_to_make_them(folder: Path):
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path):
     config(folder, vocab_size=200)
     with pytest.raises(WeightsError, match="the tokenizer has 300 tokens and the model embeds 200"):
+        weights.load(folder)
+
+
+def test_an_added_token_beyond_the_embedding_is_refused_where_it_is_used(folder: Path):
+    """Gemma 3 1B has one more token than rows, for images: it loads, and no text may have that token."""
+    settings = folder / "tokenizer_config.json"
+    given = json.loads(settings.read_text()) | {"image_token": "<image>", "pad_token": "[PAD]"}
+    settings.write_text(json.dumps(given))
+    tokenizer = weights.load(folder).tokenizer
+    assert tokenizer.inner.token_to_id("<image>") == 301
+    assert (tokenizer.vocab_size, tokenizer.pad_id < 300) == (300, True)
+    with pytest.raises(DataError, match="'<image>', with the id 301"):
+        tokenizer.encode_prompt("what is <image>?")
+    config(folder, eos_token_id=[2, 301])
+    with pytest.raises(WeightsError, match=r"302 tokens and the model embeds 300\n  wanted: a row for '<image>'"):
         weights.load(folder)
 
 
@@ -298,7 +415,7 @@ def test_a_tensor_of_several_projections_is_split(golden_folder: Callable[[str],
 def test_a_shared_tensor_with_other_rows_is_refused(golden_folder: Callable[[str], Path], rows: int) -> None:
     folder, name = golden_folder("phi3"), "model.layers.1.self_attn.qkv_proj.weight"
     rewrite(folder, **{name: np.zeros((rows, 32), np.float32)})
-    with pytest.raises(WeightsError, match=rf"qkv_proj\.weight has shape \[{rows}, 32\]\n  wanted: 64 rows"):
+    with pytest.raises(WeightsError, match=rf"qkv_proj\.weight has shape \[{rows}, 32\]\n  wanted: \[64, 32\]"):
         weights.load(folder)
 
 
