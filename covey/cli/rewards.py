@@ -233,7 +233,8 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
 
 def _row(function: "FunctionSignal") -> str:
     mean, spread = ("none" if value is None else f"{value:.3f}" for value in (function.mean, function.within_std))
-    counts = f"{function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
+    differing = "none" if function.informative is None else f"{function.informative:.0%}"
+    counts = f"{differing:>6}  {function.scored:>6}  {function.failed:>6}"
     bars = sparkline([*function.histogram.values()]) if len(function.histogram) > 1 else ""
     scores = ", ".join(f"{score:.3g} × {count}" for score, count in function.histogram.items())
     return f"{mean:>8}  {spread:>8}  {counts}  {bars} {scores}".rstrip()

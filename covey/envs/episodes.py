@@ -20,6 +20,7 @@ import numpy as np
 from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
+from covey.losses.advantages import merge_ties
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
 from covey.text.chat_template import turn_with_call
 from covey.text.tokenizer import Tokenizer
@@ -243,11 +244,12 @@ class Episodes:
         if isinstance(messages, str):
             messages = [{"role": "environment", "content": messages}]
         rewards = (*record.turn_rewards, step.reward)
+        [total] = merge_ties(np.array([sum(rewards)]), np.array([sum(map(abs, rewards))]))
         state.record = replace(
             record,
             messages=(*record.messages, *(message for message in messages if message["content"])),
             turn_rewards=rewards,
-            reward=float(sum(rewards)) if self._runner.scores else None,
+            reward=float(total) if self._runner.scores else None,
             done=step.done,
             tool_calls=record.tool_calls + _count(step, "tool_calls"),
             tool_failures=record.tool_failures + _count(step, "tool_failures"),

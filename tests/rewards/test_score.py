@@ -207,6 +207,24 @@ def test_functions_are_objects_that_are_called_or_names_and_one_alone_will_do():
     assert function_names(functions) == ["length", "length_2", "reward", "length_3", "Judge", "constant"]
 
 
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([[0.1, 0.0, 1e-14], [0.2, 0.0, 0.0], [-0.3, 0.0, 0.0]], [0.0, 0.0, 0.0]),
+        ([[1e6 + 0.1, 0.1, 0.2], [-1e6, 0.0, 0.0]], [0.1, 0.1, 0.2]),
+        ([[0.1, 0.3, None], [0.2, 0.0, None]], [0.3, 0.3, math.nan]),
+        ([[1e-20, 2e-20, 1e-20], [0.0, 0.0, 0.0]], [1e-20, 2e-20, 1e-20]),
+        ([[1e6, 1e-3, 2e-3], [-1e6, 0.0, 0.0]], [0.0, 1e-3, 2e-3]),
+    ],
+)
+def test_totals_that_differ_by_rounding_alone_are_equal(values, want):
+    """The tolerance follows the summands of a completion, and not those of its neighbours."""
+    groups, functions = [group("p", ["a", "b", "c"])], [returns(each) for each in values]
+    (scored,) = score(groups, functions)
+    assert scored.rewards == pytest.approx(want, rel=1e-9, abs=1e-30, nan_ok=True)
+    assert [a == b for a in scored.rewards for b in scored.rewards] == [a == b for a in want for b in want]
+
+
 def misspelt(completions, answr):
     return []
 

@@ -69,7 +69,7 @@ def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], Learner]]:
     """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the learner that made them."""
 
     def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Learner]:
-        others: Any = {"rl_cluster": Fake(len(rows)), "reward_fns": in_order}
+        others: Any = {"rl_cluster": Fake(len(rows)), "reward_fns": settings.pop("reward_fns", in_order)}
         others["reward_runner"] = settings.pop("runner", None)
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         critic = config.algorithm == "ppo"
@@ -225,6 +225,17 @@ def test_answers_that_differ_in_length_alone_are_replaced(fed: Callable) -> None
     """The penalty would else pass for a difference in reward, and the group would never be sampled anew."""
     rows = [row("tied", (1.0, 1.0), (completion(3), completion(10)))]
     batches, _ = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
+    assert prompts(batches) == ["new"]
+
+
+@pytest.mark.parametrize(("points", "penalty"), [(0.0, 0.0), (0.7, 1e6)])
+def test_rewards_that_differ_by_rounding_alone_are_replaced(fed: Callable, points: float, penalty: float) -> None:
+    """0.1 + 0.2 − 0.3 is 5.6e-17. A reward less a large penalty, and with it again, has lost digits."""
+    functions = [lambda completions, x=x: [x, 0.0] * (len(completions) // G) for x in (0.1, 0.2, -0.3)]
+    rows = [row("tied", (points, points), (completion(10), completion(7)))]
+    spare = [row("new", (0.0, 1.0))]
+    penalties: Any = {"overlong_buffer": 4, "overlong_penalty": penalty} if penalty else {}
+    batches, _ = fed(rows, spare, reward_fns=[in_order, *functions], max_sampling_rounds=2, **penalties)
     assert prompts(batches) == ["new"]
 
 
