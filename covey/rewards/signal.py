@@ -17,9 +17,9 @@ WEAK = 0.25
 """Share of informative groups below which a signal is called weak: most of the sampling is then spent in vain."""
 MOST = 0.5
 """Share of the groups without differences that must show a cause before it is named."""
-TOTAL = "reward"
-"""Name of the row of the weighted total."""
-LENGTH, EMPTY = "length", "empty"
+TOTAL = "total reward"
+"""Name of the row of the weighted total. No reward function has a name with a space."""
+LENGTH, EMPTY = "text length", "empty text"
 """Names of what scores are correlated with beside each other: characters of a completion, and whether it has none."""
 EXPLAINED, SAME = 0.9, 0.98
 """Correlations within groups from which one figure explains a reward, and from which two are the same but for their

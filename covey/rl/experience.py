@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from covey.config.algorithms import Algorithm
+from covey.config.metrics import OVERLONG
 from covey.losses.advantages import has_reward_variance, merge_ties
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows
-from covey.rl.group_table import OVERLONG, GroupTable, join, table_of
+from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
 from covey.rl.stage_sizes import StageSizes

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey.config.metrics import OVERLONG
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import channel, distributed
@@ -217,7 +218,7 @@ def test_the_overlong_penalty_counts_tokens_and_is_listed_beside_the_rewards(fed
     (batch,), _ = fed([row("a", (1.0, 1.0), answers)], overlong_buffer=4, overlong_penalty=2.0)
     (group,) = batch.groups
     assert group.rewards.tolist() == [0.0, -1.0]
-    assert group.rewards_by_function["overlong"].tolist() == [-1.0, -2.0]
+    assert group.rewards_by_function[OVERLONG].tolist() == [-1.0, -2.0]
     assert group.rewards_by_function["in_order"].tolist() == [1.0, 1.0]
 
 
@@ -226,6 +227,17 @@ def test_answers_that_differ_in_length_alone_are_replaced(fed: Callable) -> None
     rows = [row("tied", (1.0, 1.0), (completion(3), completion(10)))]
     batches, _ = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
     assert prompts(batches) == ["new"]
+
+
+def test_a_function_of_the_name_of_the_penalty_is_a_reward(fed: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length penalty of the user's own, beside Covey's: its differences count, and its values stay."""
+    monkeypatch.setattr(in_order, "__name__", "overlong")
+    rows = [row("good", (0.0, -1.0), (completion(8), completion(8)))]
+    (batch,), learner = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
+    (group,) = batch.groups
+    assert (group.prompt, learner.stats.rollout.replaced) == ("good", 0)
+    assert group.rewards_by_function["overlong"].tolist() == [0.0, -1.0]
+    assert group.rewards_by_function[OVERLONG].tolist() == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize(("points", "penalty"), [(0.0, 0.0), (0.7, 1e6)])
