@@ -10,6 +10,7 @@ Dimension letters used in every signature:
 Host arrays are NumPy at their true length: nothing is padded before `packing.rows.pack`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -190,8 +191,8 @@ class Mean(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The mean; 0 without a count."""
-        return float(self.total) / (float(self.count) or 1.0)
+        """The mean; NaN without a count."""
+        return float(self.total) / (float(self.count) or math.nan)
 
 
 class EffectiveShare(NamedTuple):
@@ -205,8 +206,8 @@ class EffectiveShare(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The share; 0 without tokens, or where all weights are 0."""
-        return float(self.total) ** 2 / (float(self.count) * float(self.squares) or 1.0)
+        """The share; NaN without tokens, and 0 where all weights are 0."""
+        return float(self.total) ** 2 / ((float(self.count) or math.nan) * float(self.squares) or 1.0)
 
 
 MetricSums = dict[str, "Mean | EffectiveShare | Array"]

@@ -233,10 +233,10 @@ def _print(signal: "Signal", examples: Sequence[Mapping[str, Any]], missing: Seq
 
 def _row(function: "FunctionSignal") -> str:
     mean, spread = ("none" if value is None else f"{value:.3f}" for value in (function.mean, function.within_std))
-    counts = f"{function.informative:>6.0%}  {function.scored:>6}  {function.failed:>6}"
+    differ = f"{'none':>6}" if function.informative is None else f"{function.informative:>6.0%}"
     bars = sparkline([*function.histogram.values()]) if len(function.histogram) > 1 else ""
     scores = ", ".join(f"{score:.3g} × {count}" for score, count in function.histogram.items())
-    return f"{mean:>8}  {spread:>8}  {counts}  {bars} {scores}".rstrip()
+    return f"{mean:>8}  {spread:>8}  {differ}  {function.scored:>6}  {function.failed:>6}  {bars} {scores}".rstrip()
 
 
 def _print_correlations(signal: "Signal", width: int) -> None:
@@ -287,10 +287,12 @@ def shown_text(text: str) -> str:
 
 def _print_scores(example: Mapping[str, Any], failed: Mapping[str, int], missing: Sequence[str]) -> None:
     """Print the scores of one completion that was written by hand."""
+    from covey.rewards.signal import TOTAL
+
     completion = example["best"]
     echo(f"prompt      {excerpt(completion['prompt'])}")
     echo(f"completion  {shown_text(completion['text'])}")
-    for name, score in {**completion["rewards"], "reward": completion["reward"]}.items():
+    for name, score in {**completion["rewards"], TOTAL: completion["reward"]}.items():
         echo(f"{name:<24} {'failed' if failed.get(name) else 'none' if score is None else f'{score:+.4g}'}")
     if missing:
         echo(NOT_INCLUDED.format(", ".join(missing)))

@@ -93,6 +93,8 @@ def unlogged(
             )
 
 
+OVERLONG = "overlong-penalty"
+"""Name of the length penalty among the rewards; no reward function has a name with a hyphen."""
 FUNCTION, NUMBER, NAME = "<function>", "<k>", "<name>"
 OWN_NUMBER = "[a-z][a-z0-9_]*"
 """Pattern of the name of an environment's own number."""
@@ -115,8 +117,8 @@ TABLE = (
     Metric(
         "rewards/<function>/failed", "samples", "samples for which it failed, if `reward_safety` lets the run continue"
     ),
-    Metric("rewards/overlong/mean", "reward", "mean penalty by `grpo.overlong_buffer`; 0 or less"),
-    Metric("rewards/overlong/std", "reward", "standard deviation of this penalty over the samples (ddof 1)"),
+    Metric(f"rewards/{OVERLONG}/mean", "reward", "mean penalty by `grpo.overlong_buffer`; 0 or less"),
+    Metric(f"rewards/{OVERLONG}/std", "reward", "standard deviation of this penalty over the samples (ddof 1)"),
     Metric("completions/mean_length", "tokens", "mean length of a completion"),
     Metric("completions/min_length", "tokens", "length of the shortest completion"),
     Metric("completions/max_length", "tokens", "length of the longest completion"),

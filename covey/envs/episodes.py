@@ -20,6 +20,7 @@ import numpy as np
 from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step, pays_at_end
 from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
+from covey.losses.advantages import merge_ties
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
 from covey.text.chat_template import turn_with_call
 from covey.text.tokenizer import Tokenizer
@@ -274,7 +275,8 @@ class Episodes:
             rest = await self._runner.ask_reward(state.environment)
             paid = rest is not None
         rewards = (*before, last + (rest or 0.0))
-        state.record = replace(state.record, turn_rewards=rewards, reward=float(sum(rewards)) if paid else None)
+        [total] = merge_ties(np.array([sum(rewards)]), np.array([sum(map(abs, rewards))]))
+        state.record = replace(state.record, turn_rewards=rewards, reward=float(total) if paid else None)
         if over and not paid and not self._runner.warned_of_unscored:
             self._runner.warned_of_unscored = True
             log.warning(

@@ -7,6 +7,7 @@ the order of the rewards of a group and does not change when all of them are shi
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -15,7 +16,9 @@ STD_EPSILON = 1e-4
 """Constant added to standard deviations of rewards, as in TRL."""
 
 EQUALITY_TOLERANCE = 1e-12
-"""Relative tolerance (to the largest) within which rewards count as equal: 0.1 + 0.2 is 0.3."""
+"""Tolerance within which rewards count as equal, relative to their size: 0.1 + 0.2 is 0.3. The size of a sum is that of
+its summands: 0.1 + 0.2 − 0.3 is 0.
+"""
 
 Rewards = Float[np.ndarray, "P G"]
 AdvantageFn = Callable[[Rewards], Rewards]
@@ -84,10 +87,31 @@ def turn_returns(rewards: Float[np.ndarray, "K"], gamma: float) -> Float[np.ndar
     return out
 
 
-def has_reward_variance(group: Float[np.ndarray, "G"]) -> bool:
-    """Return True when the rewards of a group differ: only then does it give a gradient."""
+def has_reward_variance(group: Float[np.ndarray, "G"], size: float | None = None) -> bool:
+    """Return True when the rewards of a group differ: only then does it give a gradient. `size` is the largest sum of
+    the sizes of their summands; by default they are no sums.
+    """
     scored = group[~np.isnan(group)]
-    return scored.size > 1 and not _all_equal(scored)
+    return scored.size > 1 and not _all_equal(scored, size)
+
+
+def merge_ties(sums: Float[np.ndarray, "n"], sizes: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    """Return sums of a group in which those that differ by rounding alone are equal, so that no later comparison has to
+    know their summands.
+
+    Args:
+        sums: sums of numbers; NaN where there is none.
+        sizes: sums of the absolute values of the same numbers.
+
+    >>> merge_ties(np.array([0.1 + 0.2 - 0.3, 0.0, 0.1 + 0.2, 0.3]), np.array([0.6, 0.0, 0.3, 0.3])).tolist()
+    [0.0, 0.0, 0.3, 0.3]
+    """
+    out, sizes = np.where(np.abs(sums) < EQUALITY_TOLERANCE * sizes, 0.0, sums), sizes.copy()
+    for before, number in pairwise(np.argsort(out)):
+        size = max(sizes[before], sizes[number])
+        if out[number] - out[before] <= EQUALITY_TOLERANCE * size:
+            out[number], sizes[number] = min(out[number], out[before]), size
+    return out
 
 
 def gae(
@@ -172,8 +196,8 @@ def _map_groups(rewards: Rewards, of_group: Callable[[np.ndarray], np.ndarray]) 
     return out
 
 
-def _all_equal(values: Float[np.ndarray, "n"]) -> bool:
-    return bool(np.ptp(values) <= EQUALITY_TOLERANCE * np.abs(values).max())
+def _all_equal(values: Float[np.ndarray, "n"], size: float | None = None) -> bool:
+    return bool(np.ptp(values) <= EQUALITY_TOLERANCE * (np.abs(values).max() if size is None else size))
 
 
 def zip_equal_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

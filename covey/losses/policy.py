@@ -119,10 +119,10 @@ def sampler_metric_sums(old_logps: PerToken, inputs: LossInputs) -> MetricSums:
     ratio = _clamped_exp(difference)
     return {
         "sampling/logp_difference/mean": weighted_mean_sums(jnp.abs(difference), inputs.weight),
-        "sampling/logp_difference/max": jnp.max(jnp.abs(difference)),
+        "sampling/logp_difference/max": jnp.max(jnp.abs(difference), where=real, initial=-jnp.inf),
         "sampling/importance_ratio/mean": weighted_mean_sums(ratio, inputs.weight),
         "sampling/importance_ratio/min": jnp.min(ratio, where=real, initial=jnp.inf),
-        "sampling/importance_ratio/max": jnp.max(ratio, where=real, initial=0.0),
+        "sampling/importance_ratio/max": jnp.max(ratio, where=real, initial=-jnp.inf),
     }
 
 

@@ -9,8 +9,11 @@ because a wrong length, a NaN or a truncated integer would silently train the mo
 
 import asyncio
 import inspect
+import itertools
+import logging
 import math
 import numbers
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -26,6 +29,8 @@ from covey.types import Completion, Group
 
 if TYPE_CHECKING:  # imported where an array is made: to name a reward function needs no NumPy
     import numpy as np
+
+log = logging.getLogger(__name__)
 
 RewardFn = Callable[..., Any]
 """`fn(prompts, completions, **columns) -> list[float | None]`, or a coroutine function with this signature."""
@@ -128,15 +133,15 @@ def check_parameters(name: str, function: RewardFn, columns: Iterable[str]) -> l
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
-        what = f"{excerpt(function)} is no reward function"
-        raise RecipeError(what, want="fn(prompts, completions, **columns)", where="rewards") from None
+        raise RecipeError(
+            f"{excerpt(function)} is no reward function", want="fn(prompts, completions, **columns)", where="rewards"
+        ) from None
     available = {*ARGUMENTS, *columns}
     for p in parameters:
         by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if p.default is p.empty and (p.kind is p.POSITIONAL_ONLY or (by_name and p.name not in available)):
-            what = f"the reward function {name!r} asks for {p.name!r}, which no data column gives"
             raise RewardError(
-                what,
+                f"the reward function {name!r} asks for {p.name!r}, which no data column gives",
                 want=f"columns of the data: {', '.join(sorted(columns)) or 'none'}; or {', '.join(ARGUMENTS)}",
                 fix=nearest(p.name, available),
             )
@@ -150,9 +155,17 @@ def check_columns(reward_fns: RewardFns, rows: Iterable[Mapping[str, Any]]) -> N
         RewardError: it names the function, the missing column and the available columns.
     """
     columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+    for column in filter(ARGUMENTS.__contains__, columns):
+        _tell_hidden(column)
     functions = resolve_reward_fns(reward_fns)
     for name, function in zip(function_names(functions), functions, strict=True):
         check_parameters(name, function, columns)
+
+
+@cache
+def _tell_hidden(column: str) -> None:
+    """Warn, once, of a column that no function can ask for."""
+    log.warning(f"no reward function gets the data's column {column}: the argument of this name is another; rename it")
 
 
 def check_evaluation_columns(config: EvalConfig, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -207,20 +220,27 @@ def only_one(reward_fns: RewardFns | None, reward_funcs: RewardFns | None) -> Re
 
 def function_names(functions: Sequence[RewardFn]) -> list[str]:
     """Return a unique name for each function (`f`, `f_2`, ...), as used in metrics and samples."""
-    names: list[str] = []
-    for function in functions:
-        name, number = _function_name(function), 2
-        while name in names:
-            name, number = f"{_function_name(function)}_{number}", number + 1
-        names.append(name)
+    own, names = [*map(_function_name, functions)], list[str]()
+    for name in own:
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        names.append(name if name not in names else next(n for n in numbered if n not in {*own, *names}))
     return names
+
+
+def metric_name(name: str) -> str:
+    """Return a name with letters, digits and underscores alone, whatever a user has called a function. Names of Covey's
+    own beside those of functions have other characters.
+
+    >>> metric_name("math/correct answer")
+    'math_correct_answer'
+    """
+    return re.sub(r"\W", "_", name)
 
 
 def _function_name(function: RewardFn) -> str:
     if isinstance(function, partial):
         return _function_name(function.func)
-    name = getattr(function, "__name__", type(function).__name__)
-    return "reward" if name == "<lambda>" else name
+    return metric_name(str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "lambda"))
 
 
 def call(function: RewardFn, arguments: Mapping[str, list[Any]], count: int) -> Outcome | Awaitable[Any]:

@@ -37,6 +37,7 @@ from covey.rewards.call import (
     call,
     format_error,
     from_exception,
+    metric_name,
     select_arguments,
 )
 from covey.rewards.workers import Worker, import_path, to_json_values
@@ -131,7 +132,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
     def policy(self, name: str) -> str:
         """Return the failure policy of the function `name`, as in `RewardSafetyConfig.on_error`."""
-        policies = {key.rpartition(":")[2]: policy for key, policy in self.safety.on_error_of.items()}
+        policies = {metric_name(key.rpartition(":")[2]): policy for key, policy in self.safety.on_error_of.items()}
         return policies.get(name, self.safety.on_error)
 
     def count_elsewhere(self, failures: Mapping[str, int]) -> None:

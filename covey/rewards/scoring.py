@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from covey.errors import RecipeError
+from covey.losses.advantages import merge_ties
 from covey.rewards.call import RewardFns, function_names, resolve_reward_fns
 from covey.rewards.runner import RewardRunner
 from covey.types import Group
@@ -46,9 +47,10 @@ def score(
     table = (runner or RewardRunner()).run(dict(zip(names, functions, strict=True)), samples, failed)
     scored = ~np.isnan(table) & (factors != 0)[:, None]
     needed = np.array([getattr(function, "is_needed", False) for function in functions]) & (factors != 0)
-    totals = np.where(scored, table * factors[:, None], 0.0).sum(axis=0)
+    summands = np.where(scored, table * factors[:, None], 0.0)
+    totals, sizes = summands.sum(axis=0), np.abs(summands).sum(axis=0)
     totals[~scored.any(axis=0) | ~scored[needed].all(axis=0)] = np.nan
-    return _split(groups, names, table, totals)
+    return _split(groups, names, table, totals, sizes)
 
 
 def _check_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
@@ -56,20 +58,27 @@ def _check_weights(weights: Sequence[float] | None, count: int) -> np.ndarray:
         raise RecipeError("no reward function", want="at least one", fix="name one in rewards", where="rewards")
     factors = np.ones(count) if weights is None else np.asarray(weights, dtype=np.float64)
     if factors.shape != (count,) or not np.isfinite(factors).all():
-        what = f"the weights {factors.tolist()} for {count} reward functions"
         raise RecipeError(
-            what, want=f"{count} finite numbers", fix="one for each function", where="grpo.reward_weights"
+            f"the weights {factors.tolist()} for {count} reward functions",
+            want=f"{count} finite numbers",
+            fix="one for each function",
+            where="grpo.reward_weights",
         )
     if not factors.any():
-        what = "the reward weights are all 0: no answer would be scored"
-        raise RecipeError(what, want="one that is not 0", where="grpo.reward_weights")
+        raise RecipeError(
+            "the reward weights are all 0: no answer would be scored",
+            want="one that is not 0",
+            where="grpo.reward_weights",
+        )
     return factors
 
 
-def _split(groups: Sequence[Group], names: Sequence[str], table: np.ndarray, totals: np.ndarray) -> list[Group]:
+def _split(
+    groups: Sequence[Group], names: Sequence[str], table: np.ndarray, totals: np.ndarray, sizes: np.ndarray
+) -> list[Group]:
     cuts = np.cumsum([len(group.completions) for group in groups])[:-1]
-    parts = zip(groups, np.split(totals, cuts), np.split(table, cuts, axis=1), strict=True)
+    parts = zip(groups, *(np.split(values, cuts, axis=-1) for values in (totals, sizes, table)), strict=True)
     return [
-        replace(group, rewards=total, rewards_by_function=dict(zip(names, part, strict=True)))
-        for group, total, part in parts
+        replace(group, rewards=merge_ties(total, size), rewards_by_function=dict(zip(names, part, strict=True)))
+        for group, total, size, part in parts
     ]

@@ -10,21 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
 from covey.types import FinishReason, Group
 
 WEAK = 0.25
 """Share of informative groups below which a signal is called weak: most of the sampling is then spent in vain."""
 MOST = 0.5
 """Share of the groups without differences that must show a cause before it is named."""
-TOTAL = "reward"
-"""Name of the row of the weighted total."""
-LENGTH, EMPTY = "length", "empty"
+TOTAL = "total reward"
+"""Name of the row of the weighted total. No reward function has a name with a space."""
+LENGTH, EMPTY = "text length", "empty text"
 """Names of what scores are correlated with beside each other: characters of a completion, and whether it has none."""
 EXPLAINED, SAME = 0.9, 0.98
 """Correlations within groups from which one figure explains a reward, and from which two are the same but for their
 scale."""
-ROUNDING = 1e-9
-"""Relative difference below which two values are equal."""
 MIN_COMPLETIONS = 16
 """Smallest number of completions whose correlations are judged."""
 MAX_BARS = 8
@@ -39,7 +38,7 @@ class FunctionSignal:
         name: name in the metrics.
         mean: mean over the scored completions; None if there are none.
         within_std: mean over groups of the standard deviation within a group (ddof 1); None if no group has two scores.
-        informative: share of groups whose scores differ.
+        informative: share of groups whose scores differ; None if no completion has a score.
         scored: number of completions that it scored.
         failed: number of completions for which it failed.
         histogram: number of scores for each value, or from each value up to the next.
@@ -50,7 +49,7 @@ class FunctionSignal:
     name: str
     mean: float | None
     within_std: float | None
-    informative: float
+    informative: float | None
     scored: int
     failed: int
     histogram: Mapping[float, int]
@@ -150,9 +149,10 @@ def _explain(total: np.ndarray, measured: Mapping[str, np.ndarray], rows: Sequen
     empty, known = measured[EMPTY] > 0, ~np.isnan(total)
     if empty.size and empty.all():
         yield "every completion is empty"
-    elif (empty & known).any() and np.ptp(total[known]) and total[empty & known].min() == total[known].max():
-        share = f"{empty.sum()} of {empty.size} are empty"
-        yield f"empty completions get the best reward, {total[known].max():.3g}: {share}"
+    elif (empty & known).any() and has_reward_variance(total):
+        best = total[known].max()
+        if not has_reward_variance(np.append(total[empty], best)):
+            yield f"empty completions get the best reward, {best:.3g}: {empty.sum()} of {empty.size} are empty"
     if total.size < MIN_COMPLETIONS:
         return
     by_length = rows[-1].correlations.get(LENGTH, 0.0)
@@ -173,9 +173,12 @@ def labels_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
 def centre(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return values [B] less the mean of those with the same label; 0 for NaN and for differences that are rounding."""
     known, values = ~np.isnan(values), np.nan_to_num(values)
-    means = np.bincount(labels, values) / np.maximum(np.bincount(labels, known), 1)
+    counts, sizes = np.bincount(labels, known), np.zeros(labels.max(initial=-1) + 1)
+    np.maximum.at(sizes, labels, np.abs(values))
+    means = np.bincount(labels, values) / np.maximum(counts, 1)
     centred = np.where(known, values - means[labels], 0.0)
-    return np.where(np.abs(centred) > ROUNDING * np.abs(values).max(initial=0.0), centred, 0.0)
+    rounding = (EQUALITY_TOLERANCE + counts * np.finfo(float).eps) * sizes  # of equal values, and of their sum
+    return np.where(np.abs(centred) > rounding[labels], centred, 0.0)
 
 
 def correlate(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> float | None:
@@ -216,7 +219,7 @@ def _describe(
         name,
         float(everything.mean()) if everything.size else None,
         float(np.mean(spreads)) if spreads else None,
-        sum(_spread(values) > 0 for values in scores) / max(1, len(scores)),
+        float(np.mean([*map(has_reward_variance, scores)])) if everything.size else None,
         int(everything.size),
         failed,
         _histogram(everything),
@@ -225,7 +228,7 @@ def _describe(
 
 
 def _say(verdict: str, total: FunctionSignal, groups: int, critic: bool) -> str:
-    differing = round(total.informative * groups)
+    differing = round((total.informative or 0) * groups)
     where = "the completions differ in reward" if critic else f"the rewards differ in {differing} of {groups} groups"
     if verdict == "no":
         return "No signal: " + ("all completions have the same reward" if critic else where)
@@ -235,8 +238,8 @@ def _say(verdict: str, total: FunctionSignal, groups: int, critic: bool) -> str:
 
 def _find_cause(groups: Sequence[Group]) -> tuple[str, str]:
     """Return the setting to change and how, from the groups whose rewards do not differ."""
-    tied = [group for group in groups if not _spread(_rewards(group))]
-    rewards = np.concatenate([_rewards(group) for group in tied])
+    tied = [group for group in groups if not has_reward_variance(_rewards(group))]
+    rewards = np.concatenate([np.zeros(0), *(_rewards(group) for group in tied)])
     if np.isnan(rewards).all():
         return "rewards", "no completion was scored: see why the functions fail or return None"
     if _share(tied, _is_identical) >= MOST:
@@ -245,7 +248,7 @@ def _find_cause(groups: Sequence[Group]) -> tuple[str, str]:
         late = _share(tied, _most(lambda finish: finish is FinishReason.TIME)) >= MOST
         limit = "envs.timeout" if late else "rollout.max_new_tokens"
         return limit, "raise it: most completions were cut before their end"
-    if np.ptp(rewards[~np.isnan(rewards)]) > 0:
+    if has_reward_variance(rewards):
         return "grpo.num_generations", "raise it: groups differ from each other, so larger ones may differ within"
     value = float(rewards[~np.isnan(rewards)][0])
     if value > 0:

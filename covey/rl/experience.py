@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from covey.config.algorithms import Algorithm
-from covey.losses.advantages import has_reward_variance
+from covey.config.metrics import OVERLONG
+from covey.losses.advantages import has_reward_variance, merge_ties
 from covey.losses.policy import AGGREGATES, LossInputs
 from covey.losses.shaping import kl_penalty, overlong_penalty
 from covey.losses.value import ValueInputs
 from covey.packing.rows import Rows
-from covey.rl.group_table import OVERLONG, GroupTable, join, table_of
+from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
 from covey.rl.stage_sizes import StageSizes
@@ -197,9 +198,10 @@ def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> 
         buffer=algorithm.overlong_buffer,
         penalty=algorithm.overlong_penalty,
     )
+    rewards = np.asarray(group.rewards)
     return replace(
         group,
-        rewards=np.asarray(group.rewards) + penalty,
+        rewards=merge_ties(rewards + penalty, np.abs(rewards) + np.abs(penalty)),
         rewards_by_function={**group.rewards_by_function, OVERLONG: penalty},
     )
 
@@ -208,8 +210,11 @@ def split_by_reward_variance(table: GroupTable) -> tuple[list[int], list[int]]:
     """Return the numbers of groups whose completions differ in reward, and those of the others; the length penalty does
     not count.
     """
-    rewards = table.split(table.rewards - table.by_function.get(OVERLONG, 0.0))
-    differs = np.array([has_reward_variance(of_group) for of_group in rewards], bool)
+    penalties = table.by_function.get(OVERLONG, np.zeros(len(table.rewards)))
+    groups = map(table.split, (table.rewards - penalties, np.abs(table.rewards) + np.abs(penalties)))
+    differs = np.array(
+        [has_reward_variance(each, np.nanmax(sizes, initial=0.0)) for each, sizes in zip(*groups, strict=True)], bool
+    )
     return np.flatnonzero(differs).tolist(), np.flatnonzero(~differs).tolist()
 
 

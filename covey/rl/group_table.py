@@ -18,9 +18,6 @@ from covey.packing.rows import GroupShape
 from covey.parallel import channel, distributed
 from covey.types import Branch, Completion, Episode, Group
 
-OVERLONG = "overlong"
-"""Name of the length penalty among the rewards."""
-
 
 @dataclass(frozen=True)
 class GroupTable:

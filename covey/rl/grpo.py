@@ -15,7 +15,7 @@ from jaxtyping import Float
 from covey.config.algorithms import Algorithm
 from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
-from covey.losses.advantages import ADVANTAGES, AdvantageFn, reward_table, turn_returns
+from covey.losses.advantages import ADVANTAGES, AdvantageFn, merge_ties, reward_table, turn_returns
 from covey.rewards import RewardFns
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, sampled_mask
@@ -108,7 +108,9 @@ def turn_advantages(
             for c, total, penalty in zip(group.completions, totals, subtracted[index:], strict=False)
         ]
         returns = [turn_returns(of_turns, algorithm.turn_gamma) for of_turns in rewards]
-        tables.append(_by_turn(returns, all_rewards.shape[1]))
+        sizes = [turn_returns(np.abs(of_turns), algorithm.turn_gamma) for of_turns in rewards]
+        by_turn = zip(*(_by_turn(each, all_rewards.shape[1]) for each in (returns, sizes)), strict=True)
+        tables.append(np.array([merge_ties(*of_turn) for of_turn in by_turn]))
         index += len(rewards)
     tables = x.table.collect(tables, "returns of turns")
     computed = compute(np.concatenate([np.zeros((0, all_rewards.shape[1])), *tables])).astype(np.float32)

@@ -1,5 +1,6 @@
 """Metrics of a step, with the names of TRL's and Tunix's logs."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from covey.losses.advantages import has_reward_variance
-from covey.rewards.signal import ROUNDING, centre, correlate, labels_of
-from covey.rl.group_table import OVERLONG, GroupTable
+from covey.config.metrics import OVERLONG
+from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
+from covey.rewards.signal import centre, correlate, labels_of
+from covey.rl.group_table import GroupTable
 from covey.sampling.model_runner import SamplerStats
 
 MIN_EQUAL = 8
@@ -51,29 +53,29 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
 
     `reward` and `rewards/<fn>/mean` average over completions; `reward_std` is the mean over groups of the standard
     deviation within a group (ddof 1); `reward_error` the standard error of `reward`, from the spread of the group
-    means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that truncation kept.
+    means. `sampling/mass_kept` averages, over sampled tokens, the probability mass that truncation kept. A mean over
+    nothing is NaN, and so is the standard deviation of fewer than two.
     """
     rewards = table.reward_table
     means = np.array([row[~np.isnan(row)].mean() for row in rewards if not np.isnan(row).all()])
     equal = table.split(table.first_equal)
     metrics = {
-        "reward": float(np.nanmean(rewards)) if means.size else float("nan"),
-        "reward_std": float(np.mean([_std(row) for row in rewards])),
-        "reward_error": float(_std(means) / np.sqrt(max(len(means), 1))),
+        "reward": float(np.nanmean(rewards)) if means.size else math.nan,
+        "reward_std": known_mean([_std(row) for row in rewards]),
+        "reward_error": _std(means) / math.sqrt(len(means) or 1),
         **_tied_fractions(rewards),
-        "completions/mean_length": float(table.sampled.mean()),
-        "completions/min_length": float(table.sampled.min()),
-        "completions/max_length": float(table.sampled.max()),
-        "completions/clipped_ratio": float(table.cut.mean()),
-        "completions/distinct_ratio": float(np.mean([len({*row}) / len(row) for row in equal])),
-        "completions/empty_ratio": float(table.empty.mean()),
-        "completions/repetition": float(table.repetition.mean()),
-        "completions/scored_ratio": float((~np.isnan(table.rewards)).mean()),
+        "completions/mean_length": known_mean(table.sampled),
+        "completions/min_length": float(min(table.sampled, default=math.nan)),
+        "completions/max_length": float(max(table.sampled, default=math.nan)),
+        "completions/clipped_ratio": known_mean(table.cut),
+        "completions/distinct_ratio": known_mean([len({*row}) / len(row) for row in equal]),
+        "completions/empty_ratio": known_mean(table.empty),
+        "completions/repetition": known_mean(table.repetition),
+        "completions/scored_ratio": known_mean(~np.isnan(table.rewards)),
     }
     for name, values in table.by_function.items():
-        scored = values[~np.isnan(values)]
-        metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
-        metrics[f"rewards/{name}/std"] = _std(scored)
+        metrics[f"rewards/{name}/mean"] = known_mean(values)
+        metrics[f"rewards/{name}/std"] = _std(values)
     drawn = ~np.isnan(table.mass)
     if drawn.any():
         metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
@@ -115,14 +117,15 @@ def correlation_metrics(table: GroupTable) -> dict[str, float]:
 
 def _tied_fractions(rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
     """Return the fraction of groups of equal rewards, and of those that all have the best and the worst reward of the
-    step. If a step has a single reward, it is the best one where it is above 0.
+    step, among the groups with a reward. If a step has a single reward, it is the best one where it is above 0.
     """
-    tied = np.array([not has_reward_variance(row) for row in rewards])
+    rewards = rewards[~np.isnan(rewards).all(axis=1)]
+    tied = np.array([not has_reward_variance(row) for row in rewards], bool)
     best, worst = np.nanmax(rewards, initial=-np.inf), np.nanmin(rewards, initial=np.inf)
-    near = partial(np.isclose, np.nanmax(rewards, axis=1, initial=-np.inf), rtol=ROUNDING, atol=0)
+    near = partial(np.isclose, np.nanmax(rewards, axis=1, initial=-np.inf), rtol=EQUALITY_TOLERANCE, atol=0)
     is_best = near(best) & (best > min(worst, 0))
     fractions = {"zero_std": tied, "all_best": tied & is_best, "all_worst": tied & near(worst) & ~is_best}
-    return {f"frac_reward_{name}": float(of_groups.mean()) for name, of_groups in fractions.items()}
+    return {f"frac_reward_{name}": known_mean(of_groups) for name, of_groups in fractions.items()}
 
 
 def episode_metrics(table: GroupTable) -> dict[str, float]:
@@ -155,12 +158,17 @@ def _own_numbers(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of several updates on one batch: means, and minima or maxima for `/min` and `/max`, over the
-    updates that have them (a skipped update has few).
+    updates that have them (a skipped update, or one without tokens, has few).
     """
-    combine = {"min": np.min, "max": np.max}
-    values = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
+    combine = {"min": min, "max": max}
+    values = {
+        name: [update[name] for update in updates if not np.isnan(update.get(name, math.nan))]
+        for update in updates
+        for name in update
+    }
     return {
-        name: float(combine.get(name.rsplit("/", 1)[-1], np.mean)(of_updates)) for name, of_updates in values.items()
+        name: float(combine.get(name.rsplit("/", 1)[-1], known_mean)(of_updates or [math.nan]))
+        for name, of_updates in values.items()
     }
 
 
@@ -187,6 +195,13 @@ def work_metrics(
     }
 
 
+def known_mean(values: Sequence[float] | np.ndarray) -> float:
+    """Return the mean of the values that are known; NaN without any."""
+    known = np.asarray(values)[~np.isnan(values)]
+    return float(known.mean()) if known.size else math.nan
+
+
 def _std(values: np.ndarray) -> float:
-    values = values[~np.isnan(values)]
-    return float(values.std(ddof=1)) if values.size > 1 else 0.0
+    """Return the standard deviation of the values that are known (ddof 1); NaN for fewer than two."""
+    known = values[~np.isnan(values)]
+    return float(known.std(ddof=1)) if known.size > 1 else math.nan

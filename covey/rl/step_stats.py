@@ -6,13 +6,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Lock
 
-import numpy as np
-
 from covey.config.algorithms import Algorithm
 from covey.parallel import channel
 from covey.rewards import RewardRunner
 from covey.rl.experience import RolloutBatch, sum_by_name
-from covey.rl.metrics import Clock, combine_updates, group_metrics, sampling_metrics, work_metrics
+from covey.rl.metrics import Clock, combine_updates, group_metrics, known_mean, sampling_metrics, work_metrics
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory
 from covey.types import Group
@@ -65,7 +63,7 @@ def step_metrics(
         **combine_updates(updates),
         **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
         **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
-        **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, float(np.mean(stats.waste))),
+        **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, known_mean(stats.waste)),
     }
 
 

@@ -139,7 +139,7 @@ class HeldOutLoss:
         total = count = 0.0
         for part in put_micro_batches(pack_rows(groups, self.config), self.config, params, self.mesh):
             total, count = total + float(self._sum(params, part.batch)), count + part.denominator
-        loss = total / max(count, 1.0)
+        loss = total / (count or math.nan)
         return {"loss": loss, "perplexity": perplexity(loss)}
 
 

@@ -111,9 +111,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Return the step with the highest score (the latest on a tie), or None when no step has a score."""
+        """Return the step with the highest score (the latest on a tie, in 12 digits), or None when none has a score."""
         scores = {step: score for step in self.steps() if (score := self._score(step)) is not None}
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        return max(scores, key=lambda step: (float(f"{scores[step]:.12g}"), step), default=None)
 
     def save(
         self, step: int, state: PyTree, extra: Mapping[str, Any] | None = None, *, score: float | None = None

@@ -113,7 +113,7 @@ class Trainer:
         norm = float(norms[-1] if norms else programs.norm(grads, 1.0))  # type: ignore[arg-type]
         metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
         self._check_finite(metrics)
-        return Gradients(grads, scale, metrics)
+        return Gradients(grads, scale, metrics if denominator else metrics | {LOSS: math.nan})
 
     def apply(self, gradients: Gradients) -> Metrics:
         """Apply the gradients of `update`: one optimizer step."""
@@ -189,6 +189,10 @@ class NonFiniteGuard:
         return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
+NOTHING = {"min": math.inf, "max": -math.inf}
+"""Minimum and maximum over no tokens, by the end of the metric's name."""
+
+
 def _combine(all_sums: Iterable[MetricSums]) -> MetricSums:
     """Combine the metrics of micro-batches, on the host. Some are empty where all groups tied."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -204,9 +208,10 @@ def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
 
 
 def _metrics(totals: MetricSums, scale: float) -> Metrics:
-    """Compute the step's metrics; those with a count of 0, as when all completions were masked, are 0."""
-    means = {
+    """Compute the step's metrics; those over no tokens, as when all completions were masked, are NaN."""
+    values = {
         name: value.value if isinstance(value, Mean | EffectiveShare) else float(value)
         for name, value in totals.items()
     }
-    return means | {LOSS: means.get(LOSS, 0.0) * scale}
+    known = {name: v if v != NOTHING.get(name.rsplit("/", 1)[-1]) else math.nan for name, v in values.items()}
+    return known | {LOSS: known.get(LOSS, 0.0) * scale}

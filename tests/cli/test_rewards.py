@@ -122,6 +122,6 @@ def test_episodes_are_played_and_scored_by_the_environment(capsys: Any) -> None:
     words = ["rewards", "guess-tiny", "--model.source", "scratch:guess-tiny", "--prompts", "1", "--rollout.slots", "2"]
     assert cli.main([*words, "--num-generations", "2", "--envs.max-turns", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["functions"]] == ["guess", "reward"]
+    assert [row["name"] for row in found["functions"]] == ["guess", "total reward"]
     assert (found["completions"], found["functions"][0]["scored"]) == (2, 2)
     assert found["examples"][0]["best"]["text"].startswith("assistant: ")

@@ -99,6 +99,20 @@ def test_a_conversation_goes_on_until_the_environment_ends_it(factory: Any) -> N
     assert episode.turn_ends[1] == len(play.tokens)
 
 
+def test_rewards_that_cancel_are_0() -> None:
+    """0.1 + 0.2 − 0.3 is 5.6e-17, which would be better than 0."""
+
+    class Pays(Counts):
+        def step(self, reply: str) -> Any:
+            return replace(super().step(reply), reward=(0.1, 0.2, -0.3)[self.turns - 1])
+
+    play = Play(Pays, turns=3)
+    for word in ("one", "two", "three"):
+        play.says(word)
+    episode = play.over()[0]
+    assert (episode.turn_rewards, episode.reward) == ((0.1, 0.2, -0.3), 0.0)
+
+
 def test_plain_text_goes_on_as_plain_text() -> None:
     play = Play(prompt="Count:")
     assert TOKENIZER.decode(play.says("one", end=TOKENIZER.eos_id)) == "3 characters"

@@ -204,7 +204,8 @@ def test_the_effective_sample_size_by_hand() -> None:
     of = lambda *w: effective_share_sums(jnp.asarray(w), jnp.ones(len(w), bool)).value  # noqa: E731
     parts = [effective_share_sums(jnp.asarray(weights[at]), jnp.asarray(mask[at])) for at in (slice(2), slice(2, 5))]
     assert jax.tree.map(jnp.add, *parts).value == pytest.approx(20.25 / 23, rel=1e-6)
-    assert (of(3.0, 3.0), of(2.0, 0.0, 0.0, 0.0), of(0.0, 0.0), of()) == (1.0, 0.25, 0.0, 0.0)
+    assert (of(3.0, 3.0), of(2.0, 0.0, 0.0, 0.0), of(0.0, 0.0)) == (1.0, 0.25, 0.0)
+    assert np.isnan(of())
 
 
 def test_only_the_ratio_of_the_whole_sequence_grows_with_its_length() -> None:

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as Spec
 from covey.config.algorithms import PRESETS, Algorithm, Correction, algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.losses.policy import AGGREGATES, CLIP_METRICS, RATIOS, SURROGATES, LossInputs, k3, policy_loss
+from covey.losses.shaping import adapt_beta
 from covey.packing.rows import pack, scatter_to_rows, split_micro_batches, unpack
+from covey.train.trainer import _metrics
 from covey.types import Mean
 
 BASE = algorithm_of(GRPOConfig("grpo"))
@@ -247,7 +249,7 @@ def test_the_kl_outside_the_loss_is_reported_and_not_followed(groups_of: Callabl
 
 
 def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
-    """No loss, no gradient, and comparisons that say nothing is wrong, whatever the model says at padding."""
+    """No loss, no gradient, and no metric but NaN, whatever the model says at padding."""
     logps, entropy, segment_ids, inputs = laid(groups_of, [4])
     inputs, segment_ids = jax.tree.map(np.zeros_like, (inputs, segment_ids))
     for name in PRESETS:
@@ -255,10 +257,12 @@ def test_a_batch_of_padding_is_nothing(groups_of: Callable) -> None:
         (value, metric_sums), grads = step(logps - 500, entropy, segment_ids, inputs)
         assert float(value) == 0
         assert not any(np.asarray(g).any() for g in grads)
-        bare = {"sampling/importance_ratio/min": np.inf, "sampling/importance_ratio/max": 0.0}
-        bare["sampling/logp_difference/max"] = 0.0
         assert all(tuple(map(float, s)) == (0, 0) for s in metric_sums.values() if isinstance(s, Mean))
-        assert {n: float(metric_sums[n]) for n in bare} == bare
+        metrics = _metrics(metric_sums, 1.0)
+        assert metrics.pop("loss") == 0
+        assert {"entropy", "sampling/importance_ratio/min", "sampling/logp_difference/max"} <= metrics.keys()
+        assert np.isnan([*metrics.values()]).all()
+        assert adapt_beta(0.1, kl=metrics.get("kl", np.nan), target=0.01, horizon=16, samples=16) == 0.1
 
 
 @pytest.mark.slow

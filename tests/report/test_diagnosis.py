@@ -294,11 +294,23 @@ def test_nearly_all_answers_cut_off_is_a_problem_though_the_reward_rises(cut: fl
     assert names(history(completions__clipped_ratio=cut)) == wanted
 
 
-def test_a_penalty_for_long_answers_is_no_reward() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "wanted"),
+    [
+        ("overlong-penalty", {}, ["reward never reached"]),
+        ("overlong", {"grpo.algorithm": "dapo"}, ["reward never reached"]),  # of a run of an older version
+        ("overlong", {"grpo.overlong_buffer": 0.2}, ["reward never reached"]),
+        ("overlong", {}, []),  # a function of the user's
+    ],
+)
+def test_a_penalty_for_long_answers_is_no_reward(name: str, settings: dict[str, Any], wanted: list[str]) -> None:
     nothing: dict[str, Values] = {"rewards__a__mean": 0.0, "rewards__a__std": 0.0}
-    shorter: dict[str, Values] = {"reward": ramp(-1.0, 0.0), "rewards__overlong__mean": ramp(-1.0, 0.0)}
-    (finding,) = diagnose(history(**nothing, **shorter))
-    assert finding.rule == "reward never reached"
+    shorter: dict[str, Values] = {"reward": ramp(-1.0, 0.0), f"rewards__{name}__mean": ramp(-1.0, 0.0)}
+    assert names(history(N, "rl", settings, **nothing, **shorter)) == wanted
+
+
+def test_a_correlation_with_a_function_called_failed_is_no_failure() -> None:
+    assert names(history(rewards__a__correlation__failed=100.0)) == []
 
 
 def test_a_high_rate_is_seen_where_there_was_no_reward_to_lose() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, environment_reward, function_names, runner, score
+from covey.rewards import RewardRunner, check_columns, environment_reward, function_names, runner, score
 from covey.types import Completion, Episode, FinishReason, Group
 
 
@@ -204,7 +204,45 @@ def test_functions_are_objects_that_are_called_or_names_and_one_alone_will_do():
     assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
     assert score([group("p", ["#### 4", "5"], answer="4")], ["exact_answer", "number_only"])[0].rewards.sum() == 2
     functions = [length, length, lambda completions: [], partial(length, extra=1), Judge(), returns([])]
-    assert function_names(functions) == ["length", "length_2", "reward", "length_3", "Judge", "constant"]
+    assert function_names(functions) == ["length", "length_2", "lambda", "length_3", "Judge", "constant"]
+
+
+def test_names_are_unique_and_hold_letters_digits_and_underscores_alone():
+    """A slash would divide the name of a metric; a function keeps its name beside another that is there twice."""
+    odd, second = returns([]), returns([])
+    odd.__name__, second.__name__ = "math/is right?", "constant_2"
+    assert function_names([odd, returns([]), returns([]), second]) == [
+        "math_is_right_", "constant", "constant_3", "constant_2"
+    ]  # fmt: skip
+    runner = RewardRunner(RewardSafetyConfig(on_error_of={"math/is right?": "none"}))
+    assert (runner.policy("math_is_right_"), runner.policy("constant")) == ("none", "raise")
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([[0.1, 0.0, 1e-14], [0.2, 0.0, 0.0], [-0.3, 0.0, 0.0]], [0.0, 0.0, 0.0]),
+        ([[1e6 + 0.1, 0.1, 0.2], [-1e6, 0.0, 0.0]], [0.1, 0.1, 0.2]),
+        ([[0.1, 0.3, None], [0.2, 0.0, None]], [0.3, 0.3, math.nan]),
+        ([[1e-20, 2e-20, 1e-20], [0.0, 0.0, 0.0]], [1e-20, 2e-20, 1e-20]),
+        ([[1e6, 1e-3, 2e-3], [-1e6, 0.0, 0.0]], [0.0, 1e-3, 2e-3]),
+    ],
+)
+def test_totals_that_differ_by_rounding_alone_are_equal(values, want):
+    """The tolerance follows the summands of a completion, and not those of its neighbours."""
+    groups, functions = [group("p", ["a", "b", "c"])], [returns(each) for each in values]
+    (scored,) = score(groups, functions)
+    assert scored.rewards == pytest.approx(want, rel=1e-9, abs=1e-30, nan_ok=True)
+    assert [a == b for a in scored.rewards for b in scored.rewards] == [a == b for a in want for b in want]
+
+
+def test_a_column_that_no_function_can_get_is_told_once(caplog):
+    """The argument `completion_ids` is that of the samples."""
+    for _ in range(2):
+        check_columns(length, [{"prompt": "one", "completion_ids": [1], "answer": "1"}])
+    assert [record.message for record in caplog.records] == [
+        "no reward function gets the data's column completion_ids: the argument of this name is another; rename it"
+    ]
 
 
 def misspelt(completions, answr):

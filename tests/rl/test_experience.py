@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey.config.metrics import OVERLONG
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import channel, distributed
@@ -69,7 +70,7 @@ def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], Learner]]:
     """`fed(rows, spare=[], **grpo settings)`: the micro-batches of one step, and the learner that made them."""
 
     def make(rows: list[Any], spare: Sequence[Any] = (), **settings: Any) -> tuple[list[TrainBatch], Learner]:
-        others: Any = {"rl_cluster": Fake(len(rows)), "reward_fns": in_order}
+        others: Any = {"rl_cluster": Fake(len(rows)), "reward_fns": settings.pop("reward_fns", in_order)}
         others["reward_runner"] = settings.pop("runner", None)
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         critic = config.algorithm == "ppo"
@@ -217,7 +218,7 @@ def test_the_overlong_penalty_counts_tokens_and_is_listed_beside_the_rewards(fed
     (batch,), _ = fed([row("a", (1.0, 1.0), answers)], overlong_buffer=4, overlong_penalty=2.0)
     (group,) = batch.groups
     assert group.rewards.tolist() == [0.0, -1.0]
-    assert group.rewards_by_function["overlong"].tolist() == [-1.0, -2.0]
+    assert group.rewards_by_function[OVERLONG].tolist() == [-1.0, -2.0]
     assert group.rewards_by_function["in_order"].tolist() == [1.0, 1.0]
 
 
@@ -225,6 +226,28 @@ def test_answers_that_differ_in_length_alone_are_replaced(fed: Callable) -> None
     """The penalty would else pass for a difference in reward, and the group would never be sampled anew."""
     rows = [row("tied", (1.0, 1.0), (completion(3), completion(10)))]
     batches, _ = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
+    assert prompts(batches) == ["new"]
+
+
+def test_a_function_of_the_name_of_the_penalty_is_a_reward(fed: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length penalty of the user's own, beside Covey's: its differences count, and its values stay."""
+    monkeypatch.setattr(in_order, "__name__", "overlong")
+    rows = [row("good", (0.0, -1.0), (completion(8), completion(8)))]
+    (batch,), learner = fed(rows, [row("new", (0.0, 1.0))], max_sampling_rounds=2, overlong_buffer=4)
+    (group,) = batch.groups
+    assert (group.prompt, learner.stats.rollout.replaced) == ("good", 0)
+    assert group.rewards_by_function["overlong"].tolist() == [0.0, -1.0]
+    assert group.rewards_by_function[OVERLONG].tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize(("points", "penalty"), [(0.0, 0.0), (0.7, 1e6)])
+def test_rewards_that_differ_by_rounding_alone_are_replaced(fed: Callable, points: float, penalty: float) -> None:
+    """0.1 + 0.2 − 0.3 is 5.6e-17. A reward less a large penalty, and with it again, has lost digits."""
+    functions = [lambda completions, x=x: [x, 0.0] * (len(completions) // G) for x in (0.1, 0.2, -0.3)]
+    rows = [row("tied", (points, points), (completion(10), completion(7)))]
+    spare = [row("new", (0.0, 1.0))]
+    penalties: Any = {"overlong_buffer": 4, "overlong_penalty": penalty} if penalty else {}
+    batches, _ = fed(rows, spare, reward_fns=[in_order, *functions], max_sampling_rounds=2, **penalties)
     assert prompts(batches) == ["new"]
 
 

@@ -9,7 +9,7 @@ from scipy.special import softmax  # comes with jax
 from covey.rewards.signal import measure_signal
 from covey.rl.experience import tokens_in_loss
 from covey.rl.group_table import table_of
-from covey.rl.metrics import group_metrics, work_metrics
+from covey.rl.metrics import combine_updates, group_metrics, work_metrics
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
@@ -94,6 +94,7 @@ def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> Non
     assert got["sampling/mass_kept"] == pytest.approx(np.concatenate([chances, chances[drawn]]).mean(), rel=1e-5)
 
 
+TIES = [f"frac_reward_{name}" for name in ("zero_std", "all_best", "all_worst")]
 ERROR = np.std([0.5, 2.0], ddof=1) / np.sqrt(2)
 CASES = {
     "a completion that is not scored": (
@@ -102,12 +103,18 @@ CASES = {
     ),
     "a group that is not scored, whose advantages are 0": (
         [group([NAN, NAN], [1, 1]), group([1.0, 0.0], [1, 1]), group([1.0, 1.0], [1, 1])],
-        {"reward": 3 / 4, "frac_reward_zero_std": 2 / 3, "reward_error": np.std([0.5, 1.0], ddof=1) / np.sqrt(2)},
+        {"reward": 3 / 4, "frac_reward_zero_std": 1 / 2, "reward_error": np.std([0.5, 1.0], ddof=1) / np.sqrt(2)},
     ),
-    "one group": ([group([1.0, 0.0], [3, 3])], {"reward_error": 0.0}),
+    "one group": ([group([1.0, 0.0], [3, 3])], {"reward_std": np.sqrt(0.5), "reward_error": NAN}),
+    "groups of one score, which has no deviation": (
+        [group([1.0, NAN], [3, 3]), group([0.0], [3]), group([1.0, 0.0], [3, 3])],
+        {"reward_std": np.sqrt(0.5), "reward_error": np.std([1.0, 0.0, 0.5], ddof=1) / np.sqrt(3)},
+    ),
+    "no score": ([group([NAN, NAN], [1, 1])] * 2, dict.fromkeys(TIES, NAN) | {"reward_std": NAN, "reward_error": NAN}),
+    "no completion": ([], dict.fromkeys(["reward", "completions/min_length", "completions/clipped_ratio", *TIES], NAN)),
     "a function that scored nothing": (
         [group([1.0, 0.0], [3, 3], never=[NAN, NAN])],
-        {"rewards/never/mean": NAN, "rewards/never/std": 0.0},
+        {"rewards/never/mean": NAN, "rewards/never/std": NAN},
     ),
     "completions of equal tokens, which are one": (
         [group([1.0] * 4, [3, 3, 5, 3]), group([1.0] * 4, [1, 1, 1, 1])],
@@ -168,3 +175,13 @@ def test_work_by_hand() -> None:
         "time/rollout": 2.0,
         "time/update": 4.0,
     }
+
+
+def test_updates_without_tokens_are_left_out_of_the_mean_of_a_step() -> None:
+    """An update without tokens, and a skipped one, say nothing; where none has any, the step has none."""
+    some = {"entropy": 1.5, "importance_ratio/min": 0.5, "kl": NAN}
+    none = {"entropy": NAN, "importance_ratio/min": NAN, "kl": NAN}
+    want = {"entropy": 1.5, "importance_ratio/min": 0.5, "kl": NAN}
+    for updates in ([some, none], [none, some], [none, {}, some]):
+        assert combine_updates(updates) == pytest.approx(want, nan_ok=True)
+    assert combine_updates([{"entropy": 1.0}, {"entropy": 2.0}])["entropy"] == 1.5

@@ -123,3 +123,16 @@ def test_what_contradicts_it_is_refused() -> None:
     assert recipe.load("guess-tiny", ["--grpo.credit", "turn", "--grpo.turn-gamma", "0.9"]).grpo.turn_gamma == 0.9
     with pytest.raises(RecipeError, match=r"grpo\.credit is turn, and there is no environment"):
         recipe.load("quickstart", ["--grpo.credit", "turn"])
+
+
+def test_returns_that_differ_by_rounding_alone_are_equal() -> None:
+    """0.1 + 0.2 − 0.3 is 5.6e-17: such an episode is no better than one without a reward."""
+    tokens, logps, completions = np.arange(3, dtype=np.int32), np.zeros(3, np.float32), []
+    for given in [(0.1, 0.2, -0.3), (0.0, 0.0, 0.0)] * 2:
+        episode = Episode(turn_ends=(1, 2, 3), turn_rewards=given, reward=0.0, done=True)
+        completions.append(Completion(tokens, logps, logps, FinishReason.STOP, episode=episode))
+    groups = [Group("", np.zeros(1, np.int32), tuple(completions), rewards=np.zeros(4))]
+    found = group_advantages(Experience(groups, table_of(groups)), settings(credit="turn", advantage="batch_std"), 0.0)
+    first, second, *_ = found.advantages
+    assert (first[0], second[0]) == (0, 0)
+    assert (first[1] < 0 < second[1], first[2] < 0 < second[2]) == (True, True)

@@ -23,7 +23,7 @@ from covey.monitor.record import StepRecord
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
-from covey.sft.batch import encode_example, fit, groups_of, pack_rows, put_micro_batches, supervised_loss
+from covey.sft.batch import HeldOutLoss, encode_example, fit, groups_of, pack_rows, put_micro_batches, supervised_loss
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
@@ -279,6 +279,11 @@ def test_the_loop_learns_and_reports(tiny: tuple[Decoder, Tokenizer]) -> None:
     assert rows[0]["loss_tokens"] == sum(len(c) for _, c in batch)
     fresh = SFTLearner(model=trained, tokenizer=tiny[1], config=sft.config).held_out_loss(EXAMPLES)
     assert fresh == pytest.approx(sft.held_out_loss(EXAMPLES))
+
+
+def test_a_loss_over_no_token_is_no_number() -> None:
+    held_out = HeldOutLoss(None, LAYOUT)({}, [])
+    assert np.isnan([held_out["loss"], held_out["perplexity"]]).all()
 
 
 def test_with_adapters_only_those_are_trained(tiny: tuple[Decoder, Tokenizer]) -> None:

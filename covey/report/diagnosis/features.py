@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from covey.config.metrics import OVERLONG
 from covey.files import number
 from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, percent
 from covey.report.run_data import Curves, RunData, Series
@@ -165,7 +166,9 @@ class RunHistory:
     def functions(self) -> list[str]:
         """Names of the reward functions. The penalty of `grpo.overlong_buffer` is none."""
         parts = [name.split("/") for name in self.columns if name.startswith("rewards/") and name.endswith("/mean")]
-        return [part[1] for part in parts if len(part) == 3 and part[1] != "overlong"]
+        shaped = self.settings.get("grpo.algorithm") == "dapo" or self.numeric_setting("grpo.overlong_buffer", 0)
+        is_old = shaped and f"rewards/{OVERLONG}/mean" not in self.columns  # of a version that wrote "overlong"
+        return [part[1] for part in parts if len(part) == 3 and part[1] != ("overlong" if is_old else OVERLONG)]
 
     @property
     def unrewarding_functions(self) -> list[str] | None:
@@ -407,7 +410,7 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "decay": lambda run: (
         run.feature("weight_decay") * peak.mean if (peak := run.metric("learning_rate").peak) else None
     ),
-    "failing": lambda run: run.largest_share("rewards/.*/failed"),
+    "failing": lambda run: run.largest_share("rewards/[^/]+/failed"),
     "failed_episodes": lambda run: run.largest_share("env/failed"),
     # the advantages come from a critic, which learns from groups of equal rewards too
     "has_critic": lambda run: (
