@@ -423,8 +423,9 @@ class Learner(Keywords, ABC):
         return self.drawn if self._ahead is None else self._ahead.waiting()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore a checkpoint's `state()` at update `step`."""
-        self.step, self.beta = step, require_entry(state, "beta", float)
+        """Restore a checkpoint's `state()` at update `step`. β is that of the settings, but where it is adapted."""
+        beta = require_entry(state, "beta", float)
+        self.step, self.beta = step, self.beta if self.algorithm.kl_target is None else beta
         self._prompts = require_entry(state, "prompts", int)
         self._nonfinite_guard.skipped = require_entry(state, "skipped", int)
         failed = require_entry(state, "failed", dict)

@@ -115,11 +115,16 @@ class _RLLearner(Learner):
         self, recipe: Recipe, loader: PromptLoader, held_out: Sequence[Row], resources: RunResources
     ) -> RLRun:
         self.check_data(loader.rows, held_out)
+        self.initial_weights = self.initial_weights or self._checksum_of_models()
         self.prepare(total_steps(recipe.training, len(loader), recipe.grpo.num_iterations))
-        assert self.cluster.trainer is not None, "prepared above"
-        models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]
-        self.initial_weights = self.initial_weights or _checksum(models)
-        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows)})
+        counts = {"prompts": len(loader.rows)}
+        run = RLRun(recipe, resources, self, loader, held_out, self.initial_weights, counts)
+        run.former_origin = self._checksum_of_models() if resources.folder.resuming else ""
+        return run
+
+    def _checksum_of_models(self) -> str:
+        """Return the checksum of the models: before `prepare` of those that were given, whatever the loss needs."""
+        return _checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
 
     def _recipe(self, out: Path) -> Recipe:
         config = self.cluster.config

@@ -47,6 +47,18 @@ from covey.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
 """Array of a checkpoint with the serialized steps that earlier weights have drawn, a row from each process."""
+OF_SAMPLES = (
+    "rewards",
+    "reward_model",
+    "reward_safety.",
+    "envs.",
+    "rollout.",
+    "grpo.max_sampling_rounds",
+    "grpo.overlong_",
+    "grpo.reward_weights",
+)
+"""Beginnings of the settings by which steps are drawn: where one was changed, they are drawn anew, by the last weights.
+"""
 
 
 @dataclass(eq=False)
@@ -127,28 +139,25 @@ class RLRun(Run[Recipe]):
         self.resources.trackers.log(record.step, record.metrics, groups, recipe.num_completions_to_log)
 
     def arrays(self) -> dict[str, Any]:
-        if not self.learner.lead:
-            return super().arrays()
         drawn = [step.without_times() for step in self.learner.drawn_ahead()]
-        return {**super().arrays(), DRAWN: stack_bytes(serialize(drawn))}
+        return super().arrays() | ({DRAWN: stack_bytes(serialize(drawn))} if self.learner.lead else {})
 
     def array_shapes(self, step: int) -> dict[str, Any]:
-        if not self.learner.lead:
-            return super().array_shapes(step)
-        saved = self.folder.saves.shapes(step)
+        saved = self.folder.saves.shapes(step) if self.learner.lead else {}
         return super().array_shapes(step) | {name: shape for name, shape in saved.items() if name == DRAWN}
 
     def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
-        if self.learner.lead:
-            by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN))]
-            self.learner.drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
+        by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN, ()))]
+        drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
+        self.learner.drawn = [] if any(name.startswith(OF_SAMPLES) for name in self.changed) else drawn
         super().load_arrays(arrays, step)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
 
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.load_state(require_entry(extra, "learner", dict), step)
+        state = require_entry(extra, "learner", dict)
+        self.learner.load_state(state | ({"beta": self.learner.beta} if "grpo.beta" in self.changed else {}), step)
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         super().check_same_run(extra)
