@@ -348,7 +348,7 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.saved = self.learner.step
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
-        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}
+        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe), "all_settings": True}
         self.folder.save(self.learner.step, self.arrays(), extra, self._score())
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
@@ -421,7 +421,14 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
 
 def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
-    return check_same_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path, fix)
+    saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
+    if is_from_python(recipe) and "all_settings" not in extra:
+        saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
+    return check_same_settings(saved, now, folder.path, fix)
+
+
+NOT_OF_OLDER_SCRIPTS = ("rewards", "envs.", "reward_model", "reward_safety.", "critic")
+"""Beginnings of the settings that older versions did not record of a script's run."""
 
 
 def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
