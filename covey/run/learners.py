@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 from flax import nnx
@@ -72,21 +72,25 @@ from covey.text.tokenizer import Tokenizer
 class _RLLearner(Learner):
     """RL learner with run folders, whose settings are checked as those of a recipe."""
 
-    def __init__(self, *args: Any, **keywords: Any):
-        super().__init__(*args, **keywords)
-        environments, roles = self.cluster.rollout.environments, self.cluster.inference
-        first, last = bool(environments and environments.scores), roles.has(Role.REWARD)
-        self._settings = _settings_of(
-            self.cluster.config,
-            self.config,
-            self.reward_fns[first : len(self.reward_fns) - last],
-            environments,
-            self.runner,
-            self.eval_config,
-            reward_model=sources.FROM_PYTHON if last else None,
-            critic=sources.FROM_PYTHON if roles.has(Role.CRITIC) else None,
-        )
-        validate(self._settings)
+    _settings: Recipe
+
+    if not TYPE_CHECKING:  # type checkers see the arguments of the learners of `rl`
+
+        def __init__(self, *args: Any, **keywords: Any):
+            super().__init__(*args, **keywords)
+            environments, roles = self.cluster.rollout.environments, self.cluster.inference
+            first, last = bool(environments and environments.scores), roles.has(Role.REWARD)
+            self._settings = _settings_of(
+                self.cluster.config,
+                self.config,
+                self.reward_fns[first : len(self.reward_fns) - last],
+                environments,
+                self.runner,
+                self.eval_config,
+                reward_model=sources.FROM_PYTHON if last else None,
+                critic=sources.FROM_PYTHON if roles.has(Role.CRITIC) else None,
+            )
+            validate(self._settings)
 
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
@@ -114,10 +118,9 @@ class _RLLearner(Learner):
         )
         loader = self.loader(train_ds if ready else rows)
         if out is not None:
-            model, counts = _model_options(self.cluster.rollout.model), {"prompts": len(loader.rows), **unfit}
-            recipe = replace(self._settings, name=_name(Path(out)), model=model)
+            recipe = replace(self._settings, name=_name(Path(out)), model=_model_options(self.cluster.rollout.model))
             summary = _train_in_folder(
-                RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out, counts)
+                RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out, unfit)
             )
             self.evaluations = {name: summary[name] for name in ("before", "after") if summary.get(name)}
             return self.cluster
@@ -144,13 +147,15 @@ class _RLLearner(Learner):
         recipe: Recipe,
         loader: PromptLoader,
         held_out: Sequence[Row],
-        counts: Mapping[str, int],
+        unfit: Mapping[str, int],
         resources: RunResources,
     ) -> RLRun:
         self.check_data(loader.rows, held_out)
         self.initial_weights = self.initial_weights or self._checksum_of_models()
         self.prepare(total_steps(recipe.training, len(loader), recipe.grpo.num_iterations))
-        run = RLRun(recipe, resources, self, loader, held_out, self.initial_weights, counts)
+        run = RLRun(
+            recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows), **unfit}
+        )
         run.former_origin = self._checksum_of_models() if resources.folder.resuming else ""
         return run
 
@@ -173,12 +178,16 @@ class SFTLearner(sft.SFTLearner):
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
 
-    def __init__(self, **keywords: Any):
-        super().__init__(**keywords)
-        self._settings = SFTRecipe(seed=self.seed, data=SFTDataConfig(task=FROM_PYTHON), training=self.config)
-        # A loss of the user's may have metrics of its own.
-        own: Any = {} if self.loss_fn is supervised_loss else {"show": (), "keep_best": ""}
-        validate(replace(self._settings, training=replace(self.config, **own)))
+    _settings: SFTRecipe
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **keywords: Any):
+            super().__init__(**keywords)
+            self._settings = SFTRecipe(seed=self.seed, data=SFTDataConfig(task=FROM_PYTHON), training=self.config)
+            # A loss of the user's may have metrics of its own.
+            own: Any = {} if self.loss_fn is supervised_loss else {"show": (), "keep_best": ""}
+            validate(replace(self._settings, training=replace(self.config, **own)))
 
     def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> Decoder:
         """Train as `covey.sft.learner.SFTLearner.train` does.
@@ -310,10 +319,9 @@ def train_grpo(
     """
     _check_options(options)
     sources.check_source(model)
-    with _naming("train_dataset"):
-        rows = read_rows(train_dataset)
     functions = resolve_reward_fns(reward_funcs)
     with _naming("train_dataset"):
+        rows = read_rows(train_dataset)
         check_columns(functions, rows)
     with _naming("eval_dataset"):
         held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)

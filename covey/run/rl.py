@@ -4,7 +4,7 @@ In addition to the files of every run, `samples.jsonl` holds each completion wit
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -199,8 +199,8 @@ def load_value_models(
 
 def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Learner:
     """Make the learner of the recipe's algorithm; it shows nothing by itself."""
-    kind: Any = PPOLearner if algorithm_of(recipe.grpo).needs_critic else GRPOLearner
-    learner: Learner = kind(
+    kind: Callable[..., Learner] = PPOLearner if algorithm_of(recipe.grpo).needs_critic else GRPOLearner
+    return kind(
         rl_cluster=cluster,
         reward_fns=recipe.rewards,
         eval_config=recipe.evaluation,
@@ -208,7 +208,6 @@ def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Le
         reward_runner=runner,
         **{"ppo_config" if kind is PPOLearner else "grpo_config": recipe.grpo},
     )
-    return learner
 
 
 def fit_data(

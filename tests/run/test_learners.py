@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,17 @@ def test_what_can_do_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("name", recipe.names(recipe.SFTRecipe))
+def test_a_supervised_recipe_and_a_script_get_the_same_verdicts(name: str) -> None:
+    ready = recipe.read_built_in(name)
+    for setting, value in (("keep_best", ""), ("keep_best", "loss"), ("keep_best", "eval/loss"), ("show", ("reward",))):
+        tried = changed(ready, f"training.{setting}", value)
+        problems = [p.what for p in in_sections(tried, in_recipe=True) if p.key.startswith("training")]
+        with pytest.raises(RecipeError) if problems else nullcontext() as error:
+            SFTLearner(model="scratch:arithmetic-tiny@1", config=tried.training)
+        assert all(what in str(error.value) for what in problems)
+
+
 def test_the_metrics_of_a_loss_of_the_users_may_be_shown_and_others_not() -> None:
     config = SFTConfig(max_steps=1, show=("my_metric",))
     SFTLearner(model="scratch:arithmetic-tiny@1", config=config, loss_fn=lambda graph, params, rows: (0.0, {}))
@@ -542,9 +554,11 @@ def test_another_beta_acts_when_a_script_is_resumed(then: float, now: float, tmp
 @pytest.mark.slow
 def test_the_best_checkpoint_is_that_of_the_metric_in_force(tmp_path: Path) -> None:
     def kept(metric: str) -> dict[str, Any]:
-        return {"training": {"keep_best": metric, "checkpoint_every_n_steps": 1}}
+        return {"training": {"keep_best": metric, "checkpoint_every_n_steps": 1, "eval_every_n_steps": 4}}
 
     with pytest.raises(InterruptedError):
         learner_with(observers=[kill], **kept("step")).train(ROWS, out=tmp_path / "run")
-    learner_with(**kept("learning_rate")).train(ROWS, out=tmp_path / "run")
+    last = learner_with(eval_config=EvalConfig(during_prompts=1), **kept("learning_rate"))
+    last.train(ROWS, ROWS[:2], out=tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"] == 3  # of 3 and 4: it decays
+    assert (last.history["eval/samples"], last.evaluations["after"]["samples"]) == ([1], 2)
