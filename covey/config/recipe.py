@@ -466,13 +466,6 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
             "a checkpoint for it, or model.quantize none",
         ),
         *problem_if(
-            recipe.training.critic_optimizer != RLTrainingConfig().critic_optimizer and not algorithm.needs_critic,
-            "training.critic_optimizer",
-            f"training.critic_optimizer is set, and {grpo.algorithm} has no critic",
-            "no training.critic_optimizer, or grpo.algorithm ppo",
-            unread=True,
-        ),
-        *problem_if(
             rollout.temperature == 0,
             "rollout.temperature",
             "rollout.temperature is 0: all samples of a group would be the same",
