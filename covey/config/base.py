@@ -76,7 +76,7 @@ class OnResume(StrEnum):
     DECISIVE = "decisive"
     """Refuse to resume: it would be another run."""
     REPORTED = "reported"
-    """Resume, and report the change."""
+    """Resume, and report the change, which acts from the next step on."""
     IGNORED = "ignored"
     """Resume without a word: the results do not depend on it, or content is compared in place of a path."""
 

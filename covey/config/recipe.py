@@ -410,7 +410,7 @@ def _scoring_contradictions(recipe: Recipe) -> list[Problem]:
         *problem_if(
             not (recipe.rewards or recipe.reward_model or scored),
             "rewards",
-            "rewards is empty: nothing would be learnt",
+            "rewards is empty: with no reward function nothing would be learnt",
             "the name of at least one reward function, or an environment",
         ),
         *problem_if(
@@ -432,7 +432,7 @@ def _scoring_contradictions(recipe: Recipe) -> list[Problem]:
             "each once; weigh it with grpo.reward_weights",
         ),
         *problem_if(
-            weights is not None and len(weights) != scores,
+            weights is not None and len(weights) not in (scores, scores - (envs.environment or "").startswith("trl:")),
             "grpo.reward_weights",
             f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
             "one for each, the environment's first, the reward model's last",
@@ -503,6 +503,21 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
             "rollout.kv_cache_size",
             f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
             f"null, or at least max_prompt_length + max_new_tokens = {needed}",
+        ),
+        *problem_if(
+            training.keep_best and not training.checkpoint_every_n_steps,
+            "training.keep_best",
+            f"training.keep_best is {training.keep_best}, and training.checkpoint_every_n_steps is 0: the last "
+            "checkpoint is the only one",
+            "a training.checkpoint_every_n_steps above 0, or no training.keep_best",
+            unread=True,
+        ),
+        *problem_if(
+            training.keep_best.startswith("eval/") and not training.eval_every_n_steps,
+            "training.keep_best",
+            f"training.keep_best is {training.keep_best}, and training.eval_every_n_steps is 0: no step has the metric",
+            "a training.eval_every_n_steps above 0, or no training.keep_best",
+            unread=True,
         ),
         *(
             problem._replace(key=f"training.{problem.key}")

@@ -82,8 +82,8 @@ class PromptLoader(Iterator[list[Row]]):
         """Return the state of the stream, for a checkpoint."""
         return {"position": self.position, "fingerprint": dict(self.fingerprint)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`.
+    def restore(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Continue from `state`. An error also says which settings of the data have been `changed`.
 
         Raises:
             ResumeError: the state is malformed, or was taken with other data, another order or another batch size.
@@ -93,7 +93,7 @@ class PromptLoader(Iterator[list[Row]]):
             raise ResumeError(f"the data position {dict(state)!r:.200} cannot be read")
         other = {name: saved.get(name) for name, now in self.fingerprint.items() if saved.get(name) != now}
         if other:
-            changes = "; ".join(f"{name} was {then}, is {self.fingerprint[name]}" for name, then in other.items())
+            changes = "; ".join([*changed, *(f"{x} was {then}, is {self.fingerprint[x]}" for x, then in other.items())])
             raise ResumeError(
                 f"the data does not go on where it stopped: {changes}",
                 fix=f"give the run the data, seed and {self.unit} it was started with, or start a new one",

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -127,6 +128,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
     Attributes:
         name: name of the environment in metrics.
+        config: the settings, with the names of environment or tools that were given as objects.
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
@@ -155,7 +157,9 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         assert chosen or functions, "an environment or tools, or settings that name them"
         if environment and tools:
             raise RecipeError("both an environment and tools are given", want="one of them", where="EnvironmentRunner")
-        self.config = config or EnvsConfig(environment=chosen if isinstance(chosen, str) else None)
+        self.config = replace(
+            config or EnvsConfig(), environment=chosen and _setting(chosen), tools=tuple(map(_setting, functions))
+        )
         self._tools = _tools_by_name(functions, self.config.python_engine)
         self.scores, self.keeps_prompts = not functions, not chosen
         self.is_remote = isinstance(chosen, str) and chosen.partition(":")[0] in REMOTE_ADAPTERS
@@ -329,6 +333,13 @@ def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt
         return tokenizer.encode_prompt
     tools = make_toolset(_tools_by_name(config.tools, config.python_engine), tokenizer.chat_template, config)
     return partial(tools.encode_prompt, tokenizer=tokenizer)
+
+
+def _setting(member: Any) -> str:
+    """Return an environment or a tool as a setting names it: `module:Class` for an object."""
+    adapter, kind = "trl:" * isinstance(member, TrlFactory), type(member)
+    path = f"{getattr(member, '__module__', kind.__module__)}:{getattr(member, '__name__', kind.__name__)}"
+    return member if isinstance(member, str) else adapter + path
 
 
 def _tools_by_name(functions: Sequence[str | Callable[..., Any]], engine: PythonEngine = "auto") -> dict[str, Tool]:

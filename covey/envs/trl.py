@@ -61,7 +61,7 @@ class TrlFactory:
                 want="a class whose reset takes the row",
                 where=WHERE,
             ) from error
-        self._make, self.__name__ = make, name
+        self._make, self.__name__, self.__module__ = make, name, function.__module__
         self.tools = tools_of(sample)
         self.scores = callable(getattr(sample, "get_reward", None))
         if not callable(getattr(sample, "reset", None)):

@@ -49,7 +49,7 @@ from covey.rewards import (
 )
 from covey.rl.cluster import RLCluster
 from covey.rl.drawn_steps import Drawing, DrawnStep, Finish, RolloutsAhead, rollouts_ahead
-from covey.rl.evaluate import Evaluation, evaluate
+from covey.rl.evaluate import Evaluation, during_training, evaluate
 from covey.rl.experience import (
     Experience,
     NextPrompts,
@@ -88,7 +88,7 @@ class Learner(Keywords, ABC):
         surrogate_fn: `fn(ratio, logps, advantage, algorithm)`, instead of the algorithm's surrogate.
         observers: called with a `StepRecord` after each step, in order. When not given, one line per step is printed.
         on_phase: called with the name of each phase as it begins, in the thread in which it does.
-        eval_config: settings of the evaluations during training.
+        eval_config: settings of the evaluations.
         reward_runner: sets where reward functions run and how their failures are handled. When not given, they run in
             this process and the first failure is raised.
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
@@ -134,7 +134,8 @@ class Learner(Keywords, ABC):
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
-        self._check_lead()
+        if self.lead and self.algorithm.correction == "none":
+            log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
         self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
@@ -372,7 +373,10 @@ class Learner(Keywords, ABC):
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
         training = self.cluster.config.training_config
         total = total_steps(training, len(loader), self.config.num_iterations)
-        self._check_lead(total)
+        problems = off_policy_problems(self.lead, self.config, total_steps=total)
+        raise_together([problem.error("") for problem in problems])
+        if training.eval_every_n_steps and not held_out:
+            log.warning("training.eval_every_n_steps is set, and there are no held-out rows: nothing is evaluated")
         self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
         self.prepare(total)
         self._check_same_start(loader, total)
@@ -423,8 +427,9 @@ class Learner(Keywords, ABC):
         return self.drawn if self._ahead is None else self._ahead.waiting()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore a checkpoint's `state()` at update `step`."""
-        self.step, self.beta = step, require_entry(state, "beta", float)
+        """Restore a checkpoint's `state()` at update `step`. β is that of the settings, but where it is adapted."""
+        beta = require_entry(state, "beta", float)
+        self.step, self.beta = step, self.beta if self.algorithm.kl_target is None else beta
         self._prompts = require_entry(state, "prompts", int)
         self._nonfinite_guard.skipped = require_entry(state, "skipped", int)
         failed = require_entry(state, "failed", dict)
@@ -476,13 +481,6 @@ class Learner(Keywords, ABC):
         """Number of rollouts that may wait for training; 0 where sampling and training take turns."""
         per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
         return per_step + 2 if self.cluster.config.runs_ahead and not self.lead else 0
-
-    def _check_lead(self, total_steps: int | None = None) -> None:
-        """Refuse settings that cannot train on samples of earlier steps; the run's length is known when it begins."""
-        problems = off_policy_problems(self.lead, self.config, total_steps=total_steps)
-        raise_together([problem.error("") for problem in problems])
-        if total_steps is None and self.lead and self.algorithm.correction == "none":
-            log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
 
     def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
         functions = resolve_reward_fns(reward_fns)
@@ -546,7 +544,7 @@ class Learner(Keywords, ABC):
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
         if held_out is not None and record.due(self.cluster.config.training_config.eval_every_n_steps):
             self.on_phase("evaluate")
-            summary = self.evaluate(held_out).summary()
+            summary = self.evaluate(held_out, config=during_training(self.eval_config)).summary()
             record.metrics.update({f"eval/{name}": float(x) for name, x in summary.items() if x is not None})
         self.history.rows.append(record.metrics)
         for observer in self.observers:

@@ -114,6 +114,8 @@ class Run(ABC, Generic[RecipeT]):
             of equal rows beside them.
         total: number of steps of the whole run.
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
+        former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
+        changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
         announce: called before the first step of a run that is not resumed.
     """
 
@@ -126,6 +128,8 @@ class Run(ABC, Generic[RecipeT]):
     counts: Mapping[str, int]
     trained: Any = field(init=False)
     announce: Announce | None = field(init=False, default=None)
+    former_origin: str = field(init=False, default="")
+    changed: Mapping[str, str] = field(init=False, default_factory=dict)
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
@@ -344,13 +348,14 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.saved = self.learner.step
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
-        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe)}
+        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe), "all_settings": True}
         self.folder.save(self.learner.step, self.arrays(), extra, self._score())
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
-        _check_settings(self.recipe, self.folder, extra)
-        check_same_weights(require_entry(extra, "model", str), self.origin, self.folder.path)
+        self.changed = _check_settings(self.recipe, self.folder, extra)
+        if (origin := require_entry(extra, "model", str)) != self.former_origin:
+            check_same_weights(origin, self.origin, self.folder.path)
 
     def _restore(self) -> None:
         folder = self.folder
@@ -368,7 +373,10 @@ class Run(ABC, Generic[RecipeT]):
         self.load_arrays(state, folder.last)
         self.load_metadata(extra, folder.last)
         self.learner.history.rows[:] = _read_history(folder.path)
-        self.loader.restore(require_entry(extra, "data", dict))
+        why = [
+            x for name, x in self.changed.items() if name.endswith((".too_long", ".max_length", ".max_prompt_length"))
+        ]
+        self.loader.restore(require_entry(extra, "data", dict), why)
 
     def _evaluate_before(self) -> dict[str, Any] | None:
         """Return the evaluation before training; None when it was lost and the weights are already trained."""
@@ -411,9 +419,16 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
     return replace(recipe, model=model)
 
 
-def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> None:
+def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
-    check_same_settings(require_entry(extra, "settings", dict), settings_of(recipe), folder.path, fix)
+    saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
+    if is_from_python(recipe) and "all_settings" not in extra:
+        saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
+    return check_same_settings(saved, now, folder.path, fix)
+
+
+NOT_OF_OLDER_SCRIPTS = ("rewards", "envs.", "reward_model", "reward_safety.", "critic")
+"""Beginnings of the settings that older versions did not record of a script's run."""
 
 
 def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:

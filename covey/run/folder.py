@@ -153,7 +153,12 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
     check_no_secrets(text)
     claimed = writes and claim(path, CHECKPOINTS)
-    with Checkpointer(path / CHECKPOINTS, recipe.training.max_to_keep, address=_address(path, recipe)) as saves:
+    with Checkpointer(
+        path / CHECKPOINTS,
+        recipe.training.max_to_keep,
+        address=_address(path, recipe),
+        scored_by=recipe.training.keep_best,
+    ) as saves:
         if writes:
             replace_file(path / RECIPE, text.encode())
         folder = None
@@ -171,7 +176,11 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 @contextmanager
 def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, step_files: Sequence[str]) -> Iterator[RunFolder]:
     """Open the folder of a run to resume it; `step_files` are as for `RunFolder`."""
-    with Checkpointer(folder_below(out.absolute(), CHECKPOINTS), recipe.training.max_to_keep) as saves:
+    with Checkpointer(
+        folder_below(out.absolute(), CHECKPOINTS),
+        recipe.training.max_to_keep,
+        scored_by=recipe.training.keep_best,
+    ) as saves:
         _check_checkpoint_path(saves, recipe)
         with RunFolder(out, saves, resuming=True, step_files=step_files) as folder:
             yield folder

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.config.schema import RolloutConfig
+from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.data import PromptLoader
 from covey.data import sources as data_source
 from covey.data.loader import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
 from covey.envs.registry import environment_name
-from covey.envs.runner import open_environments, prompt_encoder
+from covey.envs.runner import open_environments
 from covey.errors import DataError
 from covey.models.decoder import Decoder
 from covey.monitor.formats import completion_text, prompt_text
@@ -32,6 +32,7 @@ from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
 from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.run.settings import check_same_recipe
+from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
@@ -56,7 +57,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
             weights = recipe.grpo.reward_weights  # the last may be that of a reward model, which is not loaded here
             evaluation = evaluate_model(
                 worker,
-                fit_to_recipe(held_out, tokenizer, recipe).rows,
+                fit_rows(held_out, tokenizer, environments, recipe.rollout, recipe.training).rows,
                 recipe.evaluation,
                 recipe.rollout,
                 functions,
@@ -179,17 +180,24 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     check_columns(recipe.rewards, rows)
     with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
         model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        loader = PromptLoader(fit_to_recipe(rows, tokenizer, recipe).rows, count, seed=recipe.seed)
         with open_environments(recipe.envs) as environments:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
+            fitted = fit_rows(rows, tokenizer, environments, recipe.rollout, recipe.training)
+            first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
             progress.phase("sampling")
-            return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
+            return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
 
 
-def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:
-    """Leave out or cut prompts that are too long, with the list of the tools if there are any, by the recipe."""
-    encode = prompt_encoder(recipe.envs, tokenizer)
-    return fit_prompts(rows, encode, recipe.rollout.max_prompt_length, recipe.training.too_long)
+def fit_rows(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    environments: ResponderFactory | None,
+    rollout: RolloutConfig,
+    training: RLTrainingConfig,
+) -> FittedPrompts:
+    """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
+    encode = environments.prompt_encoder(tokenizer) if environments else None
+    return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:

@@ -5,13 +5,15 @@ run folders, with the run that `base.Run` makes around them. The folder has the 
 recipe has the learner's settings; model and data are in the script alone, so only the script can resume the run.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 from flax import nnx
@@ -21,12 +23,15 @@ from covey.config.base import check_keywords, suggest
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
 from covey.config.schema import (
     DataConfig,
+    EnvsConfig,
     EvalConfig,
     GRPOConfig,
     LoRAConfig,
     ModelOptions,
+    RewardSafetyConfig,
     RLTrainingConfig,
     RolloutConfig,
+    SFTConfig,
     SFTDataConfig,
 )
 from covey.config.schema.data import FROM_PYTHON
@@ -34,6 +39,7 @@ from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_rows
 from covey.data.sources import read_rows
+from covey.envs.runner import EnvironmentRunner
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
@@ -47,7 +53,6 @@ from covey.rewards import (
     check_columns,
     check_evaluation_columns,
     function_names,
-    no_reward_error,
     resolve_reward_fns,
 )
 from covey.rl import grpo, ppo
@@ -56,15 +61,36 @@ from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
-from covey.run.rl import RLRun
+from covey.run.rl import RLRun, fit_data
 from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.responder import ResponderFactory
 from covey.sft import learner as sft
+from covey.sft.batch import supervised_loss
 from covey.text.tokenizer import Tokenizer
 
 
 class _RLLearner(Learner):
-    """RL learner with run folders."""
+    """RL learner with run folders, whose settings are checked as those of a recipe."""
+
+    _settings: Recipe
+
+    if not TYPE_CHECKING:  # type checkers see the arguments of the learners of `rl`
+
+        def __init__(self, *args: Any, **keywords: Any):
+            super().__init__(*args, **keywords)
+            environments, roles = self.cluster.rollout.environments, self.cluster.inference
+            first, last = bool(environments and environments.scores), roles.has(Role.REWARD)
+            self._settings = _settings_of(
+                self.cluster.config,
+                self.config,
+                self.reward_fns[first : len(self.reward_fns) - last],
+                environments,
+                self.runner,
+                self.eval_config,
+                reward_model=sources.FROM_PYTHON if last else None,
+                critic=sources.FROM_PYTHON if roles.has(Role.CRITIC) else None,
+            )
+            validate(self._settings)
 
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
@@ -86,14 +112,19 @@ class _RLLearner(Learner):
             ResumeError: settings, data or weights are not those that the run in `out` was saved with.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run is saved, and the same call resumes it.
         """
-        loader, held_out = self.loader(train_ds), [] if eval_ds is None else as_rows(eval_ds)
+        ready = isinstance(train_ds, PromptLoader)
+        rows, held_out, unfit = fit_data(
+            self, [] if ready else as_rows(train_ds), [] if eval_ds is None else as_rows(eval_ds)
+        )
+        loader = self.loader(train_ds if ready else rows)
         if out is not None:
-            recipe = self._recipe(Path(out))
+            recipe = replace(self._settings, name=_name(Path(out)), model=_model_options(self.cluster.rollout.model))
             summary = _train_in_folder(
-                RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out)
+                RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out, unfit)
             )
             self.evaluations = {name: summary[name] for name in ("before", "after") if summary.get(name)}
             return self.cluster
+        _warn_of_unwritten(self.cluster.config.training_config)
         if held_out:
             self.check_data(loader.rows, held_out)
             self._begin(loader, held_out)
@@ -112,28 +143,25 @@ class _RLLearner(Learner):
                 observer.evaluation(name, self.evaluations[name])
 
     def _make_run(
-        self, recipe: Recipe, loader: PromptLoader, held_out: Sequence[Row], resources: RunResources
+        self,
+        recipe: Recipe,
+        loader: PromptLoader,
+        held_out: Sequence[Row],
+        unfit: Mapping[str, int],
+        resources: RunResources,
     ) -> RLRun:
         self.check_data(loader.rows, held_out)
+        self.initial_weights = self.initial_weights or self._checksum_of_models()
         self.prepare(total_steps(recipe.training, len(loader), recipe.grpo.num_iterations))
-        assert self.cluster.trainer is not None, "prepared above"
-        models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]
-        self.initial_weights = self.initial_weights or _checksum(models)
-        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows)})
-
-    def _recipe(self, out: Path) -> Recipe:
-        config = self.cluster.config
-        return Recipe(
-            name=_name(out),
-            seed=config.rollout_config.seed,
-            model=_model_options(self.cluster.rollout.model),
-            data=DataConfig(task=FROM_PYTHON),
-            rewards=tuple(function_names(self.reward_fns)),
-            rollout=config.rollout_config,
-            grpo=self.config,
-            training=config.training_config,
-            evaluation=self.eval_config,
+        run = RLRun(
+            recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows), **unfit}
         )
+        run.former_origin = self._checksum_of_models() if resources.folder.resuming else ""
+        return run
+
+    def _checksum_of_models(self) -> str:
+        """Return the checksum of the models: before `prepare` of those that were given, whatever the loss needs."""
+        return _checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
 
 
 class GRPOLearner(_RLLearner, grpo.GRPOLearner):
@@ -150,6 +178,17 @@ class SFTLearner(sft.SFTLearner):
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
 
+    _settings: SFTRecipe
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **keywords: Any):
+            super().__init__(**keywords)
+            self._settings = SFTRecipe(seed=self.seed, data=SFTDataConfig(task=FROM_PYTHON), training=self.config)
+            # A loss of the user's may have metrics of its own.
+            own: Any = {} if self.loss_fn is supervised_loss else {"show": (), "keep_best": ""}
+            validate(replace(self._settings, training=replace(self.config, **own)))
+
     def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> Decoder:
         """Train as `covey.sft.learner.SFTLearner.train` does.
 
@@ -164,14 +203,9 @@ class SFTLearner(sft.SFTLearner):
             Stopped: a signal came (Ctrl-C, SIGTERM); the run is saved, and the same call resumes it.
         """
         if out is None:
+            _warn_of_unwritten(self.config)
             return super().train(train_ds, eval_ds)
-        recipe = SFTRecipe(
-            name=_name(Path(out)),
-            seed=self.seed,
-            model=_model_options(self.model),
-            data=SFTDataConfig(task=FROM_PYTHON),
-            training=self.config,
-        )
+        recipe = replace(self._settings, name=_name(Path(out)), model=_model_options(self.program_model))
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
         _train_in_folder(SFTRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out))
@@ -194,7 +228,6 @@ def _train_in_folder(
     make: Callable[[RunResources], Run[Any]],
 ) -> dict[str, Any]:
     """Begin a run in the new folder `out`, or resume the one that is there; return its summary."""
-    validate(recipe)
     out = out.expanduser()
     check_shared_folder(out)
     in_use = out.exists() and (not out.is_dir() or any(out.iterdir()))
@@ -286,16 +319,14 @@ def train_grpo(
     """
     _check_options(options)
     sources.check_source(model)
+    functions = resolve_reward_fns(reward_funcs)
     with _naming("train_dataset"):
         rows = read_rows(train_dataset)
-    functions = resolve_reward_fns(reward_funcs)
-    if not functions and (environments is None or not environments.scores):
-        raise no_reward_error()
-    with _naming("train_dataset"):
         check_columns(functions, rows)
     with _naming("eval_dataset"):
         held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)
     config = ClusterConfig(role_to_mesh or {}, training_config or RLTrainingConfig(), rollout_config or RolloutConfig())
+    validate(_settings_of(config, grpo_config, functions, environments, reward_runner, eval_config))
     cluster = RLCluster.load(
         actor=model, tokenizer=tokenizer, lora=lora, cluster_config=config, environments=environments, **options
     )
@@ -309,6 +340,41 @@ def train_grpo(
     )
     learner.train(rows, held_out, out=out)
     return learner
+
+
+def _settings_of(
+    config: ClusterConfig,
+    algorithm: GRPOConfig | None,
+    functions: Sequence[RewardFn],
+    environments: ResponderFactory | None,
+    runner: RewardRunner | None,
+    evaluation: EvalConfig | None,
+    **more: Any,
+) -> Recipe:
+    """Return the settings of a script's run as a recipe, which has the same checks; `more` are further settings."""
+    return Recipe(
+        seed=config.rollout_config.seed,
+        data=DataConfig(task=FROM_PYTHON),
+        rewards=tuple(function_names(functions)),
+        envs=environments.config
+        if isinstance(environments, EnvironmentRunner)
+        else EnvsConfig(environment=environments.name if environments else None),
+        reward_safety=runner.safety if runner else RewardSafetyConfig(),
+        rollout=config.rollout_config,
+        grpo=algorithm or GRPOConfig(),
+        training=config.training_config,
+        evaluation=evaluation or EvalConfig(),
+        **more,
+    )
+
+
+def _warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:
+    """Warn of settings about checkpoints where no folder gets any."""
+    names = "checkpoint_every_n_steps", "keep_best", "checkpoint_path"
+    if unwritten := ", ".join(f"training.{name}" for name in names if getattr(training, name)):
+        logging.getLogger(__name__).warning(
+            f"nothing is written without train(..., out=FOLDER), but {unwritten} is set"
+        )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

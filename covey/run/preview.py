@@ -13,13 +13,13 @@ import numpy as np
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
+from covey.data.loader import fit_prompts
 from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
-from covey.run.inference import fit_to_recipe
 from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
@@ -70,9 +70,9 @@ def preview(recipe: Recipe | SFTRecipe) -> Preview:
 def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
     check_positions(recipe.rollout, model.max_positions)
     data, training = RLRun.load_data(recipe), recipe.training
-    fitted = fit_to_recipe(data.train, tokenizer, recipe)
-    loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
     encode = prompt_encoder(recipe.envs, tokenizer)
+    fitted = fit_prompts(data.train, encode, recipe.rollout.max_prompt_length, training.too_long)
+    loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
     lengths = [len(encode(row["prompt"])) for row in loader.rows]
     for number, length in enumerate(lengths, 1):
         check_length(length, recipe.rollout, f"row {number} of the training data")

@@ -4,7 +4,7 @@ In addition to the files of every run, `samples.jsonl` holds each completion wit
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -32,21 +32,31 @@ from covey.parallel.wire import deserialize, serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.drawn_steps import own_share
-from covey.rl.evaluate import during_training
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
-from covey.run.inference import fit_to_recipe
+from covey.run.inference import fit_rows
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
 from covey.sampling.noise import DRAW_VERSION
-from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
 """Array of a checkpoint with the serialized steps that earlier weights have drawn, a row from each process."""
+OF_SAMPLES = (
+    "rewards",
+    "reward_model",
+    "reward_safety.",
+    "envs.",
+    "rollout.",
+    "grpo.max_sampling_rounds",
+    "grpo.overlong_",
+    "grpo.reward_weights",
+)
+"""Beginnings of the settings by which steps are drawn: where one was changed, they are drawn anew, by the last weights.
+"""
 
 
 @dataclass(eq=False)
@@ -86,9 +96,9 @@ class RLRun(Run[Recipe]):
             cluster_config=ClusterConfig(role_meshes(recipe, mesh), recipe.training, recipe.rollout),
             environments=resources.stack.enter_context(open_environments(recipe.envs)),
         )
-        rows, held_out, unfit = fit_data(data, tokenizer, recipe)
-        loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
         learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
+        rows, held_out, unfit = fit_data(learner, data.train, data.test)
+        loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
         counts = {"prompts": len(loader.rows), **unfit}
         return cls(recipe, resources, learner, loader, held_out, origin, counts, other_models)
 
@@ -102,7 +112,7 @@ class RLRun(Run[Recipe]):
         return total
 
     def measure(self, name: str) -> dict[str, Any]:
-        evaluation = self.learner.evaluate(self.held_out, self.progress.advance, self.recipe.evaluation)
+        evaluation = self.learner.evaluate(self.held_out, self.progress.advance)
         summary = evaluation.summary()
         self.progress.evaluation(name, summary, SampleLine.of(evaluation.groups))
         self.folder.write_answers(name, evaluation.groups, evaluation.correct)
@@ -127,28 +137,25 @@ class RLRun(Run[Recipe]):
         self.resources.trackers.log(record.step, record.metrics, groups, recipe.num_completions_to_log)
 
     def arrays(self) -> dict[str, Any]:
-        if not self.learner.lead:
-            return super().arrays()
         drawn = [step.without_times() for step in self.learner.drawn_ahead()]
-        return {**super().arrays(), DRAWN: stack_bytes(serialize(drawn))}
+        return super().arrays() | ({DRAWN: stack_bytes(serialize(drawn))} if self.learner.lead else {})
 
     def array_shapes(self, step: int) -> dict[str, Any]:
-        if not self.learner.lead:
-            return super().array_shapes(step)
-        saved = self.folder.saves.shapes(step)
+        saved = self.folder.saves.shapes(step) if self.learner.lead else {}
         return super().array_shapes(step) | {name: shape for name, shape in saved.items() if name == DRAWN}
 
     def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
-        if self.learner.lead:
-            by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN))]
-            self.learner.drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
+        by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN, ()))]
+        drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
+        self.learner.drawn = [] if any(name.startswith(OF_SAMPLES) for name in self.changed) else drawn
         super().load_arrays(arrays, step)
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         return {"learner": self.learner.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
 
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
-        self.learner.load_state(require_entry(extra, "learner", dict), step)
+        state = require_entry(extra, "learner", dict)
+        self.learner.load_state(state | ({"beta": self.learner.beta} if "grpo.beta" in self.changed else {}), step)
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
         super().check_same_run(extra)
@@ -192,30 +199,29 @@ def load_value_models(
 
 def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Learner:
     """Make the learner of the recipe's algorithm; it shows nothing by itself."""
-    common: dict[str, Any] = {
-        "rl_cluster": cluster,
-        "reward_fns": recipe.rewards,
-        "eval_config": during_training(recipe.evaluation),
-        "observers": (),
-        "reward_runner": runner,
-    }
-    if algorithm_of(recipe.grpo).needs_critic:
-        return PPOLearner(ppo_config=recipe.grpo, **common)
-    return GRPOLearner(grpo_config=recipe.grpo, **common)
+    kind: Callable[..., Learner] = PPOLearner if algorithm_of(recipe.grpo).needs_critic else GRPOLearner
+    return kind(
+        rl_cluster=cluster,
+        reward_fns=recipe.rewards,
+        eval_config=recipe.evaluation,
+        observers=(),
+        reward_runner=runner,
+        **{"ppo_config" if kind is PPOLearner else "grpo_config": recipe.grpo},
+    )
 
 
 def fit_data(
-    data: Dataset, tokenizer: Tokenizer, recipe: Recipe
+    learner: Learner, train_rows: Sequence[Row], test_rows: Sequence[Row]
 ) -> tuple[Sequence[Row], Sequence[Row], dict[str, int]]:
-    """Leave out or cut prompts that are too long, if the recipe allows it; return training and held-out rows, and the
+    """Leave out or cut prompts that are too long, if the settings allow it; return training and held-out rows, and the
     numbers of the prompts that were dropped or truncated.
     """
-    train, test = (fit_to_recipe(rows, tokenizer, recipe) for rows in (data.train, data.test))
+    worker, training = learner.cluster.rollout, learner.cluster.config.training_config
+    settings = worker.tokenizer, worker.environments, worker.config, training
+    train, test = (fit_rows(rows, *settings) for rows in (train_rows, test_rows))
     unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
-    if not any(unfit.values()):
-        return data.train, data.test, unfit
-    counts = " and ".join(f"{count} {name}" for name, count in unfit.items() if count)
-    log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")
+    if counts := " and ".join(f"{count} {name}" for name, count in unfit.items() if count):
+        log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")
     return train.rows, test.rows, unfit
 
 

@@ -19,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.config.base import OnResume, on_resume
-from covey.config.recipe import METHODS, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
+from covey.config.algorithms import PPOConfig, algorithm_of
+from covey.config.base import OnResume, on_resume, without_check
+from covey.config.recipe import METHODS, SECTION, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
 from covey.monitor.run_files import RECIPE
 from covey.parallel import checks
@@ -35,13 +36,13 @@ def settings_of(recipe: AnyRecipe) -> Settings:
     return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] is not OnResume.IGNORED}
 
 
-def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> None:
+def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> dict[str, str]:
     """Refuse to resume the run at `folder`, saved with the settings `saved`, with settings `now` that make it another
-    run; report the other differences. A setting that `saved` lacks had its default. The error names `fix`, or what to
-    do on the command line.
+    run; report and return the other differences by name. A setting that `saved` lacks had its default. The error names
+    `fix`, or what to do on the command line.
 
     Raises:
-        ResumeError: data, batch, seed, types or adapters differ.
+        ResumeError: data, batch, seed, types or adapters differ, or a setting of arrays that the checkpoint has.
     """
     saved = settings_of(METHODS[now["method"]](seed=saved.get("seed", AnyRecipe.seed))) | saved
     changed = {
@@ -50,16 +51,34 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
         if value != now.get(name)
     }
     treatments = on_resume(METHODS[now["method"]])
-    if refused := [x for name, x in changed.items() if name in now and treatments[name] is OnResume.DECISIVE]:
+    fixed = _of_saved_arrays(saved, now) if now["method"] == Recipe.method else set()
+    fixed |= {name for name in now if treatments[name] is OnResume.DECISIVE}
+    if refused := [x for name, x in changed.items() if name in fixed]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),
-            want="data, batch, seed, types and adapters as they were",
+            want="data, batch, seed, types, adapters and what has arrays in the checkpoint as they were",
             fix=fix
             or f"undo that, here or beside --resume; or begin a new run with its model: --model.source {folder}",
             where=str(folder / RECIPE),
         )
     if changed:
         log.warning("changed since the run was saved: " + "; ".join(changed.values()))
+    return changed
+
+
+def _of_saved_arrays(saved: Settings, now: Settings) -> set[str]:
+    """Return the settings that would be overridden by arrays of the checkpoint, or ask for arrays that it lacks."""
+    then, algorithm = (
+        algorithm_of(without_check(PPOConfig, {name.removeprefix(SECTION): x for name, x in settings.items()}))
+        for settings in (saved, now)
+    )
+    kept = {
+        "grpo.advantage": then.needs_critic != algorithm.needs_critic,
+        "grpo.reference_every_n_updates": not (then.reference_every_n_updates and algorithm.reference_every_n_updates),
+        "grpo.reference": then.reference_every_n_updates > 0,
+        "critic": (saved["critic"] is None) != (now["critic"] is None),
+    }
+    return {name for name, is_kept in kept.items() if is_kept}
 
 
 def check_same_recipe(recipe: Recipe | SFTRecipe, want: str) -> None:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -43,6 +44,8 @@ from covey.train.bucket import BucketStore, open_store
 from covey.train.storage import LOCK, SUMS, is_open_at, take_lock
 
 ARRAYS, META = "arrays", "meta.json"
+OF_GROUP = re.compile(r"inner_states\.\w+\.inner_state\.")
+"""Part of the name of a leaf in the state of an optimizer that updates groups of parameters apart."""
 MAX_CONCURRENT_BYTES = 2**28
 """Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
 
@@ -57,18 +60,27 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         max_to_keep: how many of the latest steps are kept, besides the one with the best score.
         read_only: only restore: no lock is taken, nothing is removed, and a run may be writing at the same time.
         address: gs://BUCKET/FOLDER, for the steps of a new run; `folder` then refers to it.
+        scored_by: name of what scores the steps; the scores of steps that something else has scored do not count.
 
     Raises:
         CoveyError: the folder is the address of an object store, or `address` is none of a bucket.
         ResumeError: another writer holds the folder, or it is not writable; or another run is at `address`.
     """
 
-    def __init__(self, folder: str | Path, max_to_keep: int = 4, *, read_only: bool = False, address: str = ""):
+    def __init__(
+        self,
+        folder: str | Path,
+        max_to_keep: int = 4,
+        *,
+        read_only: bool = False,
+        address: str = "",
+        scored_by: str = "",
+    ):
         if max_to_keep < 1:
             raise CoveyError(f"max_to_keep is {max_to_keep}", want="at least 1: the last checkpoint always stays")
         check_not_url(folder)
         self.folder = Path(folder).absolute()
-        self._max_to_keep = max_to_keep
+        self._max_to_keep, self._scored_by = max_to_keep, scored_by
         self._pending: Future[None] | None = None
         self._reading: Future[None] | None = None
         self._abandoned: set[int] = set()
@@ -143,7 +155,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         flat = flatten(state)
         meta = {"step": step, "leaves": {name: _entry(name, leaf) for name, leaf in flat.items()}, "extra": extra or {}}
         if score is not None and math.isfinite(score):
-            meta["score"] = score
+            meta |= {"score": score, "scored_by": self._scored_by}
         text = json.dumps(meta, indent=1)
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
         with together("checkpoint/prepare"):
@@ -171,7 +183,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         target: PyTree | None = None,
         *,
         subset: bool = False,
-        check: Callable[[Mapping[str, Any]], None] = lambda extra: None,
+        check: Callable[[Mapping[str, Any]], object] = lambda extra: None,
     ) -> tuple[PyTree, dict[str, Any]]:
         """Return the state of `step` and its `extra`, after checking every file against its digest.
 
@@ -197,13 +209,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         except ValueError as error:  # the digests agree, so it was sealed like that
             raise self._damaged(step, str(error)) from error
         check(meta["extra"])
-        wanted = saved if target is None else flatten(target)
+        leaves = _by_saved_name(saved if target is None else flatten(target), saved)
+        wanted = dict(leaves)
         _check_fit(wanted, saved, subset, path)
         loaded = _load(f"{path}/{ARRAYS}", wanted, meta["leaves"])
         self._abandoned = {later for later in self.steps() if later > step}
         if target is None:
             return unflatten_dict(loaded, sep="."), meta["extra"]  # type: ignore[no-untyped-call]
-        return jax.tree.unflatten(jax.tree.structure(target), list(loaded.values())), meta["extra"]
+        # Numbers of several groups may be one in the checkpoint: copies, since an update donates each.
+        return jax.tree.unflatten(
+            jax.tree.structure(target),
+            [jnp.copy(loaded[name]) if leaf.ndim == 0 else loaded[name] for name, leaf in leaves],
+        ), meta["extra"]
 
     def wait(self) -> None:
         """Wait until the last save is in place; raise its error if it failed."""
@@ -299,7 +316,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def _score(self, step: int) -> float | None:
         with suppress(ValueError):  # damaged: `restore` raises the error
-            return number(self._read_meta(step).get("score"))
+            meta = self._read_meta(step)
+            return number(meta.get("score")) if meta.get("scored_by", self._scored_by) == self._scored_by else None
         return None
 
     def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
@@ -416,6 +434,16 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
     return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
+def _by_saved_name(target: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the leaves of a target, each with its name in the checkpoint. AdamW has one state for all parameters, or
+    an equal one for each group where a group has its own learning rate; either is read from the other.
+    """
+    others = {OF_GROUP.sub("", name): name for name in saved}
+    return [
+        (name if name in saved else others.get(OF_GROUP.sub("", name), name), leaf) for name, leaf in target.items()
+    ]
+
+
 def _check_fit(target: Mapping[str, Any], saved: Mapping[str, Any], subset: bool, path: str) -> None:
     """Check that no leaf of a target is missing, superfluous, or of another dtype or shape.
 
@@ -427,7 +455,11 @@ def _check_fit(target: Mapping[str, Any], saved: Mapping[str, Any], subset: bool
         return f"{leaf.dtype}{list(leaf.shape)}"
 
     wrong = [f"{name} is not in the checkpoint" for name in target if name not in saved]
-    wrong += [f"{name} is not in the target" for name in saved if name not in target and not subset]
+    wrong += [
+        f"{name} is not in the target"
+        for name in saved
+        if name not in target and not subset and not OF_GROUP.search(name)
+    ]
     pairs = {name: (describe(saved[name]), describe(leaf)) for name, leaf in target.items() if name in saved}
     wrong += [f"{name} was saved as {have}, wanted is {want}" for name, (have, want) in pairs.items() if have != want]
     if wrong:

@@ -3,9 +3,11 @@
 import io
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,29 @@ from rich.console import Console
 from covey import (
     ClusterConfig,
     CoveyError,
+    EnvironmentRunner,
+    EnvsConfig,
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
     OptimizerConfig,
     PPOConfig,
     PPOLearner,
+    RewardRunner,
+    RewardSafetyConfig,
     RLCluster,
     RLTrainingConfig,
     RolloutConfig,
     SFTConfig,
     SFTLearner,
+    Step,
     train_grpo,
 )
 from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.cli.watch import watch
+from covey.config import recipe
+from covey.config.base import in_sections, without_check
 from covey.config.metrics import CLOCKS
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.models.loading.weights import load
@@ -55,13 +64,12 @@ def cluster_config_of(steps: int, seed: int, tokens: int, **more: Any) -> Cluste
     training = RLTrainingConfig(
         max_steps=steps,
         prompts_per_step=2,
-        checkpoint_every_n_steps=2,
         actor_optimizer=OptimizerConfig(learning_rate=1e-3),
         show=("loss",),
         token_values_every_n_steps=tokens,
         row_length=64,
         max_tokens_per_micro_batch=64,
-        **more,
+        **{"checkpoint_every_n_steps": 2, **more},
     )
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_length=8, slots=4, seed=seed)
     return ClusterConfig(training_config=training, rollout_config=rollout)
@@ -77,6 +85,20 @@ def learner(
     cluster = cluster_of(steps, seed, actor, tokens)
     algorithm = GRPOConfig(beta=0.05, num_generations=2)
     return GRPOLearner(rl_cluster=cluster, reward_fns=length, grpo_config=algorithm, **more)
+
+
+class Echo:
+    """An environment of two turns, which pays by the length of each."""
+
+    def __init__(self, row: Mapping[str, Any]):
+        self.prompt, self.turns = row["prompt"], 0
+
+    def reset(self) -> str:
+        return str(self.prompt)
+
+    def step(self, reply: str) -> Step:
+        self.turns += 1
+        return Step("+1=", reward=float(len(reply) % 3), done=self.turns == 2)
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
@@ -343,3 +365,200 @@ def test_a_history_becomes_a_frame_or_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(CoveyError, match="pandas is not installed"):
         history.to_frame()
+
+
+# --- the settings of a script and those of a recipe
+
+
+def changed(settings: Any, name: str, value: Any) -> Any:
+    """The settings with another value at a dotted name, whatever else contradicts it."""
+    first, _, rest = name.partition(".")
+    new = changed(getattr(settings, first), rest, value) if rest else value
+    return without_check(type(settings), vars(settings) | {first: new})
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("rollout.temperature", 0.0),
+    ("rollout.kv_cache_size", 1),
+    ("rollout.tool", "calculator"),
+    ("grpo.overlong_buffer", 5000.0),
+    ("grpo.credit", "turn"),
+    ("grpo.reward_weights", (1.0,) * 9),
+    ("training.off_policy_steps", 10**6),
+    ("training.keep_best", "reward"),
+    ("training.keep_best", "eval/accuracy"),
+    ("training.keep_best", "rewards/none/mean"),
+    ("training.show", ("rewards/none/mean",)),
+    ("reward_safety.on_error_of", {"none": "raise"}),
+    ("envs.action_field", "text"),
+    ("envs.python_engine", "wasm"),
+]
+"""Settings and values that contradict others in some recipes, or in all."""
+ROW = {"prompt": "1+1=", **dict.fromkeys(("answer", "letter", "topic", "solution", "hidden", "low", "high"), "2")}
+
+
+def script_verdict(of: recipe.Recipe) -> str:
+    """What `train_grpo` says of the settings of a recipe before it loads anything; "" if they are right."""
+    environments = EnvironmentRunner(config=of.envs) if of.envs.environment or of.envs.tools else None
+    try:
+        train_grpo(
+            model="smollm2-135m", train_dataset=[ROW], reward_funcs=list(of.rewards), grpo_config=of.grpo,
+            training_config=of.training, rollout_config=of.rollout, eval_config=of.evaluation,
+            reward_runner=RewardRunner(of.reward_safety), environments=environments,
+        )  # fmt: skip
+    except RecipeError as error:
+        return str(error)
+    except NotImplementedError:
+        return ""
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", recipe.names(recipe.Recipe))
+def test_the_settings_of_each_recipe_get_the_same_verdicts_in_a_script(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_nothing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr("covey.rl.cluster.load_models", load_nothing)
+    ready, refused = recipe.read_built_in(name), 0
+    plays = bool(ready.envs.environment or ready.envs.tools)  # else a script has no place for the settings of one
+    for setting, value in [("seed", 5), *WRONG] if plays else [("seed", 5), *WRONG[:-2]]:
+        section, tried = setting.partition(".")[0], changed(ready, setting, value)
+        problems = [problem.what for problem in in_sections(tried, in_recipe=True) if problem.key.startswith(section)]
+        verdict = script_verdict(tried)
+        assert bool(problems) == bool(verdict), (setting, problems, verdict)
+        assert all(what in verdict for what in problems), (setting, verdict)
+        refused += bool(problems)
+    assert 8 <= refused <= len(WRONG)
+
+
+def learner_with(
+    environments: Any = None, safety: RewardSafetyConfig | None = None, algorithm: GRPOConfig | None = None, **more: Any
+) -> GRPOLearner:
+    config = cluster_config_of(4, 0, 0, **more.pop("training", {}))
+    cluster = RLCluster.load(actor="scratch:arithmetic-tiny@1", cluster_config=config, environments=environments)
+    grpo = algorithm or GRPOConfig(num_generations=2, beta=0.0)
+    runner = RewardRunner(safety) if safety else None
+    return GRPOLearner(rl_cluster=cluster, reward_fns=length, grpo_config=grpo, reward_runner=runner, **more)
+
+
+def in_turns(**more: Any) -> EnvironmentRunner:
+    return EnvironmentRunner(Echo, EnvsConfig(**{"max_turns": 2, **more}))
+
+
+def kill(record: StepRecord) -> None:
+    if record.step == 3:
+        raise InterruptedError
+
+
+def test_turns_of_an_environment_that_is_an_object_get_their_credit_and_others_none() -> None:
+    turns = GRPOConfig(num_generations=2, beta=0.0, credit="turn")
+    assert learner_with(in_turns(), algorithm=turns).algorithm.credit == "turn"
+    with pytest.raises(RecipeError, match=r"grpo\.credit is turn, and there is no environment"):
+        learner_with(algorithm=turns)
+
+
+def test_a_critic_that_nothing_reads_is_refused_in_a_script_too() -> None:
+    cluster = RLCluster.load(
+        actor="scratch:arithmetic-tiny@1", critic="scratch:arithmetic-tiny@1", cluster_config=cluster_config_of(4, 0, 0)
+    )
+    with pytest.raises(RecipeError, match="critic is set, and grpo has none"):
+        GRPOLearner(rl_cluster=cluster, reward_fns=length, grpo_config=GRPOConfig(num_generations=2))
+
+
+def test_what_can_do_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    one = learner_with(training={"keep_best": "reward", "eval_every_n_steps": 2})
+    one.step = 4
+    one.train(ROWS)
+    assert caplog.messages == [
+        "nothing is written without train(..., out=FOLDER), but training.checkpoint_every_n_steps, training.keep_best"
+        " is set",
+        "training.eval_every_n_steps is set, and there are no held-out rows: nothing is evaluated",
+    ]
+    caplog.clear()
+    one = learner_with(training={"eval_every_n_steps": 2})
+    one.step = 4
+    one.train(ROWS, HELD_OUT)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("name", recipe.names(recipe.SFTRecipe))
+def test_a_supervised_recipe_and_a_script_get_the_same_verdicts(name: str) -> None:
+    ready = recipe.read_built_in(name)
+    for setting, value in (("keep_best", ""), ("keep_best", "loss"), ("keep_best", "eval/loss"), ("show", ("reward",))):
+        tried = changed(ready, f"training.{setting}", value)
+        problems = [p.what for p in in_sections(tried, in_recipe=True) if p.key.startswith("training")]
+        with pytest.raises(RecipeError) if problems else nullcontext() as error:
+            SFTLearner(model="scratch:arithmetic-tiny@1", config=tried.training)
+        assert all(what in str(error.value) for what in problems)
+
+
+def test_the_metrics_of_a_loss_of_the_users_may_be_shown_and_others_not() -> None:
+    config = SFTConfig(max_steps=1, show=("my_metric",))
+    SFTLearner(model="scratch:arithmetic-tiny@1", config=config, loss_fn=lambda graph, params, rows: (0.0, {}))
+    with pytest.raises(RecipeError, match="my_metric"):
+        SFTLearner(model="scratch:arithmetic-tiny@1", config=config)
+
+
+@pytest.mark.slow
+def test_a_script_is_resumed_with_its_settings_or_told_what_differs(
+    tmp_path: Path, write_meta: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, older = tmp_path / "run", tmp_path / "older"
+    rows = [*ROWS, {"prompt": "1+1+1+1+1+1="}]
+    drop: dict[str, Any] = {"training": {"too_long": "drop"}}
+    with pytest.raises(InterruptedError):
+        learner_with(in_turns(), RewardSafetyConfig(), observers=[kill], **drop).train(rows, out=out)
+    assert json.loads((out / "summary.json").read_text())["data"]["dropped"] == 1
+    settings = read_run(out).settings
+    assert (settings["envs.environment"], settings["rewards"]) == (f"{__name__}:Echo", ["length"])
+    shutil.copytree(out, older)
+    (saved,) = older.glob("checkpoints/0*")
+    meta = json.loads((saved / "meta.json").read_text())
+    del meta["extra"]["all_settings"]  # an older version had recorded neither
+    meta["extra"]["settings"] |= {"envs.environment": None, "envs.max_turns": 8, "rewards": ["echo", "length"]}
+    write_meta(saved, json.dumps(meta))
+
+    with pytest.raises(ResumeError, match=r"envs\.max_turns was 2, is 4"):
+        learner_with(in_turns(max_turns=4), **drop).train(rows, out=out)
+    with pytest.raises(ResumeError, match=r"too_long was 'drop', is 'truncate'; rows was 12, is 13"):
+        learner_with(in_turns(), training={"too_long": "truncate"}).train(rows, out=out)
+    capsys.readouterr()
+    learner_with(in_turns(), RewardSafetyConfig(on_error="none", budget=5), **drop).train(rows, out=out)
+    assert (
+        "reward_safety.on_error was 'raise', is 'none'; reward_safety.budget was 100, is 5" in capsys.readouterr().out
+    )
+    capsys.readouterr()
+    learner_with(in_turns(), **drop).train(rows, out=older)
+    assert "was saved" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "now"), [(0.1, 5.0), (0.0, 5.0), (0.1, 0.0)])
+def test_another_beta_acts_when_a_script_is_resumed(then: float, now: float, tmp_path: Path) -> None:
+    with pytest.raises(InterruptedError):
+        learner_with(algorithm=GRPOConfig(num_generations=2, beta=then), observers=[kill]).train(
+            ROWS, out=tmp_path / "run"
+        )
+    again = learner_with(algorithm=GRPOConfig(num_generations=2, beta=now))
+    again.train(ROWS, out=tmp_path / "run")
+    last = measured(tmp_path / "run")[-2:]
+    assert len(again.history) == 4
+    if now:  # with one update on a batch the rest of the loss is 0
+        assert [row["loss"] / row["kl"] for row in last] == pytest.approx([now, now], rel=1e-3)
+    else:
+        assert [row["loss"] for row in last] == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_that_of_the_metric_in_force(tmp_path: Path) -> None:
+    def kept(metric: str) -> dict[str, Any]:
+        return {"training": {"keep_best": metric, "checkpoint_every_n_steps": 1, "eval_every_n_steps": 4}}
+
+    with pytest.raises(InterruptedError):
+        learner_with(observers=[kill], **kept("step")).train(ROWS, out=tmp_path / "run")
+    last = learner_with(eval_config=EvalConfig(during_prompts=1), **kept("learning_rate"))
+    last.train(ROWS, ROWS[:2], out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"] == 3  # of 3 and 4: it decays
+    assert (last.history["eval/samples"], last.evaluations["after"]["samples"]) == ([1], 2)

@@ -57,6 +57,10 @@ def length(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
     return [float(len(text) % 3) for text in completions]
 
 
+def tied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
 def slow(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
     time.sleep(0.3)
     return length(prompts, completions)
@@ -222,6 +226,25 @@ def test_dynamic_sampling_has_prompts_of_its_own_in_each_step() -> None:
     stream = learner_of(1).loader(ROWS).take(STEPS * 4)
     for step, used in enumerate(prompts[InTurn]):
         assert used == [row["prompt"] for row in stream[4 * step : 4 * step + len(used)]]
+
+
+@pytest.mark.slow
+def test_steps_that_were_drawn_with_other_settings_are_drawn_again(tmp_path: Path) -> None:
+    """With other rounds, a step that is drawn ahead has other prompts: none is left out, and none is used twice."""
+    used: list[list[str]] = []
+
+    def run(rounds: int, *observers: Callable[[StepRecord], None]) -> GRPOLearner:
+        learner = learner_of(1, grpo=GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=rounds),
+            reward_fns=tied, observers=[*observers])  # fmt: skip
+        learner.train(ROWS, out=tmp_path / "run")
+        return learner
+
+    with pytest.raises(KilledError):
+        run(3, kill_at(2))
+    learner = run(2, lambda record: used.append([group.prompt for group in record.groups]))
+    stream = [row["prompt"] for row in learner_of(1).loader(ROWS).take(6 + 4 * (STEPS - 1))]
+    assert used == [stream[start : start + 4] for start in range(6, len(stream), 4)]
+    assert list(learner.history["sampling/staleness"]) == [0, 0, 1, 1, 1, 1]
 
 
 def test_old_samples_are_corrected_unless_that_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,16 +3,30 @@ older version of Covey did not know.
 """
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_origin
 
 import pytest
 
 from covey.config import recipe
-from covey.config.base import OnResume, leaves, on_resume
+from covey.config.algorithms import algorithm_of
+from covey.config.base import OnResume, leaves, on_resume, without_check
+from covey.config.kinds import choices, without_none
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import GRPOConfig, PPOConfig
 from covey.display import show_log
 from covey.errors import ResumeError
+from covey.models.loading.weights import load
+from covey.rewards import RewardRunner
+from covey.rl.cluster import RLCluster
+from covey.rl.learner import Learner
+from covey.rl.roles import ClusterConfig
+from covey.run.rl import RLRun, make_learner
 from covey.run.settings import check_same_settings, settings_of
+from covey.train.checkpoint import Checkpointer
+from covey.train.optimizers import make_optimizer
+
+pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 
 RL = recipe.load("quickstart", ["seed=7", "model.lora.rank=4"])
 SFT = recipe.load("sft-arithmetic", ["seed=7"], SFTRecipe)
@@ -74,3 +88,129 @@ def test_the_treatment_beside_a_setting_comes_before_that_of_its_section() -> No
     assert treatments["data.path"] == treatments["evaluation.temperature"] == OnResume.IGNORED
     assert treatments["rollout.temperature"] == treatments["training.actor_optimizer.b1"] == OnResume.REPORTED
     assert "data.path" not in settings_of(RL)
+
+
+def with_value(settings: Any, name: str, value: Any) -> Any:
+    """The tree with another value at a dotted name, whatever else contradicts it."""
+    first, _, rest = name.partition(".")
+    new = with_value(getattr(settings, first), rest, value) if rest else value
+    return without_check(type(settings), vars(settings) | {first: new})
+
+
+def value_of(settings: Any, name: str) -> Any:
+    first, _, rest = name.partition(".")
+    return value_of(getattr(settings, first), rest) if rest else getattr(settings, first)
+
+
+def other(kind: Any, value: Any) -> Any:
+    """Another value of a setting of type `kind`."""
+    inner, of_choices = without_none(kind)[0], choices(kind)
+    if get_origin(inner) is tuple:
+        return (*(value or ()), 0.5 if float in inner.__args__ else "x")
+    if of_choices:
+        return next(choice for choice in of_choices if choice != value)
+    if inner is bool:
+        return not value
+    if inner is float:
+        return value / 2 if value else 0.5
+    return (value or 0) + 1 if inner is int else {"a": "none"} if get_origin(inner) is dict else f"{value}x"
+
+
+@BOTH
+def test_each_setting_that_is_changed_is_refused_or_told_by_its_name(ready: Recipe | SFTRecipe) -> None:
+    now, kinds = settings_of(ready), leaves(type(ready))
+    assert len(now) > 40
+    for name in now.keys() - {"method"}:
+        then = now | {name: settings_of(with_value(ready, name, other(kinds[name], value_of(ready, name))))[name]}
+        if on_resume(type(ready))[name] is OnResume.DECISIVE or name in ("critic", "grpo.reference_every_n_updates"):
+            with pytest.raises(ResumeError, match=f"{name} was "):
+                told(then, now)
+        else:
+            (text,) = told(then, now)
+            assert text.startswith(f"changed since the run was saved: {name} was ")
+
+
+# --- what a checkpoint could override
+
+SMALL = [
+    "model.source=scratch:arithmetic-tiny@1", "training.prompts_per_step=2", "training.max_steps=4",
+    "grpo.num_generations=2", "rollout.max_prompt_length=8", "rollout.max_new_tokens=4", "rollout.slots=4",
+]  # fmt: skip
+KINDS = leaves(Recipe)
+ARRAYS = [*(f"grpo.{name}" for name in GRPOConfig.kinds), *(n for n in KINDS if n.startswith("training.actor_opt"))]
+OF_CRITIC = [f"grpo.{name}" for name in PPOConfig.kinds if name not in GRPOConfig.kinds]
+RATES = [f"training.actor_optimizer.{group}_learning_rate" for group in ("embedding", "unembedding", "vector")]
+MOMENTUM = "training.actor_optimizer.momentum"
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "plain": (
+        ["grpo.beta=0.1"],
+        [name for name in ARRAYS if on_resume(Recipe)[name] is not OnResume.DECISIVE and name != MOMENTUM],
+    ),
+    "no reference": (["grpo.beta=0"], ["grpo.beta"]),
+    "adapting": (["grpo.beta=0.1", "grpo.kl_target=0.1"], ["grpo.beta", "grpo.kl_target", "grpo.kl_horizon"]),
+    "moving": (
+        ["grpo.beta=0.1", "grpo.reference_every_n_updates=2"],
+        ["grpo.reference", "grpo.reference_every_n_updates", "grpo.reference_mixing"],
+    ),
+    "groups": ([f"{RATES[0]}=0.5"], RATES),
+    "zero": ([f"{RATES[0]}=0.0"], RATES),
+    "muon": (["training.actor_optimizer.kind=muon"], [MOMENTUM, RATES[0]]),
+    "critic": (["grpo.algorithm=ppo"], ["grpo.advantage", "critic", *OF_CRITIC]),
+}
+"""Settings of a run, and those that are changed when it is resumed."""
+REFUSED = {
+    "moving": {"grpo.reference"},
+    "critic": {"grpo.advantage", "critic"},
+}
+"""Settings that may change, but not in such a run."""
+OFF = {
+    ("plain", "grpo.advantage"): "gae",
+    ("plain", "grpo.reference_every_n_updates"): 2,
+    ("moving", "grpo.reference_every_n_updates"): 0,
+}
+"""Changes that need other arrays than the checkpoint has."""
+ADAPTED = 0.777
+
+
+def learner_of(ready: Recipe) -> Learner:
+    loaded = load(ready.model.source)
+    config = ClusterConfig({}, ready.training, ready.rollout)
+    cluster = RLCluster(actor=loaded.model, tokenizer=loaded.tokenizer, cluster_config=config)
+    learner = make_learner(ready, cluster, RewardRunner())
+    learner.prepare(4)
+    return learner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_a_setting_that_may_change_acts_whatever_the_checkpoint_has(run: str, tmp_path: Path) -> None:
+    """Over every setting of the algorithm and the optimizer, with which the loop, its models and its optimizers are
+    made: after the checkpoint is loaded they have the new value, or the change is refused by its name.
+    """
+    words, names = RUNS[run]
+    then = recipe.load("arithmetic-tiny", [*SMALL, *words])
+    began = learner_of(then)
+    began.beta = ADAPTED
+    saved = settings_of(then)
+    with Checkpointer(tmp_path) as saves:
+        saves.save(1, began.cluster.state(), {"learner": began.state()})
+        for name in names:
+            value = OFF.get((run, name), other(KINDS[name], value_of(then, name)))
+            now = with_value(then, name, value)
+            if name in REFUSED.get(run, ()) or (run, name) in OFF:
+                with pytest.raises(ResumeError, match=f"{name} was "):
+                    check_same_settings(saved, settings_of(now), tmp_path)
+                continue
+            changed = check_same_settings(saved, settings_of(now), tmp_path)
+            assert changed.keys() == {name}
+            learner = learner_of(now)
+            state, extra = saves.restore(1, target=learner.cluster.state_shapes())
+            learner.cluster.load_state(state, 1)
+            RLRun.load_metadata(SimpleNamespace(learner=learner, changed=changed), extra, 1)  # type: ignore[arg-type]
+            algorithm = algorithm_of(now.grpo)
+            adapts = algorithm.kl_target is not None and name != "grpo.beta"
+            assert learner.beta == (ADAPTED if adapts else algorithm.beta), name
+            assert learner.cluster.trainer is not None
+            assert learner.cluster.trainer.step == 1
+            optimizer: Any = make_optimizer(now.training.actor_optimizer, 4)
+            assert learner.cluster.trainer.programs.learning_rates(1) == optimizer.learning_rates(1), name

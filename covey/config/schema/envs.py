@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from covey.config.base import (
     Config,
     Decisive,
+    Ignored,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -88,7 +89,7 @@ class EnvsConfig(Config, section="envs"):
     """Reward of such an episode under the treatment value."""
     budget: Reported[NonNegativeInt] = 100
     """Number of failures in the whole run, of all processes, that none and value accept; one more stops the run."""
-    rehearsal: Reported[bool | None] = None
+    rehearsal: Ignored[bool | None] = None
     """Play one episode twice before the run, with scripted replies, and stop if its course differs. Not set: yes, but
     not for openenv, verifiers and tools alone, nor where different prompts are grouped.
     """

@@ -30,7 +30,7 @@ from covey.files import IN_BUCKET
 class OptimizerConfig(Config, section="training.optimizer"):
     """AdamW (Loshchilov & Hutter, 2019), or Muon (Jordan et al., 2024) for matrices, with warm-up and decay."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Decisive[Literal["adamw", "muon"]] = "adamw"
     """Optimizer of the matrices of the layers; all other weights always use AdamW."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate; of the matrices alone where other weights have their own."""
