@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from covey.config import recipe
 from covey.errors import CoveyError
 from covey.files import is_count, parse_line
-from covey.monitor.run_files import HEARTBEAT, METRICS, SAMPLES, SUMMARY
+from covey.monitor.run_files import AFTER, BEFORE, HEARTBEAT, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import RUNNING, NewLines, WatchedRun
 from covey.report.completions import Location, locate
 from covey.report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
 from covey.report.results import FIGURES
-from covey.report.run_data import Curves, RunData
+from covey.report.run_data import Curves, RunData, change_errors, read_lines
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""
@@ -28,7 +28,11 @@ DIAGNOSIS_SHARE = 0.05
 """Maximum share of the time that the diagnosis of a run takes while the run goes on."""
 COLUMNS = {
     "rl": {"held-out": ("share", "accuracy before", "accuracy after"), "reward": ("", "final reward")},
-    "sft": {"held-out loss": ("", "loss before", "loss after"), "loss": ("", "final loss")},
+    "sft": {
+        "held-out": ("share", "accuracy before", "accuracy after"),
+        "held-out loss": ("", "loss before", "loss after"),
+        "loss": ("", "final loss"),
+    },
 }
 """Figures of the list: by training method and label, the unit and the names of the figures."""
 
@@ -70,6 +74,7 @@ class BoardRun:
         self._stamps = [Stamp()] * 3
         self._unread, self._undiagnosed, self._diagnose_from = True, True, 0.0
         self._figures: dict[str, list[Any]] = {}
+        self._change_errors: Mapping[str, float] = {}
 
     @property
     def changed(self) -> float:
@@ -100,7 +105,9 @@ class BoardRun:
         return self._undiagnosed and (self._watched.state != RUNNING or time.monotonic() >= self._diagnose_from)
 
     def _diagnose(self) -> None:
-        start, run = time.monotonic(), self.data()
+        start, answers = time.monotonic(), (read_lines(self.folder / name, {}) for name in (BEFORE, AFTER))
+        self._change_errors = change_errors(self._watched.summary(), *answers)
+        run = self.data()
         self.findings = diagnose(RunHistory.of(run)) if run.steps else ()
         for label, (unit, *names) in COLUMNS.get(run.method, COLUMNS["rl"]).items():
             self._figures[label] = [unit, *(figure.value for name in names if (figure := FIGURES[name](run)))]
@@ -112,7 +119,8 @@ class BoardRun:
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
         read = curves.steps, curves.seconds, curves.series, summary
-        return RunData(self.name, self.folder, method, settings, *read, status=self._watched.state)
+        errors, state = self._change_errors, self._watched.state
+        return RunData(self.name, self.folder, method, settings, *read, change_errors=errors, status=state)
 
     def groups(self) -> Sequence[Location]:
         """Return the positions of all groups of completions that were written until now."""

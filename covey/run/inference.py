@@ -5,7 +5,7 @@ import io
 import logging
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -36,6 +36,12 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
 log = logging.getLogger(__name__)
+PLAIN = (
+    "prompts are plain text, and the model has a chat template",
+    "a chat model that gets no template may stop at once, with empty completions; a base model may not",
+    "rows with messages, or --data.system TEXT, which makes a chat of each prompt",
+)
+"""Title, reason and remedy of the finding that prompts lack the model's chat template."""
 
 
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
@@ -184,6 +190,14 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
             worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
             progress.phase("sampling")
             return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
+
+
+def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, warn: bool = True) -> int:
+    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some."""
+    count = sum(isinstance(row["prompt"], str) and row["prompt"] != "" for row in rows if tokenizer.chat_template)
+    if count and warn:
+        log.warning(f"{count:,} {PLAIN[0]}: {PLAIN[1]}. Change: {PLAIN[2]}")
+    return count
 
 
 def fit_to_recipe(rows: Sequence[Row], tokenizer: Tokenizer, recipe: Recipe) -> FittedPrompts:

@@ -19,7 +19,7 @@ from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
-from covey.run.inference import fit_to_recipe
+from covey.run.inference import count_plain, fit_to_recipe
 from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
@@ -72,6 +72,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     data, training = RLRun.load_data(recipe), recipe.training
     fitted = fit_to_recipe(data.train, tokenizer, recipe)
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
+    count_plain(() if recipe.envs.environment else loader.rows, tokenizer)
     encode = prompt_encoder(recipe.envs, tokenizer)
     lengths = [len(encode(row["prompt"])) for row in loader.rows]
     for number, length in enumerate(lengths, 1):
@@ -100,6 +101,7 @@ def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -
     fitted = fit(data.train, tokenizer, training, model.max_positions, "training data")
     fit(data.test, tokenizer, training, model.max_positions, HELD_OUT)
     loader = ExampleLoader(fitted.examples, training.batch_size, seed=recipe.seed)
+    count_plain(loader.rows, tokenizer)
     encode = partial(encode_example, tokenizer=tokenizer, completion_only=training.completion_only)
     lengths = [sum(map(len, encode(row))) for row in loader.rows]
     budget = {

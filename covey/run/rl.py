@@ -39,7 +39,7 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
-from covey.run.inference import fit_to_recipe
+from covey.run.inference import count_plain, fit_to_recipe
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
 from covey.sampling.noise import DRAW_VERSION
 from covey.text.tokenizer import Tokenizer
@@ -99,6 +99,8 @@ class RLRun(Run[Recipe]):
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
         self.trained = learner.cluster
+        rows = () if recipe.envs.environment else self.loader.rows  # it may begin with messages of its own
+        self.counts = {**self.counts, "plain": count_plain(rows, learner.cluster.tokenizer)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class RunHistory:
         before, after: figures of the evaluations before and after training; empty when there are none.
         samples: file of the completions; None when it cannot be read.
         data: numbers of rows by what they are, as in `summary.json`.
+        change_errors: standard errors of the changes from the evaluation before training to that after it, by figure,
+            where the completions tell it.
     """
 
     method: str
@@ -86,6 +88,7 @@ class RunHistory:
     after: Mapping[str, float] = field(default_factory=dict)
     samples: Path | None = None
     data: Mapping[str, float] = field(default_factory=dict)
+    change_errors: Mapping[str, float] = field(default_factory=dict)
     _metrics: dict[str, "MetricHistory"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -93,7 +96,7 @@ class RunHistory:
         """Return the history of a run that was read from its folder."""
         steps, (before, after, data) = np.array(run.steps, np.int64), map(run.evaluation, ("before", "after", "data"))
         columns = _columns(steps, run.series)
-        return cls(run.method, run.settings, steps, columns, before, after, run.samples, data)
+        return cls(run.method, run.settings, steps, columns, before, after, run.samples, data, run.change_errors)
 
     @classmethod
     def from_rows(
@@ -135,8 +138,8 @@ class RunHistory:
 
     @property
     def window(self) -> int:
-        """Number of rows that are averaged: a quarter of the run, from 3 to 50."""
-        return max(MIN_WINDOW, min(MAX_WINDOW, round(len(self) / WINDOWS)))
+        """Number of rows that are averaged: a quarter of the run, from 3 to 50; of a shorter run at most half."""
+        return min(max(MIN_WINDOW, min(MAX_WINDOW, round(len(self) / WINDOWS))), max(1, len(self) // 2))
 
     def numeric_setting(self, name: str, default: float) -> float:
         """Return the setting `name` as a number; `default` if the recipe has none."""
@@ -150,6 +153,13 @@ class RunHistory:
     def num_samples(self, rows: int = 1) -> int | None:
         """Return the number of completions of `rows` steps, at least; None if unknown."""
         return rows * (self.count(GROUPS) or 0) * (self.count(GROUP_SIZE) or 0) or None
+
+    @cached_property
+    def scored(self) -> Float[np.ndarray, "n"]:
+        """Number of completions with a reward, by row; 0 where the number of completions is unknown."""
+        ratios, measured = self.column("completions/scored_ratio"), self.metric("reward").known
+        ratios = np.clip(np.where(np.isfinite(ratios), ratios, 1.0), 0.0, 1.0) * measured
+        return np.asarray(np.rint(ratios * (self.num_samples() or 0)))
 
     @cached_property
     def only_reward(self) -> float | None:
@@ -208,7 +218,8 @@ class RunHistory:
         """Return the largest of the metrics whose names match, as a share of the completions; None if there is none."""
         names = [name for name in self.columns if re.fullmatch(pattern, name)]
         levels = [level.mean for name in names if (level := self.metric(name).whole)]
-        return max(levels) / size if levels and (size := self.num_samples()) else None
+        rounds = level.mean if (level := self.metric("dynamic_sampling/rounds").whole) else 1.0
+        return max(levels) / (size * rounds) if levels and (size := self.num_samples()) else None
 
     def evaluations(self, name: str) -> list[Level]:
         """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
@@ -217,6 +228,8 @@ class RunHistory:
             errors = {
                 at: math.sqrt(max(x * (1 - x), 0.0) / n) for at, x in values.items() if (n := samples.get(at, 0)) > 0
             }
+        if name in self.change_errors:  # so that the change between the two has this error
+            errors |= dict.fromkeys((0, *self.steps[-1:].tolist()), self.change_errors[name] / math.sqrt(2))
         return [Level(value, errors.get(step, math.nan), step, step) for step, value in sorted(values.items())]
 
     def _evaluated(self, name: str) -> dict[int, float]:
@@ -224,6 +237,18 @@ class RunHistory:
         evaluated = {int(self.steps[i]): float(values[i]) for i in np.flatnonzero(np.isfinite(values))}
         evaluated |= {0: self.before[name]} if name in self.before else {}
         return evaluated | ({int(self.steps[-1]): self.after[name]} if name in self.after and len(self) else {})
+
+    @property
+    def held_out_kept(self) -> bool:
+        """Whether the held-out accuracy is known not to have fallen: neither on the way, nor from the first evaluation
+        to the last by a standard error or by 30 % of the spread of single answers.
+        """
+        fall, change = self.feature("held_out_trough"), self.feature("held_out_gain")
+        if change is None or not fall.errors > -GAIN_ERRORS:
+            return False
+        spread = math.sqrt(max(change.early.mean * (1 - change.early.mean), 0.0))
+        least = max(-change.error, change.error - MIN_FALL * spread)
+        return bool(change.early.mean > 2 * change.early.error and change.difference >= least)
 
     @property
     def loss_since_best(self) -> Change | None:
@@ -259,7 +284,7 @@ class MetricHistory:
         """Standard errors of the mean reward by row, from the spread of the completions. They are at least those of all
         completions as one group: two groups may have equal means by chance.
         """
-        within = np.nan_to_num(self.run.column("reward_std")) / math.sqrt(self.run.num_samples() or 1)
+        within = np.nan_to_num(self.run.column("reward_std")) / np.sqrt(np.maximum(self.run.scored, 1.0))
         errors = np.nan_to_num(self.run.column("reward_error"))
         return np.asarray(np.maximum(errors, within))
 
@@ -392,6 +417,10 @@ class MetricHistory:
 
 FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "run": lambda run: run,
+    # whether the reward has risen, or the held-out accuracy
+    "learnt": lambda run: (
+        run.metric("reward").rose or bool((gain := run.feature("held_out_gain")) and gain.errors >= GAIN_ERRORS)
+    ),
     "num_steps": lambda run: f"{len(run)} step{'s' if len(run) != 1 else ''}",
     "temperature": lambda run: run.numeric_setting("rollout.temperature", 1.0),
     "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
@@ -402,6 +431,8 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "short_rate_sum": lambda run: (
         len(run) * rate.mean if len(run) < SHORT_RUN and (rate := run.metric("learning_rate").whole) else None
     ),
+    # below it a gradient is small for the optimizer, which divides it by its size
+    "eps": lambda run: run.numeric_setting(f"{run.optimizer}.eps", 1e-8),
     "max_grad_norm": lambda run: run.numeric_setting(f"{run.optimizer}.max_grad_norm", 0.0),
     # the share of a weight that decay takes at a step
     "decay": lambda run: (
@@ -423,6 +454,7 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "samples": lambda run: run.num_samples(len(run)),
     "has_tools": lambda run: bool(run.settings.get("envs.tools")),
     "prompts": lambda run: run.data.get("prompts", run.data.get("examples")),
+    "plain_prompts": lambda run: run.data.get("plain"),
     "cut_rows": lambda run: run.data.get("truncated"),
     "dropped_rows": lambda run: run.data.get("dropped"),
     # relative change of the entropy, if it is no chance
@@ -433,7 +465,7 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     ),
     # completions without a reward, with those of the evaluation before training if it had none either
     "unrewarded": lambda run: (
-        (run.num_samples(len(run)) or 0) + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)
+        run.feature("scored_count") + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)
     ),
     "answers": lambda run: (run.after or run.before).get("samples"),
     "rows": lambda run: run.data.get("rows"),
@@ -454,15 +486,21 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         if (best := run.feature("frac_reward_all_best.last.mean")) is not None
         else (run.feature("reward.last.mean") or 0) >= EASY_RATIO * run.metric("reward").spread
     ),
-    "scored_samples": lambda run: run.num_samples(run.metric("reward").count),
+    "scored_count": lambda run: run.scored.sum(),
+    "scored_samples": lambda run: (
+        None
+        if not (scored := int(run.scored.sum()))
+        else f"{scored:,} scored completions ({lacking:,} more have no reward)"
+        if (lacking := (run.num_samples(len(run)) or 0) - scored) > 0
+        else f"{scored:,} completions"
+    ),
     # the upper end of the 95 % confidence interval of a rate of which no success was seen
-    "success_bound": lambda run: 3 / n if (n := run.num_samples(len(run))) else None,
-    "none_of_all": lambda run: f"none of {n} completions" if (n := run.num_samples(len(run))) else "no completion",
+    "success_bound": lambda run: 3 / n if (n := run.scored.sum()) else None,
+    "none_of_all": lambda run: f"none of {number}" if (number := run.feature("scored_samples")) else "no completion",
     "finished_without_reward": lambda run: (
         None
         if run.only_reward != 0
-        else (1 - (cut.mean if (cut := run.metric("completions/clipped_ratio").whole) else 0))
-        * (run.num_samples(len(run)) or 0)
+        else (1 - (cut.mean if (cut := run.metric("completions/clipped_ratio").whole) else 0)) * run.scored.sum()
     ),
     "longest": lambda run: (
         f"{peak.mean:.0f} token{'s' if peak.mean != 1 else ''}"
@@ -488,14 +526,16 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "since_evaluation": lambda run: run.reward_since_evaluation(run.metric("reward").first),
     # its clearest fall from one evaluation to a later one, and its change from the first to the last
     "held_out_trough": lambda run: _trough(run.evaluations("accuracy")),
+    "held_out_start": lambda run: next(iter(run.evaluations("accuracy")), None),
     "held_out_gain": lambda run: _change(lambda levels, key: levels[0], run.evaluations("accuracy")),
+    "held_out_kept": lambda run: run.held_out_kept,
     # from its best to the last evaluation
     "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
     "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),
     "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
-    # from the lowest evaluation to the last, to the lower one of the last two, and to the first
     # from the evaluation before training to the first step, which no update has touched
     "held_out_to_training": lambda run: run.reward_since_evaluation(run.metric("reward").start),
+    # from the lowest evaluation to the last, to the lower one of the last two, and to the first
     "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
     "held_out_loss_rise": lambda run: _change(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
     "held_out_loss_gain": lambda run: _change(min, run.evaluations("loss"), itemgetter(0)),

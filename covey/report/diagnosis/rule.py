@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq, ge, gt, le, lt, ne
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.display import printable
@@ -115,7 +116,8 @@ class Rule(NamedTuple):
         rows: number of steps from which it is judged.
         cases: ways to meet it, of which the first one that is met gives the evidence.
         advice: settings to change, and how. `{name:try}` is a setting with the value to try, or with the factor by
-            which to multiply (`×3`) or divide (`÷3`) that of the run.
+            which to multiply (`×3`) or divide (`÷3`) that of the run. A part up to the next `|` is left out where a
+            setting is at the value to try or beyond it (`>0.1` raises it to 0.1, `<0.1` lowers it).
         refuted_by: conditions of which each refutes it.
         methods: training methods that it is for.
         explains: names of later rules whose findings are its consequences.
@@ -144,25 +146,45 @@ class Rule(NamedTuple):
                 return Match(self, evidence, refutation, rows == 1)
         return None
 
-    def advice_for(self, settings: Mapping[str, Any]) -> str:
-        """Return the advice with today's value of each setting and the one to try."""
-        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings), self.advice)
+    def advice_for(self, settings: Mapping[str, Any], in_force: Mapping[str, float] = MappingProxyType({})) -> str:
+        """Return the advice with today's value of each setting and the one to try.
+
+        Args:
+            settings: resolved recipe, by dotted name.
+            in_force: largest values that settings have really had, where a schedule changes them.
+        """
+        is_reached = partial(_is_reached, settings=settings)
+        advice = "".join(part for part in self.advice.split("|") if not any(map(is_reached, FIELD.finditer(part))))
+        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings, in_force), advice)
 
 
-def _setting(name: str, attempt: str, settings: Mapping[str, Any]) -> str:
-    """Return a setting with its value in `settings` and the one to try; its name where the value is unknown.
+def _is_reached(field: re.Match[str], settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting in an advice is at the value to which it should be raised or lowered, or beyond it."""
+    attempt, value = field[2] or "", number(settings.get(field[1]))
+    return value is not None and (
+        (attempt[:1] == ">" and value >= float(attempt[1:])) or (attempt[:1] == "<" and value <= float(attempt[1:]))
+    )
 
-    >>> _setting("rollout.temperature", "÷2", {"rollout.temperature": 1.5})
+
+def _setting(name: str, attempt: str, settings: Mapping[str, Any], in_force: Mapping[str, float]) -> str:
+    """Return a setting with its value in `settings` and the one to try; its name where the value is unknown. A factor
+    is one of the largest value that was in force.
+
+    >>> _setting("rollout.temperature", "÷2", {"rollout.temperature": 1.5}, {})
     'rollout.temperature (1.5 today; try 0.75)'
+    >>> _setting("rate", "÷5", {"rate": 1e-3}, {"rate": 2e-4})
+    'rate (0.001 today, at most 0.0002 in force; try 4e-05)'
     """
-    today, value = settings.get(name), number(settings.get(name))
+    today, value, attempt = settings.get(name), number(settings.get(name)), attempt.lstrip("<>")
     if name not in settings or not attempt:
         return name
+    reached = in_force.get(name, value)
     if attempt[0] in "×÷":
         factor = float(attempt[1:]) if attempt[0] == "×" else 1 / float(attempt[1:])
-        attempt = f"{round(value * factor) if is_count(today) else value * factor:.3g}" if value else ""
+        attempt = f"{round(reached * factor) if is_count(today) else reached * factor:.3g}" if reached else ""
     shown = "unset" if today is None else printable(f"{today:.6g}" if isinstance(today, float) else str(today))
-    return f"{name} ({shown} today{f'; try {attempt}' if attempt and attempt != shown else ''})"
+    lower = f", at most {reached:.3g} in force" if reached and value and f"{reached:.3g}" != f"{value:.3g}" else ""
+    return f"{name} ({shown} today{lower}{f'; try {attempt}' if attempt and attempt != shown else ''})"
 
 
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -231,6 +253,11 @@ class Level(NamedTuple):
     def lower_end(self) -> float:
         """Mean less two standard errors."""
         return self.mean - 2 * self.error
+
+    @property
+    def upper_end(self) -> float:
+        """Mean plus three standard errors."""
+        return self.mean + 3 * self.error
 
 
 class Change(NamedTuple):

@@ -10,11 +10,11 @@ from covey.report.diagnosis.conditions import (
     FLAT_LOSS,
     HOT,
     HOT_SHARE,
+    LEARNT,
     MANY,
     MIN_ROWS,
-    NOT_ROSE,
+    NOT_LEARNT,
     ONE_REWARD,
-    ROSE,
     SPOILED,
     TINY_RATE,
     TREND_ROWS,
@@ -57,7 +57,7 @@ SETTINGS = (
             explains=("learning rate too high", *SPOILED),
         )
         for method, optimizer, metric, bad in (
-            ("rl", "actor_optimizer", "reward", NOT_ROSE),
+            ("rl", "actor_optimizer", "reward", NOT_LEARNT),
             ("sft", "optimizer", "loss", above("loss.change.difference", 0)),
         )
     ),
@@ -91,7 +91,7 @@ SETTINGS = (
         ],
         "lower {rollout.temperature:1}, towards 1 or below",
         [
-            ROSE,
+            LEARNT,
             at_least(
                 "reward.start.mean",
                 HOT_SHARE,
@@ -118,7 +118,7 @@ SETTINGS = (
             )
         ],
         "lower {grpo.entropy_bonus:÷10}, or set it to 0",
-        [ROSE],
+        [LEARNT],
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
@@ -129,7 +129,7 @@ SETTINGS = (
         [
             Case(
                 "grpo.beta is {beta:.3g}|, the KL {kl.last.mean:.3g} nats per token in {kl.last.span}" + AND_REWARD,
-                [at_least("beta", BETA), NOT_ROSE],
+                [at_least("beta", BETA), NOT_LEARNT],
             )
         ],
         "lower {grpo.beta:0.04}",
@@ -140,7 +140,8 @@ SETTINGS = (
         Rule(
             "gradient clipped away",
             "The gradient is clipped to nearly nothing",
-            f"its norm is at least {CLIPPED_AWAY:,g} times max_grad_norm, and the {metric} has not improved",
+            f"its norm is at least {CLIPPED_AWAY:,g} times max_grad_norm, that is at most eps (the updates of Adam and "
+            f"Muon do not depend on the size of larger gradients), and the {metric} has not improved",
             TREND_ROWS,
             [
                 Case(
@@ -148,6 +149,7 @@ SETTINGS = (
                     f"{{max_grad_norm:.3g}}|; the {metric} went {{{metric}.change}}",
                     [
                         above("max_grad_norm", 0),
+                        at_most("max_grad_norm", 1, "eps"),
                         at_least("grad_norm.whole.mean", CLIPPED_AWAY, "max_grad_norm"),
                         *flat,
                     ],
@@ -158,7 +160,7 @@ SETTINGS = (
             explains=("learning rate too low", "learning rate too high", "groups too small"),
         )
         for method, optimizer, metric, flat in (
-            ("rl", "actor_optimizer", "reward", [NOT_ROSE]),
+            ("rl", "actor_optimizer", "reward", [NOT_LEARNT]),
             ("sft", "optimizer", "loss", [at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean")]),
         )
     ),
