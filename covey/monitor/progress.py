@@ -146,7 +146,9 @@ class Progress:
         self.console.print(self.display.view.still())
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
-        """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer."""
+        """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer. Its phase is
+        over: what follows is not told as a part of it.
+        """
         lines = [f"{name}: {figures(result)}"]
         for preset in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
             start = f"{preset}/"
@@ -154,6 +156,7 @@ class Progress:
             lines.append(f"{name}, {preset}: {figures(of_preset)}")
         self.display.evaluation(lines)
         self.display.samples(samples)
+        self.phase("")
 
     def done(
         self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "", chat: bool = True

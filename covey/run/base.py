@@ -250,6 +250,7 @@ class Run(ABC, Generic[RecipeT]):
                         return run.run()
                 except Stopped as stopped:
                     stopped.step = folder.saved
+                    progress.message(_describe_stop(recipe, folder, stopped))
                     raise
                 except PeerLostError as error:
                     if error.stopped:
@@ -333,6 +334,7 @@ class Run(ABC, Generic[RecipeT]):
         if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
+            self.findings.end()
             self.reports.write(STOPPED)
             raise Stopped(name)
         if due:
@@ -428,6 +430,15 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
     """Return the metrics of the steps that the run in `folder` has made, NaN where a value was not finite."""
     rows = read_rows(folder / METRICS)
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
+    """Return what is saved of a run that a signal ended, and how it goes on."""
+    if stopped.step is None:
+        return f"stopped by {stopped.signal}; nothing is saved"
+    by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
+    goes_on = "the same call goes on" if is_from_python(recipe) else by_command
+    return f"stopped by {stopped.signal}; step {stopped.step} is saved; {goes_on}"
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:
