@@ -46,6 +46,7 @@ from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memor
 from covey.run.settings import check_same_recipe, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
+from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class Run(ABC, Generic[RecipeT]):
             of equal rows beside them.
         total: number of steps of the whole run.
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
+        tokenizer: tokenizer of the model.
         announce: called before the first step of a run that is not resumed.
     """
 
@@ -125,6 +127,7 @@ class Run(ABC, Generic[RecipeT]):
     origin: str
     counts: Mapping[str, int]
     trained: Any = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
     announce: Announce | None = field(init=False, default=None)
 
     headline: ClassVar[str] = "reward"
@@ -309,6 +312,7 @@ class Run(ABC, Generic[RecipeT]):
         summary = {
             "model": self.origin,
             "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
+            "has_chat_template": self.tokenizer.chat_template is not None,
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
             "before": self._evaluate_before(),

@@ -148,7 +148,8 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     messages: list[dict[str, str]] = []
     if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are read as U+FFFD instead of raising
         sys.stdin.reconfigure(errors="replace")
-    print("Say something; an empty line ends the chat.", flush=True)
+    how = "Say something" if tokenizer.chat_template else "The model has no chat template: it continues each line alone"
+    print(f"{how}; an empty line ends the chat.", flush=True)
     while text := _read_line():
         try:
             messages = _reply(worker, messages, text, limit)

@@ -98,9 +98,9 @@ class RLRun(Run[Recipe]):
         learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
-        self.trained = learner.cluster
+        self.trained, self.tokenizer = learner.cluster, learner.cluster.tokenizer
         rows = () if recipe.envs.environment else self.loader.rows  # it may begin with messages of its own
-        self.counts = {**self.counts, "plain": count_plain(rows, learner.cluster.tokenizer)}
+        self.counts = {**self.counts, "plain": count_plain(rows, self.tokenizer)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class SFTRun(Run[SFTRecipe]):
 
     def prepare(self) -> int:
         total = total_steps(self.recipe.training, len(self.loader))
-        self.trained = self.learner.prepare(total)
-        self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.learner.tokenizer)}
+        self.trained, self.tokenizer = self.learner.prepare(total), self.learner.tokenizer
+        self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

@@ -69,6 +69,12 @@ def test_without_a_terminal_every_step_is_one_plain_line():
     assert "\x1b" not in shown
 
 
+def test_a_chat_is_recommended_where_the_model_has_a_template():
+    console = plain()
+    Progress(0, console).done({"has_chat_template": False}, "runs/a b")
+    assert console.file.getvalue().splitlines()[-2] == "  covey generate 'runs/a b' \"PROMPT\""
+
+
 def test_an_evaluation_under_several_presets_is_a_line_each():
     console = plain()
     with Progress(1, console) as progress:
