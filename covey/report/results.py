@@ -30,8 +30,9 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     per run, and whether it differs.
 
     `changed` is whether a run has another value than the default, `edited` another one than the built-in recipe of its
-    name, and `differs` whether the runs have different values. A setting that this version of Covey lacks has the
-    default null, and one that a run lacks has the value null.
+    name, and `differs` whether the runs have different values; one that a run lacks differs where another run has set
+    it to something else than its default. A setting that this version of Covey lacks has the default null, and one that
+    a run lacks has the value null.
     """
     recipes = [built_in_settings(str(run.settings.get("name"))) for run in runs]
     defaults = [default_settings(run.method, run.settings.get("grpo.algorithm")) for run in runs]
@@ -41,6 +42,7 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         values = [as_text(run.settings[name]) if name in run.settings else None for run in runs]
         standard = [as_text(known[name]) if name in known else None for known in defaults]
         built_in = [as_text(known[name]) if name in known else None for known in recipes]
+        known = {(value, default) for value, default in zip(values, standard, strict=True) if value is not None}
         counts = name not in NAMES
         rows.append(
             {
@@ -50,7 +52,9 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 "built_in": built_in[0],
                 "edited": counts and any(old not in (None, new) for old, new in zip(built_in, values, strict=True)),
                 "changed": counts and values != standard,
-                "differs": counts and len(set(values)) > 1,
+                "differs": counts
+                and len(set(values)) > 1
+                and (len({value for value, _ in known}) > 1 or any(value != default for value, default in known)),
             }
         )
     return rows
@@ -88,12 +92,14 @@ def _held_out(name: str, when: str, run: RunData) -> Figure | None:
 
 
 def _final(name: str, run: RunData) -> Figure | None:
-    """Return the mean over the last steps, with the standard error that follows from the errors of these steps."""
+    """Return the mean over the last steps, with the standard error that follows from the errors of these steps. All
+    evaluations ask the same prompts: their mean is as uncertain as one of them.
+    """
     if (series := run.series.get(name)) is None:
         return None
     count = max(1, round(LAST_SHARE * len(series.values)))
     errors = [error for step in series.steps[-count:] if (error := _error_at(run, name, step)) is not None]
-    error = math.hypot(*errors) / count if len(errors) == count else None
+    error = (sum(errors) if name.startswith("eval/") else math.hypot(*errors)) / count if len(errors) == count else None
     return Figure(sum(series.values[-count:]) / count, error)
 
 
