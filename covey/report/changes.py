@@ -40,7 +40,7 @@ def errors_of_changes(old: Figures, before: Iterable[Row], new: Figures, after: 
         old, new: figures of the evaluations by name.
         before, after: their completions; not used where they are not all of them.
     """
-    asked, answered = ([*rows] for rows in (before, after))
+    asked, answered = ([*rows] if old and new else [] for rows in (before, after))
     known = old.get("samples") == len(asked) and new.get("samples") == len(answered)
     questions = [questions_of(rows) if known else {} for rows in (asked, answered)]
     errors = {name: _paired_error(_reader(name), *questions) for name in old.keys() & new.keys()}
