@@ -1,8 +1,8 @@
 """Runs of a folder, read as far as they have been written, for a page that follows them.
 
 In: a folder with run folders, directly in it or one level below, or one run folder. Out: a row of a list for each run,
-and `RunData` of those that are chosen. Nothing but the answers of a finished run is read twice: a look at all runs reads
-the rows that were added, for a limited time, and of a run that is unchanged it asks the system for the dates of three
+and `RunData` of those that are chosen. Only the answers of a finished run are read twice: a look at all runs reads the
+rows that were added, for a limited time, and of a run that is unchanged it asks the system for the dates of three
 files. The content of run folders is untrusted. A name of a run is looked up among those that are there, and never
 becomes a path.
 """
