@@ -78,9 +78,11 @@ def _reader(name: str) -> Reader:
         "mean_length": lambda row: number(row.get("length")),
         "clipped_ratio": lambda row: float(FinishReason.recorded(row.get("finish")).was_cut),
     }
-    return readers.get(name, lambda row: _verdict(row.get("correct"), name))
+    return readers.get(name, lambda row: verdict(row, name))
 
 
-def _verdict(correct: Any, name: str) -> float | None:
-    verdict = correct.get(name) if isinstance(correct, Mapping) else None
-    return float(verdict) if isinstance(verdict, bool) else None
+def verdict(row: Row, name: str = "accuracy") -> bool | None:
+    """Return whether the completion of `row` is right by the function of this name; None if that is not recorded."""
+    correct = row.get("correct")
+    judged = correct.get(name) if isinstance(correct, Mapping) else None
+    return judged if isinstance(judged, bool) else None

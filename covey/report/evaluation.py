@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.config.metrics import metric
 from covey.files import number
-from covey.report.changes import Figures, direction, errors_of_changes, questions_of
+from covey.report.changes import Figures, direction, errors_of_changes, questions_of, verdict
 from covey.report.diagnosis import RunHistory
 from covey.report.run_data import Row, RunData
 from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
@@ -87,8 +87,8 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
         total: number of questions.
     """
     before, after = questions_of(run.before), questions_of(run.after)
-    compared = any(is_right(row) is not None for row in (*run.before, *run.after))
-    state = _verdict if compared else _mean_reward
+    compared = any(verdict(row) is not None for row in (*run.before, *run.after))
+    state = _judged if compared else _mean_reward
     pairs = [(before.get(key, []), after.get(key, [])) for key in {**before, **after}]
     changes = [_states(state(old), state(new), compared) for old, new in pairs]
     prompts = Prompts()
@@ -96,7 +96,7 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
     def encode(i: int) -> tuple[str, int]:
         prompt, size = prompts.add(mask((pairs[i][0] or pairs[i][1])[0]))
         both = (
-            [[completion_form(row), number(row.get("reward")), is_right(row)] for row in map(mask, rows[:SAMPLES])]
+            [[completion_form(row), number(row.get("reward")), verdict(row)] for row in map(mask, rows[:SAMPLES])]
             for rows in pairs[i]
         )
         row = script_json([prompt, *changes[i], *both])
@@ -110,15 +110,8 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
     return f'{{"prompts":[{",".join(prompts.encoded)}],"rows":[{in_order}],{script_json(rest)[1:]}'
 
 
-def is_right(row: Row) -> bool | None:
-    """Return whether the completion of `row` is right by the run's accuracy function; None if that is not recorded."""
-    correct = row.get("correct")
-    accuracy = correct.get("accuracy") if isinstance(correct, dict) else None
-    return accuracy if isinstance(accuracy, bool) else None
-
-
-def _verdict(rows: Sequence[Row]) -> str | None:
-    verdicts = [verdict for row in rows if (verdict := is_right(row)) is not None]
+def _judged(rows: Sequence[Row]) -> str | None:
+    verdicts = [judged for row in rows if (judged := verdict(row)) is not None]
     if not verdicts:
         return None
     return "right" if all(verdicts) else "wrong" if not any(verdicts) else "partly right"

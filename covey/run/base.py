@@ -438,11 +438,10 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
 
 def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
     """Return what is saved of a run that a signal ended, and how it goes on."""
-    if stopped.step is None:
-        return f"stopped by {stopped.signal}; nothing is saved"
     by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
     goes_on = "the same call goes on" if is_from_python(recipe) else by_command
-    return f"stopped by {stopped.signal}; step {stopped.step} is saved; {goes_on}"
+    saved = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved; {goes_on}"
+    return f"stopped by {stopped.signal}; {saved}"
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:

@@ -73,8 +73,10 @@ AND_REWARD, AT_RATE, AND_HELD_OUT = (
 READ_SAMPLES = "read the completions in samples.jsonl"
 
 ROSE, NOT_ROSE = equal("reward.rose", True), equal("reward.rose", False)
-LEARNT = equal("learnt", True, words="the reward or the held-out accuracy has risen")
-NOT_LEARNT = equal("learnt", False)
+LEARNT, NOT_LEARNT = (
+    equal("learnt", True, words="the reward or the held-out accuracy has risen"),
+    equal("learnt", False),
+)
 CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
 ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
 MANY, MOST = at_least("samples", MANY_SAMPLES), at_least("samples", MOST_SAMPLES)

@@ -71,8 +71,7 @@ def _finding(history: RunHistory, match: Match, matches: Sequence[Match]) -> Fin
     rule, evidence = match.rule, match.evidence
     consequences = [f"{other.rule.title} ({other.evidence})" for other in matches if other.rule.name in rule.explains]
     evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
-    peak = history.metric("learning_rate").peak
-    rates = {f"{history.optimizer}.learning_rate": peak.mean} if peak else {}
+    rates = {f"{history.optimizer}.learning_rate": peak.mean} if (peak := history.metric("learning_rate").peak) else {}
     refutations = "; ".join(condition.words for condition in rule.refuted_by)
     advice = rule.advice_for(history.settings, rates)
     return Finding(rule.title, rule.threshold, evidence, advice, rule.name, rule.level, refuted_by=refutations)

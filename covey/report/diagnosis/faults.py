@@ -273,7 +273,7 @@ FAULTS = (
                 PROBLEM,
                 NOISY,
                 ", and less than three standard errors below that",
-                [at_least("reward_noise.whole.upper_end", 1)],
+                [at_least("noise_reach", 1)],
                 ("held-out rows of another kind", *HACKED, "reward ignores completions"),
             ),
             (NOTE, SOME_NOISE, "", [], ()),

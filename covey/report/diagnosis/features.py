@@ -239,18 +239,6 @@ class RunHistory:
         return evaluated | ({int(self.steps[-1]): self.after[name]} if name in self.after and len(self) else {})
 
     @property
-    def held_out_kept(self) -> bool:
-        """Whether the held-out accuracy is known not to have fallen: neither on the way, nor from the first evaluation
-        to the last by a standard error or by 30 % of the spread of single answers.
-        """
-        fall, change = self.feature("held_out_trough"), self.feature("held_out_gain")
-        if change is None or not fall.errors > -GAIN_ERRORS:
-            return False
-        spread = math.sqrt(max(change.early.mean * (1 - change.early.mean), 0.0))
-        least = max(-change.error, change.error - MIN_FALL * spread)
-        return bool(change.early.mean > 2 * change.early.error and change.difference >= least)
-
-    @property
     def loss_since_best(self) -> Change | None:
         """Change of the training loss since the lowest held-out loss, to the last window; None if one is unknown."""
         best, loss = min(self.evaluations("loss"), key=lambda level: level.mean, default=None), self.metric("loss")
@@ -417,6 +405,10 @@ class MetricHistory:
 
 FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "run": lambda run: run,
+    # upper end of the noise as a share of all variance: random rewards reach 1
+    "noise_reach": lambda run: (
+        level.mean + GAIN_ERRORS * level.error if (level := run.metric("reward_noise").whole) else None
+    ),
     # whether the reward has risen, or the held-out accuracy
     "learnt": lambda run: (
         run.metric("reward").rose or bool((gain := run.feature("held_out_gain")) and gain.errors >= GAIN_ERRORS)
@@ -528,7 +520,15 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "held_out_trough": lambda run: _trough(run.evaluations("accuracy")),
     "held_out_start": lambda run: next(iter(run.evaluations("accuracy")), None),
     "held_out_gain": lambda run: _change(lambda levels, key: levels[0], run.evaluations("accuracy")),
-    "held_out_kept": lambda run: run.held_out_kept,
+    # the accuracy is known not to have fallen: neither on the way, nor from the first evaluation to the last by a
+    # standard error or by 30 % of the spread of single answers
+    "held_out_kept": lambda run: (
+        (change := run.feature("held_out_gain")) is not None
+        and run.feature("held_out_trough").errors > -GAIN_ERRORS
+        and (mean := change.early.mean) > 2 * change.early.error
+        and change.difference >= -change.error
+        and change.difference >= change.error - MIN_FALL * math.sqrt(max(mean * (1 - mean), 0.0))
+    ),
     # from its best to the last evaluation
     "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
     "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq, ge, gt, le, lt, ne
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.display import printable
@@ -146,7 +145,7 @@ class Rule(NamedTuple):
                 return Match(self, evidence, refutation, rows == 1)
         return None
 
-    def advice_for(self, settings: Mapping[str, Any], in_force: Mapping[str, float] = MappingProxyType({})) -> str:
+    def advice_for(self, settings: Mapping[str, Any], in_force: Mapping[str, float] | None = None) -> str:
         """Return the advice with today's value of each setting and the one to try.
 
         Args:
@@ -155,7 +154,7 @@ class Rule(NamedTuple):
         """
         is_reached = partial(_is_reached, settings=settings)
         advice = "".join(part for part in self.advice.split("|") if not any(map(is_reached, FIELD.finditer(part))))
-        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings, in_force), advice)
+        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings, in_force or {}), advice)
 
 
 def _is_reached(field: re.Match[str], settings: Mapping[str, Any]) -> bool:
@@ -253,11 +252,6 @@ class Level(NamedTuple):
     def lower_end(self) -> float:
         """Mean less two standard errors."""
         return self.mean - 2 * self.error
-
-    @property
-    def upper_end(self) -> float:
-        """Mean plus three standard errors."""
-        return self.mean + 3 * self.error
 
 
 class Change(NamedTuple):
