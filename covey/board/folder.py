@@ -120,8 +120,15 @@ class BoardRun:
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
         read = curves.steps, curves.seconds, curves.series, summary
-        errors, state = self._change_errors, self._watched.state
-        return RunData(self.name, self.folder, method, settings, *read, change_errors=errors, status=state)
+        return RunData(
+            self.name,
+            self.folder,
+            method,
+            settings,
+            *read,
+            change_errors=self._change_errors,
+            status=self._watched.state,
+        )
 
     def groups(self) -> Sequence[Location]:
         """Return the positions of all groups of completions that were written until now."""

@@ -6,7 +6,6 @@ Nothing is written and no update is made; of the model a dry run reads only the 
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,7 @@ def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "P
     from covey.plan.plan import outline_for
     from covey.run.preview import preview
 
-    with show_log(info=lambda text: None, warning=partial(echo, file=sys.stderr)):
+    with show_log(info=lambda text: None, warning=lambda text: echo(text, file=sys.stderr)):
         data = preview(loaded)  # first: it takes less time to find what would stop the run
     return outline_for(loaded, target), data
 

@@ -21,8 +21,6 @@ Questions = Mapping[str, Sequence[Row]]
 """Completions of held-out prompts, by prompt."""
 Figures = Mapping[str, float]
 """Figures of an evaluation by name."""
-Reader = Callable[[Row], float | None]
-"""Function that reads the value of one completion, of which a figure is the mean."""
 
 
 def direction(name: str, row: Metric | None) -> int:
@@ -40,16 +38,14 @@ def errors_of_changes(old: Figures, before: Iterable[Row], new: Figures, after: 
         old, new: figures of the evaluations by name.
         before, after: their completions; not used where they are not all of them.
     """
-    asked, answered = ([*rows] if old and new else [] for rows in (before, after))
-    known = old.get("samples") == len(asked) and new.get("samples") == len(answered)
-    questions = [questions_of(rows) if known else {} for rows in (asked, answered)]
-    errors = {name: _paired_error(_reader(name), *questions) for name in old.keys() & new.keys()}
-    if errors.get("accuracy", 0.0) is None and "error" in old and "error" in new:
-        errors["accuracy"] = math.hypot(old["error"], new["error"])
-    return {name: error for name, error in errors.items() if error is not None}
+    both = [(figures, [*rows] if old and new else []) for figures, rows in ((old, before), (new, after))]
+    questions = [questions_of(rows) if figures.get("samples") == len(rows) else {} for figures, rows in both]
+    independent = {"accuracy": math.hypot(old["error"], new["error"])} if "error" in old and "error" in new else {}
+    paired = {name: _paired_error(_reader(name), *questions) for name in old.keys() & new.keys()}
+    return independent | {name: error for name, error in paired.items() if error is not None}
 
 
-def _paired_error(read: Reader, before: Questions, after: Questions) -> float | None:
+def _paired_error(read: Callable[[Row], float | None], before: Questions, after: Questions) -> float | None:
     """Return the standard error of the mean difference by prompt; None of fewer than two prompts."""
     old, new = (_means(questions, read) for questions in (before, after))
     differences = np.array([new[key] - old[key] for key in old.keys() & new.keys()])
@@ -66,14 +62,14 @@ def questions_of(rows: Iterable[Row]) -> Questions:
     return questions
 
 
-def _means(questions: Questions, read: Reader) -> dict[str, float]:
+def _means(questions: Questions, read: Callable[[Row], float | None]) -> dict[str, float]:
     values = {key: [value for row in rows if (value := read(row)) is not None] for key, rows in questions.items()}
     return {key: sum(some) / len(some) for key, some in values.items() if some}
 
 
-def _reader(name: str) -> Reader:
+def _reader(name: str) -> Callable[[Row], float | None]:
     """Return the function that reads the value of one completion from which the figure `name` is the mean."""
-    readers: Mapping[str, Reader] = {
+    readers: Mapping[str, Callable[[Row], float | None]] = {
         "reward": lambda row: number(row.get("reward")),
         "mean_length": lambda row: number(row.get("length")),
         "clipped_ratio": lambda row: float(FinishReason.recorded(row.get("finish")).was_cut),

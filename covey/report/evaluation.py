@@ -38,16 +38,19 @@ def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
     for name in {**before, **after}:
         row = metric(f"eval/{name.rpartition('/')[2]}")
         if name not in COUNTS and (row or "/" in name):
-            described = {
-                "name": name,
-                "curve": f"eval/{name}",
-                "unit": row.unit if row else "",
-                "meaning": row.meaning if row else "",
-            }
-            change = _change_of(name, before, after, run.change_errors)
-            values = {"before": before.get(name), "after": after.get(name), "change": change}
-            values |= {"against_first": _change_of(name, old, after, errors)} if first else {}
-            rows.append({**described, "better": direction(name, row), **values})
+            rows.append(
+                {
+                    "name": name,
+                    "curve": f"eval/{name}",
+                    "unit": row.unit if row else "",
+                    "meaning": row.meaning if row else "",
+                    "better": direction(name, row),
+                    "before": before.get(name),
+                    "after": after.get(name),
+                    "change": _change_of(name, before, after, run.change_errors),
+                    **({"against_first": _change_of(name, old, after, errors)} if first else {}),
+                }
+            )
     return rows
 
 

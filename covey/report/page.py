@@ -305,9 +305,8 @@ def facts(run: RunData) -> list[list[str]]:
         if isinstance(value := run.summary.get(name), Mapping):
             rows += [[f"{label}: {key}", as_text(entry)] for key, entry in value.items()]
         elif name in run.summary:
-            source = PurePath(str(run.settings.get("model.source"))).name
-            named = as_text(value).replace(" of a run,", f" of {source},", not run.is_public and name == "model")
-            rows.append([label, named])
+            source = "a run" if run.is_public else PurePath(str(run.settings.get("model.source"))).name
+            rows.append([label, as_text(value).replace(" of a run,", f" of {source},", name == "model")])
     return rows
 
 

@@ -42,7 +42,6 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         values = [as_text(run.settings[name]) if name in run.settings else None for run in runs]
         standard = [as_text(known[name]) if name in known else None for known in defaults]
         built_in = [as_text(known[name]) if name in known else None for known in recipes]
-        known = {(value, default) for value, default in zip(values, standard, strict=True) if value is not None}
         counts = name not in NAMES
         rows.append(
             {
@@ -54,7 +53,8 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 "changed": counts and values != standard,
                 "differs": counts
                 and len(set(values)) > 1
-                and (len({value for value, _ in known}) > 1 or any(value != default for value, default in known)),
+                and len({text for pair in zip(values, standard, strict=True) if pair[0] is not None for text in pair})
+                > 1,
             }
         )
     return rows

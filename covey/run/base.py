@@ -46,7 +46,6 @@ from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memor
 from covey.run.settings import check_same_recipe, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
-from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class Run(ABC, Generic[RecipeT]):
     origin: str
     counts: Mapping[str, int]
     trained: Any = field(init=False)
-    tokenizer: Tokenizer = field(init=False)
+    tokenizer: Any = field(init=False)
     announce: Announce | None = field(init=False, default=None)
 
     headline: ClassVar[str] = "reward"
@@ -439,9 +438,8 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
 def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
     """Return what is saved of a run that a signal ended, and how it goes on."""
     by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
-    goes_on = "the same call goes on" if is_from_python(recipe) else by_command
-    saved = "nothing is saved" if stopped.step is None else f"step {stopped.step} is saved; {goes_on}"
-    return f"stopped by {stopped.signal}; {saved}"
+    saved = f"step {stopped.step} is saved; {'the same call goes on' if is_from_python(recipe) else by_command}"
+    return f"stopped by {stopped.signal}; {'nothing is saved' if stopped.step is None else saved}"
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:

@@ -19,8 +19,7 @@ MANY = 0.05
 def find_problems(summary: "DataSummary") -> list[Finding]:
     """Return the findings, those for which a run refuses the data first."""
     found = [*_malformed(summary), *_missing(summary), *_too_long(summary), *_duplicates(summary), *_empty(summary)]
-    title, reason, change = PLAIN
-    return [*found, *([_finding(f"{summary.plain:,} {title}", reason, change, level="note")] if summary.plain else [])]
+    return [*found, *([_finding(f"{summary.plain:,} {PLAIN[0]}", *PLAIN[1:], level="note")] if summary.plain else [])]
 
 
 def _malformed(summary: "DataSummary") -> Iterator[Finding]:

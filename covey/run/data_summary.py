@@ -122,7 +122,7 @@ class RowEncoder:
     def __init__(self, recipe: Recipe | SFTRecipe):
         model, self.tokenizer = abstract_for(recipe, jax.default_backend())
         self.tokenizer.max_remembered = 0  # each row is encoded once
-        self.has_environment, self.plain = isinstance(recipe, Recipe) and bool(recipe.envs.environment), 0
+        self.environment, self.plain = isinstance(recipe, Recipe) and recipe.envs.environment, 0
         self.learns = isinstance(recipe, SFTRecipe)
         if isinstance(recipe, Recipe):
             self.encode_prompt = prompt_encoder(recipe.envs, self.tokenizer)
@@ -134,7 +134,7 @@ class RowEncoder:
 
     def measure(self, row: Row) -> int:
         """Count the tokens that the limit counts: of the prompt, or of prompt and completion."""
-        self.plain += count_plain(() if self.has_environment else [row], self.tokenizer, warn=False)
+        self.plain += count_plain([row], self.tokenizer, self.environment, warn=False)
         if self.learns:
             return sum(map(len, encode_example(row, self.tokenizer, completion_only=True)))
         return len(self.encode_prompt(row["prompt"]))

@@ -42,6 +42,7 @@ PLAIN = (
     "rows with messages, or --data.system TEXT, which makes a chat of each prompt",
 )
 """Title, reason and remedy of the finding that prompts lack the model's chat template."""
+TEXT_ONLY = "The model has no chat template: it continues each line alone"
 
 
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
@@ -148,8 +149,7 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     messages: list[dict[str, str]] = []
     if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are read as U+FFFD instead of raising
         sys.stdin.reconfigure(errors="replace")
-    how = "Say something" if tokenizer.chat_template else "The model has no chat template: it continues each line alone"
-    print(f"{how}; an empty line ends the chat.", flush=True)
+    print(f"{'Say something' if tokenizer.chat_template else TEXT_ONLY}; an empty line ends the chat.", flush=True)
     while text := _read_line():
         try:
             messages = _reply(worker, messages, text, limit)
@@ -193,10 +193,12 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
             return worker.generate(next(loader), recipe.grpo.num_generations, progress=progress.advance)
 
 
-def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, warn: bool = True) -> int:
-    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some."""
-    count = sum(isinstance(row["prompt"], str) and row["prompt"] != "" for row in rows if tokenizer.chat_template)
-    if count and warn:
+def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, environment: Any = None, warn: bool = True) -> int:
+    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some. An
+    environment may begin with messages of its own.
+    """
+    texts = (row["prompt"] for row in rows if tokenizer.chat_template and not environment)
+    if (count := sum(isinstance(text, str) and text != "" for text in texts)) and warn:
         log.warning(f"{count:,} {PLAIN[0]}: {PLAIN[1]}. Change: {PLAIN[2]}")
     return count
 

@@ -72,7 +72,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     data, training = RLRun.load_data(recipe), recipe.training
     fitted = fit_to_recipe(data.train, tokenizer, recipe)
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
-    count_plain(() if recipe.envs.environment else loader.rows, tokenizer)
+    count_plain(loader.rows, tokenizer, recipe.envs.environment)
     encode = prompt_encoder(recipe.envs, tokenizer)
     lengths = [len(encode(row["prompt"])) for row in loader.rows]
     for number, length in enumerate(lengths, 1):

@@ -99,8 +99,7 @@ class RLRun(Run[Recipe]):
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
         self.trained, self.tokenizer = learner.cluster, learner.cluster.tokenizer
-        rows = () if recipe.envs.environment else self.loader.rows  # it may begin with messages of its own
-        self.counts = {**self.counts, "plain": count_plain(rows, self.tokenizer)}
+        self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer, recipe.envs.environment)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

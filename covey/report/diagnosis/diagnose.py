@@ -22,10 +22,9 @@ from covey.report.run_data import Row
 
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""
-CERTAIN, FIRST_STEPS = 5, 5
-"""Number of judgements in a row at which a rule must be met, and number of first steps that do not count among them."""
-AGAIN = 10
-"""Length of a run, in units of that at a withdrawal (at least `MAX_WINDOW`), from which a problem may be told again."""
+CERTAIN, FIRST_STEPS, AGAIN = 5, 5, 10
+"""Number of judgements in a row at which a rule must be met; number of first steps that do not count among them; and
+length of a run, in units of that at a withdrawal (at least `MAX_WINDOW`), from which a problem may be told again."""
 GROWTH = 0.02
 """Share by which the history has grown between two judgements."""
 LIVE = {rule.name for rule in RULES if rule.live}
@@ -71,8 +70,8 @@ def _finding(history: RunHistory, match: Match, matches: Sequence[Match]) -> Fin
     rule, evidence = match.rule, match.evidence
     consequences = [f"{other.rule.title} ({other.evidence})" for other in matches if other.rule.name in rule.explains]
     evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
-    rates = {f"{history.optimizer}.learning_rate": peak.mean} if (peak := history.metric("learning_rate").peak) else {}
     refutations = "; ".join(condition.words for condition in rule.refuted_by)
+    rates = {f"{history.optimizer}.learning_rate": peak.mean} if (peak := history.metric("learning_rate").peak) else {}
     advice = rule.advice_for(history.settings, rates)
     return Finding(rule.title, rule.threshold, evidence, advice, rule.name, rule.level, refuted_by=refutations)
 
@@ -163,8 +162,11 @@ class LiveDiagnosis:
         self._streaks = Counter({name: (self._streaks[name] + 1) * (n > FIRST_STEPS) for name in names})
         certain = {match.rule.name for match in matches if match.certain and not match.refutation}
         certain |= {name for name in names if self._streaks[name] >= CERTAIN}
-        certain -= {name for name, until in self._silent_until.items() if n < until}
-        told = [one for one in problems if one.rule in certain & LIVE and one.rule not in self._told]
+        told = [
+            one
+            for one in problems
+            if one.rule in certain & LIVE - self._told.keys() and n >= self._silent_until.get(one.rule, 0)
+        ]
         self._told |= {finding.rule: finding for finding in told}
         return [*told, *self._withdrawn(matches, CERTAIN)]
 
@@ -179,5 +181,5 @@ class LiveDiagnosis:
         self._absences = Counter({name: self._absences[name] + 1 for name in self._told if name not in held})
         for name in [name for name, judgements in self._absences.items() if judgements >= times]:
             told, self._silent_until[name] = self._told.pop(name), AGAIN * max(len(self._rows), MAX_WINDOW)
-            reason = refutations.get(name, "the rule is no longer met")
-            yield replace(told, title=f"Withdrawn: {told.title}", evidence=reason, setting="", level=WITHDRAWN)
+            title, reason = f"Withdrawn: {told.title}", refutations.get(name, "the rule is no longer met")
+            yield replace(told, title=title, evidence=reason, setting="", level=WITHDRAWN)

@@ -14,7 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -122,9 +122,7 @@ class RunHistory:
         """
         name, *attributes = path.split(".")
         value: Any = FEATURES[name](self) if name in FEATURES else self.metric(name)
-        for attribute in attributes:
-            value = None if value is None else getattr(value, attribute)
-        return value
+        return reduce(lambda value, attribute: None if value is None else getattr(value, attribute), attributes, value)
 
     def metric(self, name: str) -> "MetricHistory":
         """Return the metric `name`, or the derived one of that name."""
@@ -157,9 +155,8 @@ class RunHistory:
     @cached_property
     def scored(self) -> Float[np.ndarray, "n"]:
         """Number of completions with a reward, by row; 0 where the number of completions is unknown."""
-        ratios, measured = self.column("completions/scored_ratio"), self.metric("reward").known
-        ratios = np.clip(np.where(np.isfinite(ratios), ratios, 1.0), 0.0, 1.0) * measured
-        return np.asarray(np.rint(ratios * (self.num_samples() or 0)))
+        ratios = np.clip(np.nan_to_num(self.column("completions/scored_ratio"), nan=1.0), 0.0, 1.0)
+        return np.asarray(np.rint(ratios * self.metric("reward").known * (self.num_samples() or 0)))
 
     @cached_property
     def only_reward(self) -> float | None:
@@ -228,7 +225,7 @@ class RunHistory:
             errors = {
                 at: math.sqrt(max(x * (1 - x), 0.0) / n) for at, x in values.items() if (n := samples.get(at, 0)) > 0
             }
-        if name in self.change_errors:  # so that the change between the two has this error
+        if name in self.change_errors:  # the change between the first and the last gets this error
             errors |= dict.fromkeys((0, *self.steps[-1:].tolist()), self.change_errors[name] / math.sqrt(2))
         return [Level(value, errors.get(step, math.nan), step, step) for step, value in sorted(values.items())]
 

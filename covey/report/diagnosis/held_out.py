@@ -103,7 +103,7 @@ HELD_OUT_RULES = (
         "The held-out answers get worse while the loss falls",
         f"the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best, and the training loss has fallen",
         0,
-        [Case(HELD_OUT_LOSS, [HELD_OUT_FELL, below("loss.change.difference", 0)])],
+        [Case(HELD_OUT_LOSS.format(name="accuracy"), [HELD_OUT_FELL, below("loss.change.difference", 0)])],
         "compare the answers of {data.path} with what {evaluation.accuracy} asks for; then a lower "
         "{training.optimizer.learning_rate:÷5}, fewer {training.max_steps}",
         methods=SFT,

@@ -152,16 +152,16 @@ class Rule(NamedTuple):
             settings: resolved recipe, by dotted name.
             in_force: largest values that settings have really had, where a schedule changes them.
         """
-        is_reached = partial(_is_reached, settings=settings)
-        advice = "".join(part for part in self.advice.split("|") if not any(map(is_reached, FIELD.finditer(part))))
+        advice = "".join(part for part in self.advice.split("|") if not _is_reached(part, settings))
         return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings, in_force or {}), advice)
 
 
-def _is_reached(field: re.Match[str], settings: Mapping[str, Any]) -> bool:
-    """Return whether a setting in an advice is at the value to which it should be raised or lowered, or beyond it."""
-    attempt, value = field[2] or "", number(settings.get(field[1]))
-    return value is not None and (
-        (attempt[:1] == ">" and value >= float(attempt[1:])) or (attempt[:1] == "<" and value <= float(attempt[1:]))
+def _is_reached(part: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting in a part of an advice is at the value to which it should be raised or lowered."""
+    return any(
+        (value >= float(match[2][1:]) if match[2][0] == ">" else value <= float(match[2][1:]))
+        for match in FIELD.finditer(part)
+        if (match[2] or "").startswith((">", "<")) and (value := number(settings.get(match[1]))) is not None
     )
 
 

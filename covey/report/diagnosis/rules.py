@@ -26,7 +26,6 @@ from covey.report.diagnosis.conditions import (
     HELD_OUT_FELL,
     HELD_OUT_KEPT,
     HELD_OUT_LOSS,
-    HELD_OUT_LOSS_KEPT,
     KL_FAR,
     KL_GROWTH,
     LAST,
@@ -54,7 +53,6 @@ from covey.report.diagnosis.conditions import (
     ONE_REWARD,
     POWER,
     RATE,
-    REWARD_FELL,
     SFT,
     SHIFT,
     SPOILED,
@@ -216,7 +214,14 @@ RULES = (
                         ],
                     ),
                 ],
-                [HELD_OUT_LOSS_KEPT],
+                [
+                    at_most(
+                        "held_out_loss.difference",
+                        FLAT_LOSS,
+                        "held_out_loss.early.size",
+                        "the held-out loss is at its lowest",
+                    )
+                ],
             ),
             (
                 f"the loss was {LOSS_TWICE:g} times the first loss on the way; or the held-out accuracy is "
@@ -227,7 +232,11 @@ RULES = (
                         "{loss.peak.span}" + AT_RATE,
                         [at_least("loss.peak.mean", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
                     ),
-                    Case(HELD_OUT_LOSS + AT_RATE, [HELD_OUT_FELL, at_least("loss.change.difference", 0)], rows=0),
+                    Case(
+                        HELD_OUT_LOSS.format(name="accuracy") + AT_RATE,
+                        [HELD_OUT_FELL, at_least("loss.change.difference", 0)],
+                        rows=0,
+                    ),
                 ],
                 [],
             ),
@@ -586,7 +595,12 @@ OUTCOMES = {
             "The reward fell in training and not on held-out prompts: the training prompts may have become harder",
             "",
             0,
-            [Case("the mean reward went {reward.change}" + AND_HELD_OUT, [HELD_OUT_KEPT, REWARD_FELL])],
+            [
+                Case(
+                    "the mean reward went {reward.change}" + AND_HELD_OUT,
+                    [HELD_OUT_KEPT, at_most("reward.change.errors", -GAIN_ERRORS)],
+                )
+            ],
             "compare the first prompts with the last ones: {data.path}",
             level=NOTE,
         ),
