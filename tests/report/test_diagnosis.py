@@ -674,10 +674,12 @@ def test_figures_count_the_completions_that_have_a_reward() -> None:
     """30 % of 64 completions of each step have none."""
     (finding,) = diagnose(history(reward=0.5, reward_error=0.0, reward_std=0.0, completions__scored_ratio=0.703125))
     assert finding.evidence == (
-        "every completion of 40 steps that was scored has 0.5: 1,800 scored completions (760 more have no reward)"
+        "every judged completion of 40 steps scored 0.5 (1,800 completions); 760 more have no reward"
     )
     (finding,) = diagnose(history(**NOTHING, completions__scored_ratio=0.703125))
-    assert "none of 1,800 scored completions (760 more have no reward) in 40 steps had a reward" in finding.evidence
+    assert (
+        "none of 1,800 judged completions in 40 steps had a reward other than 0; 760 more have no" in finding.evidence
+    )
     assert "below 0.167 %" in finding.evidence
     ((at, _),) = told(history(reward=0.5, reward_error=0.0, reward_std=0.0, completions__scored_ratio=0.703125))
     assert at == 3  # 64 · 0.7 · 3 are 100 or more

@@ -71,7 +71,7 @@ def test_a_checkpoint_as_a_model_is_named_after_its_run(make_run: Any) -> None:
     """But not on a public page."""
     run = read_run(make_run("run", 3))
     summary = {**run.summary, "model": "checkpoint 68 of a run, sha256 0123456789abcdef"}
-    run = replace(run, summary=summary, settings={**run.settings, "model.source": "/home/me/runs/sft-tiny-3"})
+    run = replace(run, summary=summary, settings={**run.settings, "model.source": "runs/sft-tiny-3"})
     assert ["model", "checkpoint 68 of sft-tiny-3, sha256 0123456789abcdef"] in facts(run)
     assert ["model", summary["model"]] in facts(*public_runs([run]))
 

@@ -72,8 +72,9 @@ AND_REWARD, AT_RATE, AND_HELD_OUT = (
 )
 READ_SAMPLES = "read the completions in samples.jsonl"
 
-ROSE, NOT_ROSE = equal("reward.rose", True), equal("reward.rose", False)
-LEARNT, NOT_LEARNT = (
+ROSE, NOT_ROSE, LEARNT, NOT_LEARNT = (
+    equal("reward.rose", True),
+    equal("reward.rose", False),
     equal("learnt", True, words="the reward or the held-out accuracy has risen"),
     equal("learnt", False),
 )

@@ -15,8 +15,8 @@ from covey.display import printable
 from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group, rewards_of
-from covey.report.diagnosis.features import MAX_WINDOW, OpposedParts, RunHistory
-from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match
+from covey.report.diagnosis.features import MAX_WINDOW, RunHistory
+from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match, OpposedParts
 from covey.report.diagnosis.rules import OUTCOMES, RULES
 from covey.report.run_data import Row
 
@@ -72,8 +72,15 @@ def _finding(history: RunHistory, match: Match, matches: Sequence[Match]) -> Fin
     evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
     refutations = "; ".join(condition.words for condition in rule.refuted_by)
     rates = {f"{history.optimizer}.learning_rate": peak.mean} if (peak := history.metric("learning_rate").peak) else {}
-    advice = rule.advice_for(history.settings, rates)
-    return Finding(rule.title, rule.threshold, evidence, advice, rule.name, rule.level, refuted_by=refutations)
+    return Finding(
+        rule.title,
+        rule.threshold,
+        evidence,
+        rule.advice_for(history.settings, rates),
+        rule.name,
+        rule.level,
+        refuted_by=refutations,
+    )
 
 
 def samples_to_read(history: RunHistory) -> list[str]:
@@ -158,10 +165,9 @@ class LiveDiagnosis:
         history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before, self.data)
         matches = _matches(history)
         problems = [finding for finding in _findings(history, matches) if finding.level == PROBLEM]
-        names = {finding.rule for finding in problems}
-        self._streaks = Counter({name: (self._streaks[name] + 1) * (n > FIRST_STEPS) for name in names})
+        self._streaks = Counter({one.rule: (self._streaks[one.rule] + 1) * (n > FIRST_STEPS) for one in problems})
         certain = {match.rule.name for match in matches if match.certain and not match.refutation}
-        certain |= {name for name in names if self._streaks[name] >= CERTAIN}
+        certain |= {name for name, streak in self._streaks.items() if streak >= CERTAIN}
         told = [
             one
             for one in problems

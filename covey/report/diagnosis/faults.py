@@ -378,7 +378,8 @@ FAULTS = (
         MIN_ROWS,
         [
             Case(
-                "every completion of {num_steps} that was scored has {only_reward:.3g}|: {scored_samples}",
+                "every {judged}completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)"
+                "|; {unscored}",
                 conditions,
                 rows,
             )

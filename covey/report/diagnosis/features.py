@@ -11,20 +11,32 @@ of 8 completions per step and for one of 800.
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from covey.files import number
-from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, percent
+from covey.report.diagnosis.rule import (
+    ROUNDING,
+    Case,
+    Change,
+    Level,
+    OpposedParts,
+    above,
+    at_least,
+    at_most,
+    change_between,
+    clearest_fall,
+    noise,
+    percent,
+    stops_before,
+)
 from covey.report.run_data import Curves, RunData, Series
 
 MIN_WINDOW, MAX_WINDOW, WINDOWS = 3, 50, 4
@@ -51,17 +63,6 @@ EASY_RATIO = 2.0
 """Mean reward in units of its spread from which most groups of equal rewards have the best one."""
 SHORT_RUN = 32
 """Number of steps below which a run may be flat because it is short."""
-MOST_LEVELS = 200
-"""Number of earlier levels among which the best is chosen in a long run."""
-
-
-class OpposedParts(NamedTuple):
-    """Two reward functions that moved against each other: names and changes of the one that rose and of the other."""
-
-    up: str
-    down: str
-    rise: Change
-    fall: Change
 
 
 @dataclass(frozen=True)
@@ -323,8 +324,8 @@ class MetricHistory:
     def trough(self) -> Change | None:
         """Clearest fall between two levels of half a window, whether or not it was made up for since."""
         rows = max(MIN_WINDOW, self.run.window // 2)
-        stops = (stop for stop in _stops(len(self.run)) if stop >= rows)
-        return _trough([level for stop in stops if (level := self.level(stop - rows, stop))])
+        stops = (stop for stop in stops_before(len(self.run)) if stop >= rows)
+        return clearest_fall([level for stop in stops if (level := self.level(stop - rows, stop))])
 
     @property
     def since_peak(self) -> Change | None:
@@ -351,7 +352,7 @@ class MetricHistory:
     def _earlier_levels(self) -> list[Level]:
         """Return levels before the last window, each over at most a window."""
         window = self.run.window
-        levels = (self.level(max(0, stop - window), stop) for stop in _stops(len(self.run) - window))
+        levels = (self.level(max(0, stop - window), stop) for stop in stops_before(len(self.run) - window))
         return [level for level in levels if level]
 
     @property
@@ -476,16 +477,19 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         else (run.feature("reward.last.mean") or 0) >= EASY_RATIO * run.metric("reward").spread
     ),
     "scored_count": lambda run: run.scored.sum(),
-    "scored_samples": lambda run: (
-        None
-        if not (scored := int(run.scored.sum()))
-        else f"{scored:,} scored completions ({lacking:,} more have no reward)"
-        if (lacking := (run.num_samples(len(run)) or 0) - scored) > 0
-        else f"{scored:,} completions"
+    # where some completions have no reward: the word for the others, and how many have none
+    "judged": lambda run: "judged " if run.feature("unscored") and run.scored.any() else "",
+    "unscored": lambda run: (
+        f"{lacking:,.0f} more have no reward"
+        if (lacking := (run.num_samples(len(run)) or 0) - run.scored.sum()) > 0
+        else None
     ),
+    "scored_samples": lambda run: f"{run.scored.sum():,.0f}" if run.scored.any() else None,
     # the upper end of the 95 % confidence interval of a rate of which no success was seen
     "success_bound": lambda run: 3 / n if (n := run.scored.sum()) else None,
-    "none_of_all": lambda run: f"none of {number}" if (number := run.feature("scored_samples")) else "no completion",
+    "none_of_all": lambda run: (
+        f"none of {n} {run.feature('judged')}completions" if (n := run.feature("scored_samples")) else "no completion"
+    ),
     "finished_without_reward": lambda run: (
         None
         if run.only_reward != 0
@@ -514,9 +518,9 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "jump_count": lambda run: len(run.feature("jumps") or ()),
     "since_evaluation": lambda run: run.reward_since_evaluation(run.metric("reward").first),
     # its clearest fall from one evaluation to a later one, and its change from the first to the last
-    "held_out_trough": lambda run: _trough(run.evaluations("accuracy")),
+    "held_out_trough": lambda run: clearest_fall(run.evaluations("accuracy")),
     "held_out_start": lambda run: next(iter(run.evaluations("accuracy")), None),
-    "held_out_gain": lambda run: _change(lambda levels, key: levels[0], run.evaluations("accuracy")),
+    "held_out_gain": lambda run: change_between(lambda levels, key: levels[0], run.evaluations("accuracy")),
     # the accuracy is known not to have fallen: neither on the way, nor from the first evaluation to the last by a
     # standard error or by 30 % of the spread of single answers
     "held_out_kept": lambda run: (
@@ -527,15 +531,15 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         and change.difference >= change.error - MIN_FALL * math.sqrt(max(mean * (1 - mean), 0.0))
     ),
     # from its best to the last evaluation
-    "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
-    "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),
-    "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
+    "held_out_accuracy": lambda run: change_between(max, run.evaluations("accuracy")),
+    "held_out_format": lambda run: change_between(max, run.evaluations("format_accuracy")),
+    "held_out_reward": lambda run: change_between(lambda levels, key: levels[0], run.evaluations("reward")),
     # from the evaluation before training to the first step, which no update has touched
     "held_out_to_training": lambda run: run.reward_since_evaluation(run.metric("reward").start),
     # from the lowest evaluation to the last, to the lower one of the last two, and to the first
-    "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
-    "held_out_loss_rise": lambda run: _change(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
-    "held_out_loss_gain": lambda run: _change(min, run.evaluations("loss"), itemgetter(0)),
+    "held_out_loss": lambda run: change_between(min, run.evaluations("loss")),
+    "held_out_loss_rise": lambda run: change_between(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
+    "held_out_loss_gain": lambda run: change_between(min, run.evaluations("loss"), itemgetter(0)),
     "loss_since_best": lambda run: run.loss_since_best,
 }
 """Features of a run that are none of a single metric."""
@@ -587,44 +591,9 @@ JUMPS: tuple[Case, ...] = (
 """Figures that jump when updates spoil a model."""
 
 
-def _change(
-    early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
-) -> Change | None:
-    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
-    return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
-
-
-def _trough(levels: Sequence[Level]) -> Change | None:
-    """Return the clearest fall from a level to a later one; None if there is no level."""
-    peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
-    return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
-
-
-def noise(values: Float[np.ndarray, "n"]) -> float:
-    """Return the standard deviation of one value around a slow trend, from the median of the successive differences.
-
-    >>> noise(np.arange(5.0)) < noise(np.array([0.0, 3, 0, 3, 0]))
-    True
-    """
-    if values.size < 2:
-        return 0.0
-    differences: list[float] = np.abs(values[1:] - values[:-1]).tolist()  # NumPy's median is slow for a few values
-    return statistics.median(differences) / (0.6745 * math.sqrt(2))
-
-
 def _columns(steps: Int[np.ndarray, "n"], series: Mapping[str, Series]) -> dict[str, Float[np.ndarray, "n"]]:
     """Return the values of each metric at `steps`; NaN where it was not measured."""
     columns = {name: np.full(len(steps), np.nan) for name in series}
     for name, curve in series.items():
         columns[name][np.searchsorted(steps, np.array(curve.steps, np.int64))] = curve.values
     return columns
-
-
-def _stops(last: int) -> list[int]:
-    """Return ends of earlier levels: every row at the start, and evenly spaced ones in a long run.
-
-    >>> _stops(4), len(_stops(100_000))
-    ([1, 2, 3, 4], 207)
-    """
-    spaced = np.linspace(1, max(last, 1), MOST_LEVELS).astype(int).tolist()
-    return [stop for stop in sorted({*range(1, 9), *spaced}) if stop <= last]

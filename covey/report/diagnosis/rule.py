@@ -5,11 +5,16 @@ Many features are levels: means of a metric over a few rows with their standard 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import eq, ge, gt, le, lt, ne
+from itertools import accumulate
+from operator import eq, ge, gt, itemgetter, le, lt, ne
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 from covey.display import printable
 from covey.files import is_count, number
@@ -220,6 +225,8 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
+MOST_LEVELS = 200
+"""Number of earlier levels among which the best is chosen in a long run."""
 ROUNDING = 1e-9
 """Relative difference below which values are equal."""
 
@@ -288,3 +295,47 @@ class Change(NamedTuple):
         if not self.early.mean:
             return 1.0 if not self.late.mean else math.copysign(math.inf, self.late.mean)
         return self.late.mean / self.early.mean
+
+
+class OpposedParts(NamedTuple):
+    """Two reward functions that moved against each other: names and changes of the one that rose and of the other."""
+
+    up: str
+    down: str
+    rise: Change
+    fall: Change
+
+
+def change_between(
+    early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
+) -> Change | None:
+    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
+    return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
+
+
+def clearest_fall(levels: Sequence[Level]) -> Change | None:
+    """Return the clearest fall from a level to a later one; None if there is no level."""
+    peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
+    return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
+
+
+def noise(values: Float[np.ndarray, "n"]) -> float:
+    """Return the standard deviation of one value around a slow trend, from the median of the successive differences.
+
+    >>> noise(np.arange(5.0)) < noise(np.array([0.0, 3, 0, 3, 0]))
+    True
+    """
+    if values.size < 2:
+        return 0.0
+    differences: list[float] = np.abs(values[1:] - values[:-1]).tolist()  # NumPy's median is slow for a few values
+    return statistics.median(differences) / (0.6745 * math.sqrt(2))
+
+
+def stops_before(last: int) -> list[int]:
+    """Return ends of earlier levels: every row at the start, and evenly spaced ones in a long run.
+
+    >>> stops_before(4), len(stops_before(100_000))
+    ([1, 2, 3, 4], 207)
+    """
+    spaced = np.linspace(1, max(last, 1), MOST_LEVELS).astype(int).tolist()
+    return [stop for stop in sorted({*range(1, 9), *spaced}) if stop <= last]

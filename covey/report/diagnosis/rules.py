@@ -25,15 +25,12 @@ from covey.report.diagnosis.conditions import (
     HELD_OUT,
     HELD_OUT_FELL,
     HELD_OUT_KEPT,
-    HELD_OUT_LOSS,
     KL_FAR,
     KL_GROWTH,
     LAST,
     LEARNT,
     LEAST_KEPT,
     LONG_ROWS,
-    LOSS_RISE,
-    LOSS_TWICE,
     MANY,
     MANY_CUT,
     MANY_SAMPLES,
@@ -81,7 +78,7 @@ from covey.report.diagnosis.features import (
 )
 from covey.report.diagnosis.held_out import HELD_OUT_RULES
 from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Rule, above, at_least, at_most, below, equal, percent
-from covey.report.diagnosis.settings import SETTINGS
+from covey.report.diagnosis.settings import SETTINGS, SUPERVISED_RATE
 from covey.rewards.signal import EXPLAINED
 
 RULES = (
@@ -182,66 +179,7 @@ RULES = (
         [equal("learning_rate.peak.mean", 0, words="the learning rate is 0"), HELD_OUT_KEPT],
         explains=SPOILED,
     ),
-    *(
-        Rule(
-            "learning rate too high",
-            "The learning rate is too high",
-            words,
-            TREND_ROWS,
-            cases,
-            "lower {training.optimizer.learning_rate:÷5}|; then more {training.optimizer.warmup_ratio:>0.1}|; then a "
-            "lower {training.optimizer.max_grad_norm:÷3}",
-            refuted_by,
-            methods=SFT,
-            explains=("overfitting", "wrong answers learnt", "learning rate too low"),
-        )
-        for words, cases, refuted_by in (
-            (
-                f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, "
-                f"{percent(LOSS_RISE / 2)} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
-                f"{LOSS_TWICE:g} times the first loss",
-                [
-                    Case(
-                        "the loss rose {loss.since_start}" + AT_RATE,
-                        [at_least("loss.last.lower_end", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
-                    ),
-                    Case(
-                        "the loss rose {loss.since_lowest}" + AT_RATE,
-                        [
-                            above("loss.since_lowest.difference", LOSS_RISE, "loss.since_lowest.early.size"),
-                            above("loss.since_lowest.difference", LOSS_RISE / 2, "loss.start.mean"),
-                            at_least("loss.since_lowest.errors", FALL_ERRORS),
-                        ],
-                    ),
-                ],
-                [
-                    at_most(
-                        "held_out_loss.difference",
-                        FLAT_LOSS,
-                        "held_out_loss.early.size",
-                        "the held-out loss is at its lowest",
-                    )
-                ],
-            ),
-            (
-                f"the loss was {LOSS_TWICE:g} times the first loss on the way; or the held-out accuracy is "
-                f"{GAIN_ERRORS:g} standard errors below its best, and the loss has not fallen",
-                [
-                    Case(
-                        "the loss was {loss.start.mean:.3g} in {loss.start.span} and {loss.peak.mean:.3g} in "
-                        "{loss.peak.span}" + AT_RATE,
-                        [at_least("loss.peak.mean", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
-                    ),
-                    Case(
-                        HELD_OUT_LOSS.format(name="accuracy") + AT_RATE,
-                        [HELD_OUT_FELL, at_least("loss.change.difference", 0)],
-                        rows=0,
-                    ),
-                ],
-                [],
-            ),
-        )
-    ),
+    *SUPERVISED_RATE,
     Rule(
         "empty completions",
         "Most completions are empty",
@@ -319,7 +257,7 @@ RULES = (
         MIN_ROWS,
         [
             Case(
-                "{none_of_all} in {num_steps} had a reward other than 0"
+                "{none_of_all} in {num_steps} had a reward other than 0|; {unscored}"
                 "|; the success rate is below {success_bound:share} (95 % confidence)"
                 "|; {completions/clipped_ratio.whole.mean:share} of them were cut off",
                 [condition, number],
