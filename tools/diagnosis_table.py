@@ -18,7 +18,10 @@ def row(rule: Rule) -> str:
     """Return one line of the table; the value to try, or its factor, stands behind a setting."""
     method = {("rl",): "", ("sft",): " (supervised)"}.get(rule.methods, "")
     note = " (note)" if rule.level == NOTE else ""
-    advice = FIELD.sub(lambda match: f"`{match[1]}`" + (f" ({match[2]})" if match[2] else ""), rule.advice)
+    advice = FIELD.sub(
+        lambda match: f"`{match[1]}`" + (f" ({match[2].lstrip('<>')})" if match[2] else ""),
+        rule.advice.replace("|", ""),
+    )
     refutations = "; ".join(condition.words for condition in rule.refuted_by)
     threshold = re.sub(r"(?<![\w`])((?:grpo|rollout)\.[a-z_]+)", r"`\1`", rule.threshold)
     return f"| {rule.title}{method}{note} | {threshold} | {refutations} | {advice} |"

@@ -1,9 +1,10 @@
 """Runs of a folder, read as far as they have been written, for a page that follows them.
 
 In: a folder with run folders, directly in it or one level below, or one run folder. Out: a row of a list for each run,
-and `RunData` of those that are chosen. Nothing is read twice: a look at all runs reads the rows that were added, for a
-limited time, and of a run that is unchanged it asks the system for the dates of three files. The content of run folders
-is untrusted. A name of a run is looked up among those that are there, and never becomes a path.
+and `RunData` of those that are chosen. Only the answers of a finished run are read twice: a look at all runs reads the
+rows that were added, for a limited time, and of a run that is unchanged it asks the system for the dates of three
+files. The content of run folders is untrusted. A name of a run is looked up among those that are there, and never
+becomes a path.
 """
 
 import os
@@ -15,12 +16,12 @@ from typing import Any, NamedTuple
 from covey.config import recipe
 from covey.errors import CoveyError
 from covey.files import is_count, parse_line
-from covey.monitor.run_files import HEARTBEAT, METRICS, SAMPLES, SUMMARY
+from covey.monitor.run_files import AFTER, BEFORE, HEARTBEAT, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import RUNNING, NewLines, WatchedRun
 from covey.report.completions import Location, locate
 from covey.report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
 from covey.report.results import FIGURES
-from covey.report.run_data import Curves, RunData
+from covey.report.run_data import Curves, RunData, change_errors, read_lines
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""
@@ -28,7 +29,11 @@ DIAGNOSIS_SHARE = 0.05
 """Maximum share of the time that the diagnosis of a run takes while the run goes on."""
 COLUMNS = {
     "rl": {"held-out": ("share", "accuracy before", "accuracy after"), "reward": ("", "final reward")},
-    "sft": {"held-out loss": ("", "loss before", "loss after"), "loss": ("", "final loss")},
+    "sft": {
+        "held-out": ("share", "accuracy before", "accuracy after"),
+        "held-out loss": ("", "loss before", "loss after"),
+        "loss": ("", "final loss"),
+    },
 }
 """Figures of the list: by training method and label, the unit and the names of the figures."""
 
@@ -70,6 +75,7 @@ class BoardRun:
         self._stamps = [Stamp()] * 3
         self._unread, self._undiagnosed, self._diagnose_from = True, True, 0.0
         self._figures: dict[str, list[Any]] = {}
+        self._change_errors: Mapping[str, float] = {}
 
     @property
     def changed(self) -> float:
@@ -100,7 +106,9 @@ class BoardRun:
         return self._undiagnosed and (self._watched.state != RUNNING or time.monotonic() >= self._diagnose_from)
 
     def _diagnose(self) -> None:
-        start, run = time.monotonic(), self.data()
+        start, answers = time.monotonic(), (read_lines(self.folder / name, {}) for name in (BEFORE, AFTER))
+        self._change_errors = change_errors(self._watched.summary(), *answers)
+        run = self.data()
         self.findings = diagnose(RunHistory.of(run)) if run.steps else ()
         for label, (unit, *names) in COLUMNS.get(run.method, COLUMNS["rl"]).items():
             self._figures[label] = [unit, *(figure.value for name in names if (figure := FIGURES[name](run)))]
@@ -112,7 +120,15 @@ class BoardRun:
         settings, curves, summary = self._settings, self._curves, self._watched.summary()
         method = str(settings.get("method", "rl"))
         read = curves.steps, curves.seconds, curves.series, summary
-        return RunData(self.name, self.folder, method, settings, *read, status=self._watched.state)
+        return RunData(
+            self.name,
+            self.folder,
+            method,
+            settings,
+            *read,
+            change_errors=self._change_errors,
+            status=self._watched.state,
+        )
 
     def groups(self) -> Sequence[Location]:
         """Return the positions of all groups of completions that were written until now."""

@@ -54,19 +54,16 @@ def report(line: Line) -> None:
 def _print(
     runs: "Sequence[RunData]", settings: dict[str, list[str | None]], results: "dict[str, list[Figure | None]]"
 ) -> None:
-    table = _table("setting that differs", [str(run.path) for run in runs])
-    for name, values in settings.items():
-        table.add_row(printable(name), *("not set" if value is None else printable(value) for value in values))
-    console = make_console(highlight=False, markup=False)
-    if settings:
-        console.print(table)
-    else:
-        console.print("The settings are the same.\n")
     table = _table("result", [f"{run.path.name} ({run.state})" for run in runs])
     for name, figures in results.items():
         table.add_row(name, *(_format_figure(figure) for figure in figures))
+    console = make_console(highlight=False, markup=False)
     console.print(table)
     console.print(NOTE, soft_wrap=True)
+    table = _table("setting that differs", [str(run.path) for run in runs])
+    for name, values in settings.items():
+        table.add_row(printable(name), *("not set" if value is None else printable(value) for value in values))
+    console.print(table if settings else "The settings are the same.")
 
 
 def _table(first: str, runs: Sequence[str]) -> "Table":
@@ -92,4 +89,5 @@ PUBLIC = "report-public.html"
 """Name of a public report, in the current folder: a run folder has the whole one."""
 NOTE = """
 before, after: held-out prompts. final: mean over the last tenth of the steps. best: best step, biased upward by noise.
-± is one standard error. covey report RUN RUN shows the curves."""
+± is one standard error. covey report RUN RUN shows the curves.
+"""

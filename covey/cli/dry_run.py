@@ -4,6 +4,7 @@ Nothing is written and no update is made; of the model a dry run reads only the 
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from covey.cli.checks import check_run, check_source, new_run_folder
 from covey.cli.parse import Line, missing_argument
 from covey.config import recipe
 from covey.config.recipe import ResolvedSetting, resolve_settings
-from covey.display import echo
+from covey.display import echo, show_log
 from covey.errors import CoveyError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def _look_ahead(loaded: recipe.Recipe | recipe.SFTRecipe) -> tuple["Outline", "P
     from covey.plan.plan import outline_for
     from covey.run.preview import preview
 
-    data = preview(loaded)  # first: it takes less time to find what would stop the run
+    with show_log(info=lambda text: None, warning=lambda text: echo(text, file=sys.stderr)):
+        data = preview(loaded)  # first: it takes less time to find what would stop the run
     return outline_for(loaded, target), data
 
 

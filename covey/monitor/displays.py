@@ -85,7 +85,7 @@ class LogDisplay:
             self._slow_compile = Timer(SLOW_COMPILE, self.stamp)
             self._slow_compile.daemon = True
             self._slow_compile.start()
-        elif time.monotonic() - self._spoken >= HEARTBEAT:
+        elif status.activity and time.monotonic() - self._spoken >= HEARTBEAT:
             self.stamp()
 
     def stamp(self, text: str = "") -> None:

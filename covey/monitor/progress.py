@@ -146,7 +146,9 @@ class Progress:
         self.console.print(self.display.view.still())
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
-        """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer."""
+        """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer. Its phase
+        ends with it.
+        """
         lines = [f"{name}: {figures(result)}"]
         for preset in dict.fromkeys(key.partition("/")[0] for key in result if "/" in key):
             start = f"{preset}/"
@@ -154,6 +156,7 @@ class Progress:
             lines.append(f"{name}, {preset}: {figures(of_preset)}")
         self.display.evaluation(lines)
         self.display.samples(samples)
+        self.phase("")
 
     def done(
         self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "", chat: bool = True
@@ -164,15 +167,15 @@ class Progress:
             summary: content of `summary.json`.
             folder: the run folder; "" if there is none.
             report: its report; "" if there is none.
-            chat: whether `covey chat` can load the model of the folder.
+            chat: whether a command can load the model of the folder.
         """
         facts = self._facts(summary) | {name: str(path) for name, path in (("run", folder), ("report", report)) if path}
         width = max(12, *map(len, facts)) if facts else 0
         lines = [f"{name:<{width}} {fact}" for name, fact in facts.items()]
         if folder:
             quoted = shlex.quote(str(folder))
-            chats = [f"  covey chat {quoted}"] if chat else []
-            lines += ["", "next", *chats, f"  less {quoted}/{self._answers}"]
+            use = f"chat {quoted}" if summary.get("has_chat_template", True) else f'generate {quoted} "PROMPT"'
+            lines += ["", "next", *([f"  covey {use}"] if chat else []), f"  less {quoted}/{self._answers}"]
         self.display.done(printable("\n".join(lines), keep="\n"))
 
     def _facts(self, summary: Mapping[str, Any]) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Status:
         count = f" {self.done}/{self.parts}" if self.parts else ""
         program = f"program {self.compiling}" + (f", {self.program}" if self.program else "")
         phases = BESIDE.join(filter(None, (f"{self.phase}{count}", self.ahead)))
-        return phases + (f": compiling {program}" if self.compiling else "")
+        return ": ".join(filter(None, (phases, f"compiling {program}" if self.compiling else "")))
 
 
 @dataclass(frozen=True)

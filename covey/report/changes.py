@@ -1,5 +1,4 @@
-"""Changes with their standard errors: of held-out figures between two evaluations, and of curves from the first to the
-last steps of a run.
+"""Standard errors of the changes of held-out figures between two evaluations, for reports, boards and the diagnosis.
 
 Both evaluations ask the same prompts. The error is that of the mean difference by prompt, which leaves out how much the
 prompts differ among themselves: it is smaller than that of two independent evaluations.
@@ -15,14 +14,13 @@ import numpy as np
 
 from covey.config.metrics import Metric
 from covey.files import number
-from covey.report.diagnosis import RunHistory
-from covey.report.run_data import Row, RunData
 from covey.types import FinishReason
 
+Row = Mapping[str, Any]
 Questions = Mapping[str, Sequence[Row]]
 """Completions of held-out prompts, by prompt."""
-TRENDS = ("reward", "loss", "completions/mean_length")
-"""Metrics of steps whose change is among the first figures of a page."""
+Figures = Mapping[str, float]
+"""Figures of an evaluation by name."""
 
 
 def direction(name: str, row: Metric | None) -> int:
@@ -32,24 +30,24 @@ def direction(name: str, row: Metric | None) -> int:
     return int("accuracy" in name or "pass@" in name or (row is not None and row.unit == "reward"))
 
 
-def trends(run: RunData) -> dict[str, list[Any]]:
-    """Return `[early mean, late mean, change, standard error or None, early steps, late steps]` of curves, as the
-    diagnosis compares them.
+def errors_of_changes(old: Figures, before: Iterable[Row], new: Figures, after: Iterable[Row]) -> dict[str, float]:
+    """Return the standard errors of the changes from one evaluation to another of the same prompts, by figure: those of
+    the mean differences by prompt. Where the rows do not tell it, the accuracy has that of independent evaluations.
+
+    Args:
+        old, new: figures of the evaluations by name.
+        before, after: their completions; not used where they are not all of them.
     """
-    history = RunHistory.of(run)
-    changes = {name: history.metric(name).change for name in TRENDS if name in run.series}
-    return {
-        name: [early.mean, late.mean, change.difference, number(change.error) or None, early.span, late.span]
-        for name, change in changes.items()
-        if change and (early := change.early).last < (late := change.late).first
-    }
+    both = [(figures, [*rows] if old and new else []) for figures, rows in ((old, before), (new, after))]
+    questions = [questions_of(rows) if figures.get("samples") == len(rows) else {} for figures, rows in both]
+    independent = {"accuracy": math.hypot(old["error"], new["error"])} if "error" in old and "error" in new else {}
+    paired = {name: _paired_error(_reader(name), *questions) for name in old.keys() & new.keys()}
+    return independent | {name: error for name, error in paired.items() if error is not None}
 
 
-def error_of_change(name: str, before: Questions, after: Questions) -> float | None:
-    """Return the standard error of the change of the figure `name` between two evaluations of the same prompts; None if
-    the rows do not tell it.
-    """
-    old, new = (_means(questions, _reader(name)) for questions in (before, after))
+def _paired_error(read: Callable[[Row], float | None], before: Questions, after: Questions) -> float | None:
+    """Return the standard error of the mean difference by prompt; None of fewer than two prompts."""
+    old, new = (_means(questions, read) for questions in (before, after))
     differences = np.array([new[key] - old[key] for key in old.keys() & new.keys()])
     return float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else None
 
@@ -76,9 +74,11 @@ def _reader(name: str) -> Callable[[Row], float | None]:
         "mean_length": lambda row: number(row.get("length")),
         "clipped_ratio": lambda row: float(FinishReason.recorded(row.get("finish")).was_cut),
     }
-    return readers.get(name, lambda row: _verdict(row.get("correct"), name))
+    return readers.get(name, lambda row: verdict(row, name))
 
 
-def _verdict(correct: Any, name: str) -> float | None:
-    verdict = correct.get(name) if isinstance(correct, Mapping) else None
-    return float(verdict) if isinstance(verdict, bool) else None
+def verdict(row: Row, name: str = "accuracy") -> bool | None:
+    """Return whether the completion of `row` is right by the function of this name; None if that is not recorded."""
+    correct = row.get("correct")
+    judged = correct.get(name) if isinstance(correct, Mapping) else None
+    return judged if isinstance(judged, bool) else None

@@ -5,21 +5,21 @@ partly right otherwise. Rows of runs from before that was recorded have the trai
 better, worse or equal by its mean.
 """
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from covey.config.metrics import metric
 from covey.files import number
-from covey.report.changes import Questions, direction, error_of_change, questions_of
+from covey.report.changes import Figures, direction, errors_of_changes, questions_of, verdict
+from covey.report.diagnosis import RunHistory
 from covey.report.run_data import Row, RunData
 from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""
-Figures = Mapping[str, float]
-"""Figures of an evaluation by name."""
+TRENDS = ("reward", "loss", "completions/mean_length")
+"""Metrics of steps whose change is among the first figures of a page."""
 SAMPLES = 4
 """Number of completions kept per question and evaluation; all of them are counted."""
 
@@ -32,44 +32,44 @@ def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
         first: another run; the difference to its evaluation after training is added as `against_first`.
     """
     before, after = run.evaluation("before"), run.evaluation("after")
-    questions, change = _all_questions(after, run.after), _change_from(before, run.before)
-    against_first = _change_from(first.evaluation("after"), first.after) if first else None
+    old = first.evaluation("after") if first else {}
+    errors = errors_of_changes(old, first.after, after, run.after) if first else {}
     rows = []
     for name in {**before, **after}:
         row = metric(f"eval/{name.rpartition('/')[2]}")
         if name not in COUNTS and (row or "/" in name):
-            described = {
-                "name": name,
-                "curve": f"eval/{name}",
-                "unit": row.unit if row else "",
-                "meaning": row.meaning if row else "",
-            }
-            values = {"before": before.get(name), "after": after.get(name), "change": change(name, after, questions)}
-            values |= {"against_first": against_first(name, after, questions)} if against_first else {}
-            rows.append({**described, "better": direction(name, row), **values})
+            rows.append(
+                {
+                    "name": name,
+                    "curve": f"eval/{name}",
+                    "unit": row.unit if row else "",
+                    "meaning": row.meaning if row else "",
+                    "better": direction(name, row),
+                    "before": before.get(name),
+                    "after": after.get(name),
+                    "change": _change_of(name, before, after, run.change_errors),
+                    **({"against_first": _change_of(name, old, after, errors)} if first else {}),
+                }
+            )
     return rows
 
 
-def _change_from(old: Figures, rows: Sequence[Row]) -> Callable[[str, Figures, Questions], list[float | None] | None]:
-    """Return the function that compares a figure of a later evaluation with that of an earlier one: `[difference,
-    standard error]`.
+def _change_of(name: str, old: Figures, new: Figures, errors: Figures) -> list[float | None] | None:
+    """Return the difference of a figure between two evaluations, and its standard error; None if one lacks it."""
+    return [new[name] - old[name], errors.get(name)] if name in old and name in new else None
+
+
+def trends(run: RunData) -> dict[str, list[Any]]:
+    """Return `[early mean, late mean, change, standard error or None, early steps, late steps]` of curves, as the
+    diagnosis compares them.
     """
-    asked = _all_questions(old, rows)
-
-    def change(name: str, new: Figures, questions: Questions) -> list[float | None] | None:
-        if name not in old or name not in new:
-            return None
-        error = error_of_change(name, asked, questions)
-        if error is None and name == "accuracy" and "error" in old and "error" in new:
-            error = math.hypot(old["error"], new["error"])
-        return [new[name] - old[name], error]
-
-    return change
-
-
-def _all_questions(figures: Figures, rows: Sequence[Row]) -> Questions:
-    """Return the completions of an evaluation by prompt; none if `rows` are not all of them."""
-    return questions_of(rows) if figures.get("samples") == len(rows) else {}
+    history = RunHistory.of(run)
+    changes = {name: history.metric(name).change for name in TRENDS if name in run.series}
+    return {
+        name: [early.mean, late.mean, change.difference, number(change.error) or None, early.span, late.span]
+        for name, change in changes.items()
+        if change and (early := change.early).last < (late := change.late).first
+    }
 
 
 def counts(run: RunData) -> dict[str, Any]:
@@ -90,16 +90,16 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
         total: number of questions.
     """
     before, after = questions_of(run.before), questions_of(run.after)
-    compared = any(is_right(row) is not None for row in (*run.before, *run.after))
-    state = _verdict if compared else _mean_reward
+    compared = any(verdict(row) is not None for row in (*run.before, *run.after))
+    state = _judged if compared else _mean_reward
     pairs = [(before.get(key, []), after.get(key, [])) for key in {**before, **after}]
-    changes = [_change(state(old), state(new), compared) for old, new in pairs]
+    changes = [_states(state(old), state(new), compared) for old, new in pairs]
     prompts = Prompts()
 
     def encode(i: int) -> tuple[str, int]:
         prompt, size = prompts.add(mask((pairs[i][0] or pairs[i][1])[0]))
         both = (
-            [[completion_form(row), number(row.get("reward")), is_right(row)] for row in map(mask, rows[:SAMPLES])]
+            [[completion_form(row), number(row.get("reward")), verdict(row)] for row in map(mask, rows[:SAMPLES])]
             for rows in pairs[i]
         )
         row = script_json([prompt, *changes[i], *both])
@@ -113,15 +113,8 @@ def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> st
     return f'{{"prompts":[{",".join(prompts.encoded)}],"rows":[{in_order}],{script_json(rest)[1:]}'
 
 
-def is_right(row: Row) -> bool | None:
-    """Return whether the completion of `row` is right by the run's accuracy function; None if that is not recorded."""
-    correct = row.get("correct")
-    accuracy = correct.get("accuracy") if isinstance(correct, dict) else None
-    return accuracy if isinstance(accuracy, bool) else None
-
-
-def _verdict(rows: Sequence[Row]) -> str | None:
-    verdicts = [verdict for row in rows if (verdict := is_right(row)) is not None]
+def _judged(rows: Sequence[Row]) -> str | None:
+    verdicts = [judged for row in rows if (judged := verdict(row)) is not None]
     if not verdicts:
         return None
     return "right" if all(verdicts) else "wrong" if not any(verdicts) else "partly right"
@@ -132,7 +125,7 @@ def _mean_reward(rows: Sequence[Row]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def _change(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
+def _states(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
     """Return the states before and after as words; those of rewards are relative to each other."""
     if by_verdict:
         return was or "not measured", now or "not measured"

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import accumulate, count
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from covey import __version__
@@ -27,7 +27,6 @@ from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
 from covey.monitor.status import FINISHED, RUNNING
 from covey.report import completions, evaluation, marks
-from covey.report.changes import trends
 from covey.report.charts import charts_for
 from covey.report.diagnosis import Finding, RunHistory, diagnose
 from covey.report.public import public_runs
@@ -260,7 +259,7 @@ def _run_data(run: RunData, limit: int, first: RunData | None) -> dict[str, Any]
         "points": limit,
         "series": {name: _points(series, limit) for name, series in measured.items()},
         "figures": evaluation.figures(run, first),
-        "trends": trends(run),
+        "trends": evaluation.trends(run),
         "counts": evaluation.counts(run),
         "facts": facts(run),
         "commands": [] if run.is_public else commands(run),
@@ -306,7 +305,8 @@ def facts(run: RunData) -> list[list[str]]:
         if isinstance(value := run.summary.get(name), Mapping):
             rows += [[f"{label}: {key}", as_text(entry)] for key, entry in value.items()]
         elif name in run.summary:
-            rows.append([label, as_text(value)])
+            source = "a run" if run.is_public else PurePath(str(run.settings.get("model.source"))).name
+            rows.append([label, as_text(value).replace(" of a run,", f" of {source},", name == "model")])
     return rows
 
 

@@ -33,8 +33,9 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     per run, and whether it differs.
 
     `changed` is whether a run has another value than the default, `edited` another one than the built-in recipe of its
-    name, and `differs` whether the runs have different values. A setting that this version of Covey lacks has the
-    default null, and one that a run lacks has the value null.
+    name, and `differs` whether the runs have different values; one that a run lacks differs where another run has set
+    it to something else than its default. A setting that this version of Covey lacks has the default null, and one that
+    a run lacks has the value null.
     """
     recipes = [built_in_settings(str(run.settings.get("name"))) for run in runs]
     defaults = [default_settings(run.method, run.settings.get("grpo.algorithm")) for run in runs]
@@ -53,7 +54,10 @@ def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:
                 "built_in": built_in[0],
                 "edited": counts and any(old not in (None, new) for old, new in zip(built_in, values, strict=True)),
                 "changed": counts and values != standard,
-                "differs": counts and len(set(values)) > 1,
+                "differs": counts
+                and len(set(values)) > 1
+                and len({text for pair in zip(values, standard, strict=True) if pair[0] is not None for text in pair})
+                > 1,
             }
         )
     return rows
@@ -91,12 +95,14 @@ def _held_out(name: str, when: str, run: RunData) -> Figure | None:
 
 
 def _final(name: str, run: RunData) -> Figure | None:
-    """Return the mean over the last steps, with the standard error that follows from the errors of these steps."""
+    """Return the mean over the last steps, with the standard error that follows from the errors of these steps. All
+    evaluations ask the same prompts: their mean is as uncertain as one of them.
+    """
     if (series := run.series.get(name)) is None:
         return None
     count = max(1, round(LAST_SHARE * len(series.values)))
     errors = [error for step in series.steps[-count:] if (error := _error_at(run, name, step)) is not None]
-    error = math.hypot(*errors) / count if len(errors) == count else None
+    error = (sum(errors) if name.startswith("eval/") else math.hypot(*errors)) / count if len(errors) == count else None
     return Figure(sum(series.values[-count:]) / count, error)
 
 

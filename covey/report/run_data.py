@@ -21,6 +21,7 @@ from covey.config.schema import PPOConfig
 from covey.files import is_count, number, open_or_empty, parse_line
 from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.monitor.status import FINISHED, read_object, read_state
+from covey.report.changes import errors_of_changes
 
 Row = Mapping[str, Any]
 
@@ -58,6 +59,7 @@ class RunData:
         summary: content of `summary.json`; empty when there is none yet.
         before, after: rows of the completions of held-out prompts; empty when there are none.
         unreadable: number of lines left out, by file name.
+        change_errors: standard errors of the changes from the evaluation before training to that after it, by figure.
         status: one of the states of `covey.monitor.status`.
         is_public: whether prompts, completions and paths are left out; see `covey.report.public`.
     """
@@ -73,6 +75,7 @@ class RunData:
     before: Sequence[Row] = ()
     after: Sequence[Row] = ()
     unreadable: Mapping[str, int] = field(default_factory=dict)
+    change_errors: Mapping[str, float] = field(default_factory=dict)
     status: str = FINISHED
     is_public: bool = False
 
@@ -107,6 +110,7 @@ def read_run(folder: Path) -> RunData:
     unreadable: dict[str, int] = {}
     curves = Curves(read_lines(folder / METRICS, unreadable))
     summary = read_object(folder / SUMMARY) or {}
+    before, after = (list(read_lines(folder / name, unreadable)) for name in (BEFORE, AFTER))
     return RunData(
         name=folder.resolve().name,
         path=folder,
@@ -116,11 +120,17 @@ def read_run(folder: Path) -> RunData:
         seconds=curves.seconds,
         series=curves.series,
         summary=summary,
-        before=list(read_lines(folder / BEFORE, unreadable)),
-        after=list(read_lines(folder / AFTER, unreadable)),
+        before=before,
+        after=after,
         unreadable=unreadable,
+        change_errors=change_errors(summary, before, after),
         status=FINISHED if "after" in summary else read_state(folder),
     )
+
+
+def change_errors(summary: Mapping[str, Any], before: Iterable[Row], after: Iterable[Row]) -> dict[str, float]:
+    """Return `RunData.change_errors` of a run with this summary, given the rows of its evaluations."""
+    return errors_of_changes(numbers(summary.get("before")), before, numbers(summary.get("after")), after)
 
 
 def read_lines(file: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:

@@ -116,6 +116,7 @@ class Run(ABC, Generic[RecipeT]):
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
+        tokenizer: tokenizer of the model.
         announce: called before the first step of a run that is not resumed.
     """
 
@@ -127,6 +128,7 @@ class Run(ABC, Generic[RecipeT]):
     origin: str
     counts: Mapping[str, int]
     trained: Any = field(init=False)
+    tokenizer: Any = field(init=False)
     announce: Announce | None = field(init=False, default=None)
     former_origin: str = field(init=False, default="")
     changed: Mapping[str, str] = field(init=False, default_factory=dict)
@@ -254,6 +256,7 @@ class Run(ABC, Generic[RecipeT]):
                         return run.run()
                 except Stopped as stopped:
                     stopped.step = folder.saved
+                    progress.message(_describe_stop(recipe, folder, stopped))
                     raise
                 except PeerLostError as error:
                     if error.stopped:
@@ -312,6 +315,7 @@ class Run(ABC, Generic[RecipeT]):
         summary = {
             "model": self.origin,
             "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
+            "has_chat_template": self.tokenizer.chat_template is not None,
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
             "before": self._evaluate_before(),
@@ -337,6 +341,7 @@ class Run(ABC, Generic[RecipeT]):
         if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
+            self.findings.end()
             self.reports.write(STOPPED)
             raise Stopped(name)
         if due:
@@ -443,6 +448,13 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
     """Return the metrics of the steps that the run in `folder` has made, NaN where a value was not finite."""
     rows = read_rows(folder / METRICS)
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
+    """Return what is saved of a run that a signal ended, and how it goes on."""
+    by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
+    saved = f"step {stopped.step} is saved; {'the same call goes on' if is_from_python(recipe) else by_command}"
+    return f"stopped by {stopped.signal}; {'nothing is saved' if stopped.step is None else saved}"
 
 
 def _report_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:

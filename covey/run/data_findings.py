@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from covey.data.duplicates import describe_overlap, describe_repeated
 from covey.report.diagnosis import Finding
+from covey.run.inference import PLAIN
 
 if TYPE_CHECKING:
     from covey.run.data_summary import DataSummary
@@ -17,7 +18,8 @@ MANY = 0.05
 
 def find_problems(summary: "DataSummary") -> list[Finding]:
     """Return the findings, those for which a run refuses the data first."""
-    return [*_malformed(summary), *_missing(summary), *_too_long(summary), *_duplicates(summary), *_empty(summary)]
+    found = [*_malformed(summary), *_missing(summary), *_too_long(summary), *_duplicates(summary), *_empty(summary)]
+    return [*found, *([_finding(f"{summary.plain:,} {PLAIN[0]}", *PLAIN[1:], level="note")] if summary.plain else [])]
 
 
 def _malformed(summary: "DataSummary") -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from covey.report.diagnosis import Finding
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
 from covey.run.data_findings import find_problems
+from covey.run.inference import count_plain
 from covey.run.load_model import abstract_for
 from covey.sft.batch import encode_example
 from covey.text.segments import Segment, prompt_segments
@@ -70,6 +71,7 @@ class DataSummary:
         limit: the longest row that a run takes.
         every: one row in so many was measured.
         lengths: tokens of the training rows; None if there are none.
+        plain: number of prompts that are plain text though the model has a chat template, estimated likewise.
         held_out_over: number of held-out rows that are longer than the limit, estimated from those measured.
         duplicates: duplicates, one entry for each of `duplicates.KINDS`.
         columns: columns of the rows.
@@ -88,6 +90,7 @@ class DataSummary:
     limit: Limit
     every: int
     lengths: Lengths | None
+    plain: int
     held_out_over: int
     duplicates: Sequence[Duplicates]
     columns: Sequence[Column]
@@ -119,6 +122,7 @@ class RowEncoder:
     def __init__(self, recipe: Recipe | SFTRecipe):
         model, self.tokenizer = abstract_for(recipe, jax.default_backend())
         self.tokenizer.max_remembered = 0  # each row is encoded once
+        self.environment, self.plain = isinstance(recipe, Recipe) and recipe.envs.environment, 0
         self.learns = isinstance(recipe, SFTRecipe)
         if isinstance(recipe, Recipe):
             self.encode_prompt = prompt_encoder(recipe.envs, self.tokenizer)
@@ -130,6 +134,7 @@ class RowEncoder:
 
     def measure(self, row: Row) -> int:
         """Count the tokens that the limit counts: of the prompt, or of prompt and completion."""
+        self.plain += count_plain([row], self.tokenizer, self.environment, warn=False)
         if self.learns:
             return sum(map(len, encode_example(row, self.tokenizer, completion_only=True)))
         return len(self.encode_prompt(row["prompt"]))
@@ -172,6 +177,7 @@ def summarize(recipe: Recipe | SFTRecipe, show: int = SHOWN) -> DataSummary:
         limit=encoder.limit,
         every=train.every,
         lengths=describe_lengths(train.lengths(0, cut), encoder.limit.tokens),
+        plain=min(encoder.plain * train.every, cut + len(held_out)),
         held_out_over=int((counts > encoder.limit.tokens).sum()) * (test or train).every,
         duplicates=duplicates,
         columns=columns,

@@ -5,7 +5,7 @@ import io
 import logging
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -37,6 +37,13 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
 log = logging.getLogger(__name__)
+PLAIN = (
+    "prompts are plain text, and the model has a chat template",
+    "a chat model that gets no template may stop at once, with empty completions; a base model may not",
+    "rows with messages, or --data.system TEXT, which makes a chat of each prompt",
+)
+"""Title, reason and remedy of the finding that prompts lack the model's chat template."""
+TEXT_ONLY = "The model has no chat template: it continues each line alone"
 
 
 def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
@@ -143,7 +150,7 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     messages: list[dict[str, str]] = []
     if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are read as U+FFFD instead of raising
         sys.stdin.reconfigure(errors="replace")
-    print("Say something; an empty line ends the chat.", flush=True)
+    print(f"{'Say something' if tokenizer.chat_template else TEXT_ONLY}; an empty line ends the chat.", flush=True)
     while text := _read_line():
         try:
             messages = _reply(worker, messages, text, limit)
@@ -198,6 +205,16 @@ def fit_rows(
     """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
     encode = environments.prompt_encoder(tokenizer) if environments else None
     return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
+
+
+def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, environment: Any = None, warn: bool = True) -> int:
+    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some. An
+    environment may begin with messages of its own.
+    """
+    texts = (row["prompt"] for row in rows if tokenizer.chat_template and not environment)
+    if (count := sum(isinstance(text, str) and text != "" for text in texts)) and warn:
+        log.warning(f"{count:,} {PLAIN[0]}: {PLAIN[1]}. Change: {PLAIN[2]}")
+    return count
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:

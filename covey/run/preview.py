@@ -20,6 +20,7 @@ from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
+from covey.run.inference import count_plain
 from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
@@ -73,6 +74,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     encode = prompt_encoder(recipe.envs, tokenizer)
     fitted = fit_prompts(data.train, encode, recipe.rollout.max_prompt_length, training.too_long)
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
+    count_plain(loader.rows, tokenizer, recipe.envs.environment)
     lengths = [len(encode(row["prompt"])) for row in loader.rows]
     for number, length in enumerate(lengths, 1):
         check_length(length, recipe.rollout, f"row {number} of the training data")
@@ -100,6 +102,7 @@ def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -
     fitted = fit(data.train, tokenizer, training, model.max_positions, "training data")
     fit(data.test, tokenizer, training, model.max_positions, HELD_OUT)
     loader = ExampleLoader(fitted.examples, training.batch_size, seed=recipe.seed)
+    count_plain(loader.rows, tokenizer)
     encode = partial(encode_example, tokenizer=tokenizer, completion_only=training.completion_only)
     lengths = [sum(map(len, encode(row))) for row in loader.rows]
     budget = {

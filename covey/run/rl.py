@@ -38,7 +38,7 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
-from covey.run.inference import fit_rows
+from covey.run.inference import count_plain, fit_rows
 from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
 from covey.sampling.noise import DRAW_VERSION
 
@@ -108,7 +108,8 @@ class RLRun(Run[Recipe]):
         learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
-        self.trained = learner.cluster
+        self.trained, self.tokenizer = learner.cluster, learner.cluster.tokenizer
+        self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer, recipe.envs.environment)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from covey.run.inference import (
     answering_worker,
     check_same_inputs,
     console_of_process,
+    count_plain,
     select_answerable,
 )
 from covey.run.load_model import available_mesh, load_for
@@ -94,7 +95,8 @@ class SFTRun(Run[SFTRecipe]):
 
     def prepare(self) -> int:
         total = total_steps(self.recipe.training, len(self.loader))
-        self.trained = self.learner.prepare(total)
+        self.trained, self.tokenizer = self.learner.prepare(total), self.learner.tokenizer
+        self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer)}
         return total
 
     def measure(self, name: str) -> dict[str, Any]:

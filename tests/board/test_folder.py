@@ -1,6 +1,7 @@
 """The runs of a folder are found, told apart and read once, whatever is in them."""
 
 import json
+import math
 import os
 import shutil
 import time
@@ -11,6 +12,10 @@ import pytest
 
 from covey.board import folder as module
 from covey.board.folder import RunsFolder
+from covey.report.diagnosis import RunHistory
+from covey.report.evaluation import figures
+from covey.report.public import public_runs
+from covey.report.run_data import read_run
 from covey.train.storage import take_lock
 
 
@@ -62,6 +67,32 @@ def test_a_row_says_how_the_run_goes(place: Path) -> None:
         assert (row["state"], row["activity"], row["left"]) == ("running", "rollout", 60.0)
     beat(place / "a", ended="stopped", reason="SIGTERM")
     assert look(runs)["a"]["state"] == "stopped"
+
+
+def test_a_change_and_its_error_are_those_of_the_report_and_of_the_diagnosis(place: Path) -> None:
+    """Computed by prompt from the answers, which the board reads for that alone; a public page has them too."""
+    (wanted,) = (row for row in figures(read_run(place / "a")) if row["name"] == "accuracy")
+    runs = RunsFolder(place)
+    look(runs)
+    run = runs.runs["a"].data()
+    independent = math.hypot(run.evaluation("before")["error"], run.evaluation("after")["error"])
+    assert not run.before
+    assert wanted["change"][1] > 2 * independent  # six prompts, of which one got worse
+    for other in (run, *public_runs([read_run(place / "a")])):
+        (shown,) = (row for row in figures(other) if row["name"] == "accuracy")
+        assert shown["change"] == wanted["change"]
+    gain = RunHistory.of(run).feature("held_out_gain")
+    assert (gain.difference, gain.error) == (wanted["change"][0], pytest.approx(wanted["change"][1]))
+
+
+def test_a_supervised_run_shows_its_accuracy(place: Path) -> None:
+    recipe = (place / "a" / "recipe.yaml").read_text()
+    (place / "a" / "recipe.yaml").write_text(recipe.replace("method: rl", "method: sft"))
+    runs = RunsFolder(place)
+    look(runs)
+    summary = read_run(place / "a").summary
+    shown = runs.runs["a"].row()["figures"]["held-out"]
+    assert shown == ["share", summary["before"]["accuracy"], summary["after"]["accuracy"]]
 
 
 def test_nothing_is_read_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,4 +100,16 @@ def test_a_file_without_a_row_that_can_be_trained_on_is_refused(capsys: Any) -> 
     assert (code, found["train"], found["lengths"], found["shown"]) == (2, 0, None, [])
     assert [one["title"] for one in found["findings"]][1:] == ["there is no training row", "there is no held-out row"]
     code, found = summary(capsys, "arithmetic-smollm2", *write({"prompt": "2+2?", "answer": "4"}))
-    assert (code, [one["title"] for one in found["findings"]]) == (2, ["there is no held-out row"])
+    assert (code, [one["title"] for one in found["findings"]][:1]) == (2, ["there is no held-out row"])
+
+
+def test_plain_text_for_a_model_with_a_chat_template_is_named_before_the_run(capsys: Any) -> None:
+    """By `covey data` and a dry run, as by a run; `data.system` makes chats of the prompts."""
+    settings = write(*[{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)])
+    words = ["arithmetic-smollm2", *settings, "--data.system", "", "--rewards", "arithmetic_answer"]
+    title = "20 prompts are plain text, and the model has a chat template"
+    assert [one["title"] for one in summary(capsys, *words)[1]["findings"]] == [title]
+    assert title not in [one["title"] for one in summary(capsys, *words[:-3], "Be brief.", *words[-2:])[1]["findings"]]
+    assert cli.main(["train", *words, "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith("18 prompts are plain text, and the model has a chat template: a chat model that gets")

@@ -75,6 +75,20 @@ def test_the_table_shows_errors_and_what_is_missing(capsys: Any) -> None:
     assert next(line for line in shown.splitlines() if line.startswith("accuracy before")).split()[-1] == "-"
 
 
+def test_results_stand_before_the_settings_that_differ_or_are_set(capsys: Any) -> None:
+    """Of a supervised run and one of reinforcement learning, which have hardly a setting in common."""
+    write_run("a", "--grpo.beta", "0.5")
+    write_run("b")
+    (Path("b") / "recipe.yaml").write_text(recipe.to_yaml(recipe.load_any("sft-tiny")))
+    assert cli.main(["compare", "a", "b"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "result a (finished) b (finished)"
+    assert lines.index("accuracy after 0.75 ± 0.05 0.75 ± 0.05") < lines.index("setting that differs a b")
+    assert "grpo.beta 0.5 not set" in lines
+    assert not any(line.startswith("grpo.epsilon ") for line in lines)  # its default
+    assert sum("not set" in line for line in lines) < 25
+
+
 # --- covey push
 
 

@@ -100,9 +100,11 @@ def test_a_signal_ends_the_step_saves_and_leaves(tmp_path: Path, straight: Path,
     for step, number in enumerate(SIGNALS, 2):
         at_step(step, partial(signal.raise_signal, number))
         assert main(["train", *words]) == STOPPED
-        told = capsys.readouterr().err
+        log, told = capsys.readouterr()
         assert f"stopped by {number.name}; step {step} is saved" in told
         assert f"go on with: covey train --resume {stopped}" in told
+        assert f"stopped by {number.name}; step {step} is saved; to go on: covey train --resume {stopped}" in log
+        assert f"diagnosis: The run is too short to judge. Seen: {step} steps;" in log
         assert weights(stopped)[0] == step
         assert signal.getsignal(number) == before[number]
         words = ["--resume", str(stopped)]

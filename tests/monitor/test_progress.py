@@ -69,6 +69,12 @@ def test_without_a_terminal_every_step_is_one_plain_line():
     assert "\x1b" not in shown
 
 
+def test_a_chat_is_recommended_where_the_model_has_a_template():
+    console = plain()
+    Progress(0, console).done({"has_chat_template": False}, "runs/a b")
+    assert console.file.getvalue().splitlines()[-2] == "  covey generate 'runs/a b' \"PROMPT\""
+
+
 def test_an_evaluation_under_several_presets_is_a_line_each():
     console = plain()
     with Progress(1, console) as progress:
@@ -127,6 +133,24 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
         progress.phase("rollout")
     lines = console.file.getvalue().splitlines()
     assert [line.split()[-1] for line in lines] == ["rollout", "update", "1/3", "2/3", "after:", "rollout"]
+
+
+def test_a_log_is_not_told_of_an_evaluation_behind_its_result(monkeypatch):
+    """Programs may be compiled, or time pass, before the next phase begins."""
+    monkeypatch.setattr("covey.monitor.displays.SLOW_COMPILE", 0.0)
+    monkeypatch.setattr("covey.monitor.displays.HEARTBEAT", 0.0)
+    console = plain()
+    with Progress(3, console) as progress:
+        progress.phase("evaluating before training")
+        progress.advance(8, 8)
+        progress.evaluation("before", {"accuracy": 0.5, "samples": 8})
+        for number in (1, 0):
+            progress.compiling(number, "convert_element_type")
+            time.sleep(0.05)
+        progress.phase("rollout")
+    lines = console.file.getvalue().splitlines()
+    behind = lines[lines.index("before: accuracy 50.0%  (8 samples)") + 1 :]
+    assert not any("evaluating" in line or line.endswith("] ") for line in behind)
 
 
 def test_phases_of_threads_are_shown_beside_that_of_the_run_as_long_as_they_live():

@@ -110,11 +110,12 @@ def fitted(method: str = "rl", **counts: int) -> RunHistory:
 
 def edge(
     metric: str, above: Values, below: Values, settings: Mapping[str, Any] | None = None, method: str = "rl", /,
-    before: Mapping[str, float] = MappingProxyType({}), **columns: Values,
+    before: Mapping[str, float] = MappingProxyType({}), data: Mapping[str, float] = MappingProxyType({}),
+    **columns: Values,
 ) -> tuple[RunHistory, RunHistory]:  # fmt: skip
     """Two histories that differ in one metric."""
     runs = (history(N, method, settings, **(columns | {metric: values})) for values in (above, below))
-    first, second = (replace(run, before=before) for run in runs)
+    first, second = (replace(run, before=before, data=data) for run in runs)
     return first, second
 
 
@@ -132,7 +133,10 @@ EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
     "episodes fail": edge("env__failed", 3.3, 3.1),
     "reward fails": edge("rewards__a__failed", 3.3, 3.1),
     "few completions scored": edge("completions__scored_ratio", 0.49, 0.51),
-    "noisy reward": edge("reward_noise", 0.51, 0.49, **FLAT),
+    "noisy reward": edge("reward_noise", 1.0, 0.84, **FLAT),
+    "prompts without template": edge(
+        "completions__empty_ratio", step(0.31, 0.0, 4), step(0.29, 0.0, 4), data={"plain": 600.0, "prompts": 600.0}
+    ),
     "reward ignores completions": edge("frac_reward_zero_std", 1.0, 0.99, **FLAT),
     "learning rate next to 0": edge("learning_rate", 0.0, step(0.0, 1e-5, N - 1), **FLAT),
     "weight decay too large": edge(
@@ -142,10 +146,12 @@ EDGES: dict[str, tuple[RunHistory, RunHistory]] = {
         history(N, "rl", {"grpo.beta": 1.0}, **FLAT),
         history(N, "rl", {"grpo.beta": 0.9}, **FLAT),
     ),
-    "gradient clipped away": edge("grad_norm", 1.01, 0.99, {"training.actor_optimizer.max_grad_norm": 1e-4}, **FLAT),
+    "gradient clipped away": edge(
+        "grad_norm", 1.01e-4, 0.99e-4, {"training.actor_optimizer.max_grad_norm": 1e-8}, **FLAT
+    ),
     "tools never called": edge("env__tool_calls", 0.0, 0.01, {"envs.tools": ["calculator"]}, **FLAT),
     "prompts too easy": edge(
-        "frac_reward_zero_std", 0.81, 0.79, frac_reward_all_best=0.7, frac_reward_all_worst=0.1, **FLAT
+        "frac_reward_zero_std", 0.91, 0.79, frac_reward_all_best=0.86, frac_reward_all_worst=0.05, **FLAT
     ),
     "empty completions": edge("completions__empty_ratio", step(0.0, 0.96), step(0.0, 0.94)),
     "no completion scored": edge("reward", NAN, step(NAN, 0.5, 1), reward_error=NAN, reward_std=NAN),
@@ -194,7 +200,7 @@ SUPERVISED: dict[str, tuple[RunHistory, RunHistory]] = {
         loss=ramp(1.0, 1.04, noise=0.001),
     ),
     "gradient clipped away": edge(
-        "loss", step(2.0, 1.97), ramp(2.0, 1.0), {"training.optimizer.max_grad_norm": 1e-5}, "sft"
+        "loss", step(2.0, 1.97), ramp(2.0, 1.0), {"training.optimizer.max_grad_norm": 1e-9}, "sft"
     ),
     "wrong answers learnt": edge(
         "eval__accuracy", step(0.6, 0.43), step(0.6, 0.44), {}, "sft", before=BEFORE, eval__error=0.04
@@ -599,6 +605,175 @@ def test_ties_at_the_best_and_at_the_worst_are_two_findings() -> None:
         assert [one.rule for one in found if one.rule] == wanted
 
 
+# --- what the held-out results say of a training reward, in both directions
+
+
+def evaluated(accuracy: Values, error: float = 0.04, method: str = "rl", /, **columns: Values) -> RunHistory:
+    """A run with evaluations after steps 20 and 40; the first accuracy is that before training."""
+    before, middle, last = accuracy if isinstance(accuracy, Sequence) else (accuracy,) * 3
+    held_out = np.full(N, NAN)
+    held_out[[19, 39]] = middle, last
+    found = history(N, method, eval__accuracy=held_out, eval__error=error, **columns)
+    return replace(found, before={"accuracy": before, "error": error})
+
+
+HARDER: dict[str, Values] = {"reward": ramp(0.78, 0.4), "reward_error": 0.02}
+
+
+def test_a_held_out_accuracy_that_stays_refutes_a_rate_that_is_too_high() -> None:
+    """The training prompts became harder; only a fall of the held-out accuracy too makes it the model's."""
+    harder = evaluated((0.78, 0.78, 0.79), **HARDER)
+    (note,) = diagnose(harder)
+    assert (note.level, note.title.partition(":")[0]) == (
+        NOTE,
+        "The reward fell in training and not on held-out prompts",
+    )
+    assert "the held-out accuracy 78 % (step 0) → 79 % (step 40)" in note.evidence
+    (finding,) = diagnose(evaluated((0.78, 0.6, 0.4), **HARDER))
+    assert finding.rule == "learning rate too high"
+    assert "the held-out accuracy 78 % (step 0) → 40 % (step 40)" in finding.evidence
+    assert "the held-out accuracy has not fallen" in finding.refuted_by
+    assert names(evaluated((0.78, 0.78, 0.79), 0.3, **HARDER)) == [
+        "learning rate too high"
+    ]  # too few prompts to say so
+    assert names(evaluated((0.78, 0.5, 0.77), **HARDER)) == ["learning rate too high"]  # it fell on the way
+
+
+@pytest.mark.parametrize("rule", ["learning rate too low", "groups too small", "beta too large"])
+def test_a_held_out_accuracy_that_rises_refutes_that_nothing_was_learnt(rule: str) -> None:
+    found, _ = EDGES[rule]
+    for last, wanted in ((0.55, True), (0.8, False)):
+        columns = evaluated((0.5, 0.5, last)).columns
+        held_out = {name: columns[name] for name in ("eval/accuracy", "eval/error")}
+        one = replace(found, columns={**found.columns, **held_out}, before={"accuracy": 0.5, "error": 0.04})
+        assert (rule in names(one)) is wanted
+        assert wanted or diagnose(one)[0].title == "Nothing wrong was found"
+
+
+def test_a_held_out_loss_at_its_lowest_refutes_a_supervised_rate_that_is_too_high() -> None:
+    rising = {"loss": step(1.0, 1.3, noise=0.001)}
+    for last, wanted in ((0.9, []), (1.2, ["learning rate too high"])):
+        held_out = np.where(HELD_OUT, ramp(1.0, last, noise=0), NAN)
+        assert names(history(N, "sft", eval__loss=held_out, **rising)) == wanted
+    low, _ = SUPERVISED["learning rate too low"]
+    learnt = {"eval/loss": np.where(HELD_OUT, ramp(1.0, 0.9, noise=0), NAN)}
+    assert names(replace(low, columns={**low.columns, **learnt})) == []
+
+
+@pytest.mark.parametrize("method", ["rl", "sft"])
+def test_a_held_out_accuracy_that_fell_by_four_errors_is_told_of_a_short_run(method: str) -> None:
+    """27 ± 7 points in 4 steps."""
+    found = replace(
+        history(4, method), before={"accuracy": 0.62, "error": 0.05}, after={"accuracy": 0.35, "error": 0.05}
+    )
+    (finding,) = diagnose(found)
+    assert finding.level == PROBLEM
+    assert "62 % after step 0, 35 % after step 4" in finding.evidence
+    assert diagnose(replace(found, after={"accuracy": 0.5, "error": 0.05}))[0].title == "The run is too short to judge"
+
+
+def test_the_change_of_the_accuracy_has_the_error_of_the_differences_of_each_prompt() -> None:
+    figures = {"before": {"accuracy": 0.62, "error": 0.05}, "after": {"accuracy": 0.45, "error": 0.05}}
+    found = replace(history(4), **figures)
+    assert names(found) == []
+    assert names(replace(found, change_errors={"accuracy": 0.05})) == ["learning rate too high"]
+
+
+# --- figures, advice and hysteresis
+
+
+def test_figures_count_the_completions_that_have_a_reward() -> None:
+    """30 % of 64 completions of each step have none."""
+    (finding,) = diagnose(history(reward=0.5, reward_error=0.0, reward_std=0.0, completions__scored_ratio=0.703125))
+    assert finding.evidence == (
+        "every judged completion of 40 steps scored 0.5 (1,800 completions); 760 more have no reward"
+    )
+    (finding,) = diagnose(history(**NOTHING, completions__scored_ratio=0.703125))
+    assert (
+        "none of 1,800 judged completions in 40 steps had a reward other than 0; 760 more have no" in finding.evidence
+    )
+    assert "below 0.167 %" in finding.evidence
+    ((at, _),) = told(history(reward=0.5, reward_error=0.0, reward_std=0.0, completions__scored_ratio=0.703125))
+    assert at == 3  # 64 · 0.7 · 3 are 100 or more
+    rounds: dict[str, Values] = {"rewards__a__failed": 4.0, "dynamic_sampling__rounds": 2.0}  # 4 of 128
+    assert names(history(**rounds)) == []
+
+
+def test_advice_follows_the_rate_in_force_and_names_no_setting_that_is_beyond_it() -> None:
+    """A warm-up over 90 % of the steps, of which half were made."""
+    rates = np.linspace(1e-4, 2e-3, N)
+    columns: dict[str, Values] = {"reward": step(0.6, 0.1, noise=0.02), "reward_error": 0.02, "learning_rate": rates}
+    warm_up = {RATE: 5e-3, "training.actor_optimizer.warmup_ratio": 0.9, "grpo.beta": 0.1}
+    (finding,) = diagnose(history(N, "rl", warm_up, **columns))
+    assert f"lower {RATE} (0.005 today, at most 0.002 in force; try 0.0004)" in finding.setting
+    assert "warmup" not in finding.setting
+    assert "beta" not in finding.setting
+    assert "at a learning rate of 0.002 at most, 0.00105 on average" in finding.evidence
+    low, _ = EDGES["learning rate too low"]
+    (finding,) = diagnose(replace(low, settings=low.settings | warm_up))
+    assert "or less training.actor_optimizer.warmup_ratio (0.9 today; try 0.1)" in finding.setting
+    assert "beta" not in finding.setting
+
+
+def test_a_clipped_gradient_is_no_cause_where_the_optimizer_divides_by_its_size() -> None:
+    """What Adam does not see is a gradient below its eps."""
+    for eps, wanted in ((1e-8, []), (1e-3, ["gradient clipped away"])):
+        limits = {"training.actor_optimizer.max_grad_norm": 1e-4, "training.actor_optimizer.eps": eps}
+        assert names(history(N, "rl", limits, grad_norm=10.0, entropy=ramp(1.0, 0.9), **FLAT)) == wanted
+
+
+SOUND: dict[str, dict[str, Values]] = {
+    "93 % at the start": {
+        "reward": ramp(0.93, 0.95), "reward_std": 0.1, "reward_error": 0.05, "frac_reward_zero_std": 0.9,
+        "frac_reward_all_best": 0.88, "frac_reward_all_worst": 0.02, "completions__distinct_ratio": 0.15,
+    },
+    "a reward with noise": {
+        "reward": ramp(0.93, 0.96), "reward_std": 0.47, "reward_error": 0.06, "reward_noise": 0.75 + wobble(0.15),
+        "frac_reward_zero_std": 0.0, "entropy": 0.5 + wobble(0.004),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_run_near_its_best_has_no_problem(name: str) -> None:
+    found = evaluated((0.93, 0.94, 0.95), 0.026, **SOUND[name])
+    assert names(found) == []
+    assert told(found, LiveDiagnosis("rl", found.settings, found.before)) == []
+
+
+def test_a_problem_is_not_told_withdrawn_and_told_again() -> None:
+    """Completions that are cut in seven steps of fourteen, and a KL that is high in 25 of 50. From ten times the length
+    of the withdrawal on it may be told again.
+    """
+    cut = np.where(np.arange(60) // 7 % 2 == 0, 0.6, 0.1)
+    levels = [one.level for _, one in told(history(60, completions__clipped_ratio=cut, reward=0.5 + wobble(0.02, 60)))]
+    assert levels in ([PROBLEM], [PROBLEM, WITHDRAWN])
+    found = history(700, kl=np.where(np.arange(700) // 25 % 2 == 1, 2.0, 0.1))
+    told_at, withdrawn_at, *again = [at for at, one in told(found) if one.title.endswith("away from the reference")]
+    assert 25 < told_at < withdrawn_at < 75
+    assert all(at >= 500 for at in again)
+
+
+def test_a_refutation_of_one_step_withdraws_nothing() -> None:
+    found = evaluated((0.78, 0.5, 0.4), reward=step(0.6, 0.1, 12, noise=0.02), reward_error=0.02)
+    kept = np.where(np.arange(N) == 15, 0.8, found.columns["eval/accuracy"])
+    found = replace(found, columns={**found.columns, "eval/accuracy": kept})
+    messages = told(found, LiveDiagnosis("rl", found.settings, found.before))
+    assert [one.level for _, one in messages] == [PROBLEM]
+
+
+def test_empty_completions_of_the_first_steps_name_a_chat_model_that_gets_plain_text() -> None:
+    """62 to 78 % of the completions of steps 1 to 4; later there are none, and the reward rises."""
+    empty = np.where(np.arange(N) < 4, [0.62, 0.78, 0.7, 0.66] * (N // 4), 0.02)
+    found = replace(history(completions__empty_ratio=empty), data={"plain": 200.0, "prompts": 200.0})
+    (finding,) = diagnose(found)
+    assert finding.title == "The model has a chat template, and the prompts are plain text"
+    assert "62 % of the completions are empty in step 1" in finding.evidence
+    live = LiveDiagnosis("rl", SETTINGS, data=found.data)
+    assert [(at, one.rule) for at, one in told(found, live)] == [(2, "prompts without template")]
+    assert names(replace(found, data={})) == ["empty completions"]
+
+
 # --- the table
 
 
@@ -609,7 +784,7 @@ def test_the_settings_to_change_exist_and_are_named() -> None:
     }
     for rule in RULES:
         assert all(set(settings_of(rule)) <= known[method] for method in rule.methods), rule.name
-        assert rule.advice_for({}) == re.sub(FIELD, r"\1", rule.advice)
+        assert rule.advice_for({}) == re.sub(FIELD, r"\1", rule.advice).replace("|", "")
 
 
 def test_features_of_the_rules_exist() -> None:

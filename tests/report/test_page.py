@@ -19,7 +19,8 @@ from covey.config.metrics import TABLE
 from covey.errors import CoveyError
 from covey.report import Finding, write_report
 from covey.report.charts import CHARTS, MAIN, OTHER, charts_for
-from covey.report.page import commands, page_data
+from covey.report.page import commands, facts, page_data
+from covey.report.public import public_runs
 from covey.report.run_data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,15 @@ def data_of(page: Parsed) -> Any:
     for run, more in zip(data["runs"], texts, strict=True):
         run.update(more)
     return data
+
+
+def test_a_checkpoint_as_a_model_is_named_after_its_run(make_run: Any) -> None:
+    """But not on a public page."""
+    run = read_run(make_run("run", 3))
+    summary = {**run.summary, "model": "checkpoint 68 of a run, sha256 0123456789abcdef"}
+    run = replace(run, summary=summary, settings={**run.settings, "model.source": "runs/sft-tiny-3"})
+    assert ["model", "checkpoint 68 of sft-tiny-3, sha256 0123456789abcdef"] in facts(run)
+    assert ["model", summary["model"]] in facts(*public_runs([run]))
 
 
 def test_the_policy_allows_what_is_in_the_page_and_nothing_else(make_run: Any) -> None:

@@ -18,7 +18,6 @@ MISSED = {
     "rate-too-low-for-adapters-2": "",
     "pays-for-nothing-3": "",
     "too-easy-2": "learning rate too high",
-    "many-updates-of-a-batch-1": "",
     "rate-too-low-for-adapters-1": "",
 }
 """Names of broken runs whose first finding is another, with that finding; "" for none."""

@@ -1,7 +1,7 @@
 """Thresholds, and conditions and texts that several rules of the diagnosis share."""
 
 from covey.report.diagnosis.features import GAIN_ERRORS, MOST_TIED, SMALL
-from covey.report.diagnosis.rule import above, at_least, at_most, below, equal
+from covey.report.diagnosis.rule import above, at_least, at_most, below, equal, percent
 
 MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
 """Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""
@@ -13,17 +13,18 @@ MOST_CUT, NEARLY_ALL_CUT, FEW_CUT = 0.3, 0.8, 0.02
 and below which it explains no rewards."""
 MOST_TIED_SMALL = 0.5
 """Share of groups with equal rewards from which too few have a signal if they are small."""
-NEARLY_ALL = 0.95
-"""Share of completions that is nearly all."""
+NEARLY_ALL, MANY_EMPTY, MOST_EMPTY = 0.95, 0.3, 0.5
+"""Share of completions that is nearly all; and shares of empty ones in the first steps that are a problem: where the
+prompts are known to lack the model's chat template, and where that is not known."""
 HOT_SHARE, HOT = 0.5, 2.0
 """Share of the reward before training, at another temperature, below which the sampling temperature is too high, and
 temperature that is too high if nothing is learnt."""
 FEW_DISTINCT, LEAST_KEPT = 1.25, 0.7
 """Number of different completions in a group, on average, below which they are too similar, and share of the
 probability below which top-k, top-p and min-p remove much."""
-MIN_ANSWERS, MOSTLY = 50, 0.6
-"""Number of held-out answers from which it says something that none is right; and share of groups that are all right
-in the first step from which the prompts are too easy."""
+MIN_ANSWERS, MOSTLY = 50, 0.85
+"""Number of held-out answers from which it says something that none is right; share of groups that are all right in the
+first step from which the prompts are too easy, and held-out accuracy before training from which that is no problem."""
 MIN_DIP, GROWN = 0.2, 1.5
 """Fall of the reward on the way, in units of the spread of completions, that counts where the gradient has grown; and
 factor by which it has."""
@@ -49,9 +50,10 @@ flat reward is called flat."""
 EVAL_LOSS_RISE, EVAL_LOSS_NATS, OVERLAP = 0.05, 0.02, 0.05
 """Rise of the held-out loss above its lowest that is overfitting, relative to it and to the fall before, and in nats;
 and share of the held-out rows from which it is a problem that they are training rows."""
-FAILED, UNSCORED, NOISY, UNLIKE, FOLLOWS = 0.05, 0.5, 0.5, 0.5, 0.1
-"""Shares of completions and episodes that fail, of completions that are scored, of the rewards' variance that is noise,
-of the reward of training rows that held-out rows get, and of its rise, from or up to which that is a problem."""
+FAILED, UNSCORED, SOME_NOISE, NOISY, UNLIKE, FOLLOWS = 0.05, 0.5, 0.5, 0.85, 0.5, 0.1
+"""Shares of completions and episodes that fail, of completions that are scored, of the rewards' variance that is noise
+(a note, a problem), of the reward of training rows that held-out rows get, and of its rise, from or up to which that is
+a problem."""
 REPEATED, FEW_ROWS, CUT_ROWS, DROPPED_ROWS = 0.2, 100, 0.05, 0.5
 """Share of distinct rows, and number of them, up to which rows are repeated; and shares of rows from which it is a
 problem that they are cut, and dropped."""
@@ -59,21 +61,36 @@ DECAYED, BETA, CLIPPED_AWAY = 0.002, 1.0, 1e4
 """Share of a weight that decay takes at a step; weight of the KL; and norm of the gradient in units of its limit, from
 which they are too large where nothing improves."""
 
+
 BOTH, SFT = ("rl", "sft"), ("sft",)
 LAST, FIRST = "the last quarter of the steps", "the first quarter"
 RATE, CUT_SHARE = "training.actor_optimizer.learning_rate", "completions/clipped_ratio.whole.mean"
-AND_REWARD, AT_RATE = (
+AND_REWARD, AT_RATE, AND_HELD_OUT = (
     "|; the mean reward went {reward.change}",
-    "|, at a learning rate of {learning_rate.peak.mean:.3g}",
+    "|, at a learning rate of {learning_rate.peak.mean:.3g} at most|, {learning_rate.whole.mean:.3g} on average",
+    "|; the held-out accuracy {held_out_gain:share}",
 )
 READ_SAMPLES = "read the completions in samples.jsonl"
 
-ROSE, NOT_ROSE = equal("reward.rose", True, words="the reward has risen"), equal("reward.rose", False)
+ROSE, NOT_ROSE, LEARNT, NOT_LEARNT = (
+    equal("reward.rose", True),
+    equal("reward.rose", False),
+    equal("learnt", True, words="the reward or the held-out accuracy has risen"),
+    equal("learnt", False),
+)
 CRITIC = equal("has_critic", True, words="a critic learns from equal rewards too")
 ONE_REWARD = equal("has_one_reward", True, words="all completions of the run have one reward")
-MANY, MOST = at_least("samples", MANY_SAMPLES), at_least("samples", MOST_SAMPLES)
+MANY, MOST, MANY_SCORED = (
+    at_least("samples", MANY_SAMPLES),
+    at_least("samples", MOST_SAMPLES),
+    at_least("scored_count", MANY_SAMPLES),
+)
 HELD_OUT_FELL = below(
     "held_out_accuracy.errors", -GAIN_ERRORS, words=f"the held-out accuracy fell by {GAIN_ERRORS:g} standard errors"
+)
+GOOD_BEFORE, HELD_OUT_KEPT = (
+    at_least("held_out_start.mean", MOSTLY, words=f"the held-out accuracy was {percent(MOSTLY)} before training"),
+    equal("held_out_kept", True, words="the held-out accuracy has not fallen"),
 )
 HELD_OUT_REWARD_ROSE = above("held_out_reward.difference", 0, words="the held-out reward has risen too")
 EMPTY = at_least("completions/empty_ratio.last.mean", NEARLY_ALL, words="the completions are empty")
@@ -102,10 +119,13 @@ TIED = (
     ],
 )
 """Conditions of which one set holds where too many groups have equal rewards: in general, and for small groups."""
-HELD_OUT = (
-    "the held-out {name} was {{held_out_{name}.early.mean:share}} after step {{held_out_{name}.early.first}}, "
-    "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training reward went "
-    "{{reward.change}}"
+HELD_OUT, HELD_OUT_LOSS = (
+    (
+        "the held-out {name} was {{held_out_{name}.early.mean:share}} after step {{held_out_{name}.early.first}}, "
+        "{{held_out_{name}.late.mean:share}} after step {{held_out_{name}.late.first}}|, while the training METRIC "
+        "went {{METRIC.change}}"
+    ).replace("METRIC", metric)
+    for metric in ("reward", "loss")
 )
 DULL = ("samples too similar", "groups too small", "entropy collapse", "prompts too easy", "learning rate too low")
 """Rules that a run meets whose completions or rewards are all alike."""

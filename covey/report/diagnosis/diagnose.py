@@ -4,7 +4,8 @@ The first finding is the first cause: the rules are ordered by it, and a finding
 line of its evidence. Where no problem is found, one note says how the run went, or that it is too short to judge.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,16 @@ from covey.display import printable
 from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
 from covey.report.completions import locate, read_group, rewards_of
-from covey.report.diagnosis.features import OpposedParts, RunHistory
-from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match
+from covey.report.diagnosis.features import MAX_WINDOW, RunHistory
+from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match, OpposedParts
 from covey.report.diagnosis.rules import OUTCOMES, RULES
 from covey.report.run_data import Row
 
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""
-CERTAIN, FIRST_STEPS = 5, 5
-"""Number of judgements in a row at which a rule must be met, and number of first steps that do not count among them."""
+CERTAIN, FIRST_STEPS, AGAIN = 5, 5, 10
+"""Number of judgements in a row at which a rule must be met; number of first steps that do not count among them; and
+length of a run, in units of that at a withdrawal (at least `MAX_WINDOW`), from which a problem may be told again."""
 GROWTH = 0.02
 """Share by which the history has grown between two judgements."""
 LIVE = {rule.name for rule in RULES if rule.live}
@@ -68,8 +70,17 @@ def _finding(history: RunHistory, match: Match, matches: Sequence[Match]) -> Fin
     rule, evidence = match.rule, match.evidence
     consequences = [f"{other.rule.title} ({other.evidence})" for other in matches if other.rule.name in rule.explains]
     evidence += f". It may explain: {'; '.join(consequences)}" if consequences else ""
-    advice, refutations = rule.advice_for(history.settings), "; ".join(condition.words for condition in rule.refuted_by)
-    return Finding(rule.title, rule.threshold, evidence, advice, rule.name, rule.level, refuted_by=refutations)
+    refutations = "; ".join(condition.words for condition in rule.refuted_by)
+    rates = {f"{history.optimizer}.learning_rate": peak.mean} if (peak := history.metric("learning_rate").peak) else {}
+    return Finding(
+        rule.title,
+        rule.threshold,
+        evidence,
+        rule.advice_for(history.settings, rates),
+        rule.name,
+        rule.level,
+        refuted_by=refutations,
+    )
 
 
 def samples_to_read(history: RunHistory) -> list[str]:
@@ -115,9 +126,10 @@ class LiveDiagnosis:
     """Judge a run while it trains; tell each problem once, when it is certain, and withdraw it when it is refuted.
 
     A problem is certain at once if what one step shows is enough for its rule; and otherwise if its rule was met at
-    `CERTAIN` judgements in a row, none of them in the first steps. One that was not met at as many judgements in a row
-    is withdrawn, and so is one that is refuted. There is a judgement after each step, and in a long run whenever its
-    length has grown by 2 %, so that all judgements together take a time that is proportional to the length of the run.
+    `CERTAIN` judgements in a row, none of them in the first steps. One that was refuted or not met at as many
+    judgements in a row is withdrawn, and is told again only in a run that is `AGAIN` times as long. There is a
+    judgement after each step, and in a long run whenever its length has grown by 2 %, so that all judgements together
+    take a time that is proportional to the length of the run.
 
     Args:
         method: "rl" or "sft".
@@ -138,8 +150,10 @@ class LiveDiagnosis:
         self.method, self.settings, self.before, self.data = method, settings, before or {}, data or {}
         self._rows: list[Mapping[str, Any]] = list(rows)
         self._next_length = 0.0
-        self._streaks: dict[str, int] = {}
+        self._streaks: Counter[str] = Counter()
+        self._absences: Counter[str] = Counter()
         self._told: dict[str, Finding] = {}
+        self._silent_until: dict[str, int] = {}
 
     def step(self, row: Mapping[str, Any]) -> Sequence[Finding]:
         """Add the row of a step; return the problems that became certain with it, and those that it withdraws."""
@@ -151,30 +165,27 @@ class LiveDiagnosis:
         history = RunHistory.from_rows(self._rows, self.method, self.settings, self.before, self.data)
         matches = _matches(history)
         problems = [finding for finding in _findings(history, matches) if finding.level == PROBLEM]
-        self._count({finding.rule for finding in problems}, n)
+        self._streaks = Counter({one.rule: (self._streaks[one.rule] + 1) * (n > FIRST_STEPS) for one in problems})
         certain = {match.rule.name for match in matches if match.certain and not match.refutation}
         certain |= {name for name, streak in self._streaks.items() if streak >= CERTAIN}
-        told = [one for one in problems if one.rule in certain & LIVE and one.rule not in self._told]
+        told = [
+            one
+            for one in problems
+            if one.rule in certain & LIVE - self._told.keys() and n >= self._silent_until.get(one.rule, 0)
+        ]
         self._told |= {finding.rule: finding for finding in told}
-        return [*told, *self._withdrawn(matches)]
-
-    def _count(self, names: Set[str], steps: int) -> None:
-        """Count at how many judgements in a row each rule was met, or as a negative number not met."""
-        for name in LIVE:
-            streak = self._streaks.get(name, 0)
-            self._streaks[name] = (max(streak, 0) + 1) * (steps > FIRST_STEPS) if name in names else min(streak, 0) - 1
+        return [*told, *self._withdrawn(matches, CERTAIN)]
 
     def end(self, history: RunHistory) -> Sequence[Finding]:
         """Return the withdrawals of problems that were told and that the finished run does not have."""
-        self._streaks = dict.fromkeys(LIVE, -CERTAIN)
-        return list(self._withdrawn(_matches(history)))
+        return list(self._withdrawn(_matches(history), 1))
 
-    def _withdrawn(self, matches: Sequence[Match]) -> Iterator[Finding]:
-        """Yield the withdrawals of problems that are refuted, or that were not met at `CERTAIN` judgements in a row."""
+    def _withdrawn(self, matches: Sequence[Match], times: int) -> Iterator[Finding]:
+        """Yield the withdrawals of problems that were refuted or not met at as many judgements in a row as `times`."""
         held = {match.rule.name for match in matches if not match.refutation}
         refutations = {match.rule.name: match.refutation for match in matches if match.refutation}
-        for name in [name for name in self._told if name not in held]:
-            if name in refutations or self._streaks[name] <= -CERTAIN:
-                told = self._told.pop(name)
-                reason = refutations.get(name, "the rule is no longer met")
-                yield replace(told, title=f"Withdrawn: {told.title}", evidence=reason, setting="", level=WITHDRAWN)
+        self._absences = Counter({name: self._absences[name] + 1 for name in self._told if name not in held})
+        for name in [name for name, judgements in self._absences.items() if judgements >= times]:
+            told, self._silent_until[name] = self._told.pop(name), AGAIN * max(len(self._rows), MAX_WINDOW)
+            title, reason = f"Withdrawn: {told.title}", refutations.get(name, "the rule is no longer met")
+            yield replace(told, title=title, evidence=reason, setting="", level=WITHDRAWN)

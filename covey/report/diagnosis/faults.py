@@ -16,8 +16,11 @@ from covey.report.diagnosis.conditions import (
     FIRST,
     HACKED,
     LAST,
+    LEARNT,
     MANY,
+    MANY_EMPTY,
     MANY_SAMPLES,
+    MANY_SCORED,
     MIN_ROWS,
     MOST,
     MOST_SAMPLES,
@@ -26,12 +29,24 @@ from covey.report.diagnosis.conditions import (
     OVERLAP,
     READ_SAMPLES,
     REPEATED,
-    ROSE,
+    SOME_NOISE,
     UNLIKE,
     UNSCORED,
 )
 from covey.report.diagnosis.features import DISAGREEMENT, EXACT, FALL_ERRORS, MIN_FALL, ROUNDED
-from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
+from covey.report.diagnosis.rule import (
+    NOTE,
+    PROBLEM,
+    Case,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    below,
+    differs,
+    equal,
+    percent,
+)
 from covey.rewards.signal import EXPLAINED, SAME
 
 FAULTS = (
@@ -164,6 +179,23 @@ FAULTS = (
         methods=BOTH,
     ),
     Rule(
+        "prompts without template",
+        "The model has a chat template, and the prompts are plain text",
+        f"some prompts are no chats, and {percent(MANY_EMPTY)} of the completions of the first step have no text",
+        1,
+        [
+            Case(
+                "{plain_prompts:,.0f} of {prompts:,.0f} training prompts are plain text; "
+                "{completions/empty_ratio.start.mean:share} of the completions are empty in "
+                "{completions/empty_ratio.start.span}, {completions/empty_ratio.last.mean:share} in "
+                "{completions/empty_ratio.last.span}",
+                [above("plain_prompts", 0), at_least("completions/empty_ratio.start.mean", MANY_EMPTY), MANY],
+            )
+        ],
+        "make chats of the prompts: rows with a list of messages, or {data.system}, which also makes one of a text",
+        explains=("possible reward hacking", *HACKED, "constant reward"),
+    ),
+    Rule(
         "episodes fail",
         "The environment fails",
         f"{percent(FAILED)} of the episodes or more end by an error of the environment, or because it took too long",
@@ -216,27 +248,36 @@ FAULTS = (
         "see why the functions of {rewards} return None for the others",
         explains=("noisy reward", *HACKED, "possible reward hacking"),
     ),
-    Rule(
-        "noisy reward",
-        "Completions that are equal get different rewards",
-        f"the variance of rewards among equal completions of a prompt is {percent(NOISY)} or more of that among all",
-        1,
-        [
-            Case(
-                "the variance of rewards among equal completions is {reward_noise.whole.mean:share} of that among all "
-                "of a prompt" + AND_REWARD,
-                [at_least("reward_noise.whole.mean", NOISY), MANY],
-            )
-        ],
-        "see in samples.jsonl which of the {rewards} gives equal texts different scores: one that draws at random, or "
-        "that mixes up completions",
-        [ROSE],
-        explains=(
-            "held-out rows of another kind",
-            *HACKED,
-            "possible reward hacking",
-            "reward ignores completions",
-        ),
+    *(
+        Rule(
+            "noisy reward",
+            "Completions that are equal get different rewards",
+            f"the variance of rewards among equal completions of a prompt is {percent(share)} or more of that among "
+            f"all, over {FIRST} and the whole run{words}",
+            MIN_ROWS,
+            [
+                Case(
+                    "the variance of rewards among equal completions is {reward_noise.whole.mean:share} of that among "
+                    "all of a prompt" + AND_REWARD,
+                    [*(at_least(f"reward_noise.{when}.mean", share) for when in ("first", "whole")), *alike, MANY],
+                )
+            ],
+            "see in samples.jsonl which of the {rewards} gives equal texts different scores: one that draws at random, "
+            "or that mixes up completions",
+            [LEARNT],
+            explains=explained,
+            level=level,
+        )
+        for level, share, words, alike, explained in (
+            (
+                PROBLEM,
+                NOISY,
+                ", and less than three standard errors below that",
+                [at_least("noise_reach", 1)],
+                ("held-out rows of another kind", *HACKED, "reward ignores completions"),
+            ),
+            (NOTE, SOME_NOISE, "", [], ()),
+        )
     ),
     Rule(
         "held-out rows of another kind",
@@ -333,16 +374,16 @@ FAULTS = (
     Rule(
         "constant reward",
         "The reward is the same for every completion, so nothing is learnt",
-        f"every completion of every step has one reward that is not 0, {MANY_SAMPLES} completions or {MIN_ROWS} steps "
-        "or more",
+        f"every scored completion has one reward that is not 0, {MANY_SAMPLES} completions or {MIN_ROWS} steps or more",
         MIN_ROWS,
         [
             Case(
-                "every completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)",
+                "every {judged}completion of {num_steps} scored {only_reward:.3g}| ({scored_samples} completions)"
+                "|; {unscored}",
                 conditions,
                 rows,
             )
-            for conditions, rows in (([differs("only_reward", 0), MANY], 1), ([differs("only_reward", 0)], None))
+            for conditions, rows in (([differs("only_reward", 0), MANY_SCORED], 1), ([differs("only_reward", 0)], None))
         ],
         "see in samples.jsonl whether the completions deserve the same reward. If not, correct the function of "
         "{rewards}; if so, use easier or harder prompts: {data.path}",

@@ -11,21 +11,33 @@ of 8 completions per step and for one of 800.
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, reduce
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from covey.config.metrics import OVERLONG
 from covey.files import number
-from covey.report.diagnosis.rule import ROUNDING, Case, Change, Level, above, at_least, at_most, percent
+from covey.report.diagnosis.rule import (
+    ROUNDING,
+    Case,
+    Change,
+    Level,
+    OpposedParts,
+    above,
+    at_least,
+    at_most,
+    change_between,
+    clearest_fall,
+    noise,
+    percent,
+    stops_before,
+)
 from covey.report.run_data import Curves, RunData, Series
 
 MIN_WINDOW, MAX_WINDOW, WINDOWS = 3, 50, 4
@@ -52,17 +64,6 @@ EASY_RATIO = 2.0
 """Mean reward in units of its spread from which most groups of equal rewards have the best one."""
 SHORT_RUN = 32
 """Number of steps below which a run may be flat because it is short."""
-MOST_LEVELS = 200
-"""Number of earlier levels among which the best is chosen in a long run."""
-
-
-class OpposedParts(NamedTuple):
-    """Two reward functions that moved against each other: names and changes of the one that rose and of the other."""
-
-    up: str
-    down: str
-    rise: Change
-    fall: Change
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class RunHistory:
         before, after: figures of the evaluations before and after training; empty when there are none.
         samples: file of the completions; None when it cannot be read.
         data: numbers of rows by what they are, as in `summary.json`.
+        change_errors: standard errors of the changes from the evaluation before training to that after it, by figure,
+            where the completions tell it.
     """
 
     method: str
@@ -87,6 +90,7 @@ class RunHistory:
     after: Mapping[str, float] = field(default_factory=dict)
     samples: Path | None = None
     data: Mapping[str, float] = field(default_factory=dict)
+    change_errors: Mapping[str, float] = field(default_factory=dict)
     _metrics: dict[str, "MetricHistory"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -94,7 +98,7 @@ class RunHistory:
         """Return the history of a run that was read from its folder."""
         steps, (before, after, data) = np.array(run.steps, np.int64), map(run.evaluation, ("before", "after", "data"))
         columns = _columns(steps, run.series)
-        return cls(run.method, run.settings, steps, columns, before, after, run.samples, data)
+        return cls(run.method, run.settings, steps, columns, before, after, run.samples, data, run.change_errors)
 
     @classmethod
     def from_rows(
@@ -120,9 +124,7 @@ class RunHistory:
         """
         name, *attributes = path.split(".")
         value: Any = FEATURES[name](self) if name in FEATURES else self.metric(name)
-        for attribute in attributes:
-            value = None if value is None else getattr(value, attribute)
-        return value
+        return reduce(lambda value, attribute: None if value is None else getattr(value, attribute), attributes, value)
 
     def metric(self, name: str) -> "MetricHistory":
         """Return the metric `name`, or the derived one of that name."""
@@ -136,8 +138,8 @@ class RunHistory:
 
     @property
     def window(self) -> int:
-        """Number of rows that are averaged: a quarter of the run, from 3 to 50."""
-        return max(MIN_WINDOW, min(MAX_WINDOW, round(len(self) / WINDOWS)))
+        """Number of rows that are averaged: a quarter of the run, from 3 to 50; of a shorter run at most half."""
+        return min(max(MIN_WINDOW, min(MAX_WINDOW, round(len(self) / WINDOWS))), max(1, len(self) // 2))
 
     def numeric_setting(self, name: str, default: float) -> float:
         """Return the setting `name` as a number; `default` if the recipe has none."""
@@ -151,6 +153,12 @@ class RunHistory:
     def num_samples(self, rows: int = 1) -> int | None:
         """Return the number of completions of `rows` steps, at least; None if unknown."""
         return rows * (self.count(GROUPS) or 0) * (self.count(GROUP_SIZE) or 0) or None
+
+    @cached_property
+    def scored(self) -> Float[np.ndarray, "n"]:
+        """Number of completions with a reward, by row; 0 where the number of completions is unknown."""
+        ratios = np.clip(np.nan_to_num(self.column("completions/scored_ratio"), nan=1.0), 0.0, 1.0)
+        return np.asarray(np.rint(ratios * self.metric("reward").known * (self.num_samples() or 0)))
 
     @cached_property
     def only_reward(self) -> float | None:
@@ -211,7 +219,8 @@ class RunHistory:
         """Return the largest of the metrics whose names match, as a share of the completions; None if there is none."""
         names = [name for name in self.columns if re.fullmatch(pattern, name)]
         levels = [level.mean for name in names if (level := self.metric(name).whole)]
-        return max(levels) / size if levels and (size := self.num_samples()) else None
+        rounds = level.mean if (level := self.metric("dynamic_sampling/rounds").whole) else 1.0
+        return max(levels) / (size * rounds) if levels and (size := self.num_samples()) else None
 
     def evaluations(self, name: str) -> list[Level]:
         """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
@@ -220,6 +229,8 @@ class RunHistory:
             errors = {
                 at: math.sqrt(max(x * (1 - x), 0.0) / n) for at, x in values.items() if (n := samples.get(at, 0)) > 0
             }
+        if name in self.change_errors:  # the change between the first and the last gets this error
+            errors |= dict.fromkeys((0, *self.steps[-1:].tolist()), self.change_errors[name] / math.sqrt(2))
         return [Level(value, errors.get(step, math.nan), step, step) for step, value in sorted(values.items())]
 
     def _evaluated(self, name: str) -> dict[int, float]:
@@ -262,7 +273,7 @@ class MetricHistory:
         """Standard errors of the mean reward by row, from the spread of the completions. They are at least those of all
         completions as one group: two groups may have equal means by chance.
         """
-        within = np.nan_to_num(self.run.column("reward_std")) / math.sqrt(self.run.num_samples() or 1)
+        within = np.nan_to_num(self.run.column("reward_std")) / np.sqrt(np.maximum(self.run.scored, 1.0))
         errors = np.nan_to_num(self.run.column("reward_error"))
         return np.asarray(np.maximum(errors, within))
 
@@ -316,8 +327,8 @@ class MetricHistory:
     def trough(self) -> Change | None:
         """Clearest fall between two levels of half a window, whether or not it was made up for since."""
         rows = max(MIN_WINDOW, self.run.window // 2)
-        stops = (stop for stop in _stops(len(self.run)) if stop >= rows)
-        return _trough([level for stop in stops if (level := self.level(stop - rows, stop))])
+        stops = (stop for stop in stops_before(len(self.run)) if stop >= rows)
+        return clearest_fall([level for stop in stops if (level := self.level(stop - rows, stop))])
 
     @property
     def since_peak(self) -> Change | None:
@@ -344,7 +355,7 @@ class MetricHistory:
     def _earlier_levels(self) -> list[Level]:
         """Return levels before the last window, each over at most a window."""
         window = self.run.window
-        levels = (self.level(max(0, stop - window), stop) for stop in _stops(len(self.run) - window))
+        levels = (self.level(max(0, stop - window), stop) for stop in stops_before(len(self.run) - window))
         return [level for level in levels if level]
 
     @property
@@ -395,6 +406,14 @@ class MetricHistory:
 
 FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "run": lambda run: run,
+    # upper end of the noise as a share of all variance: random rewards reach 1
+    "noise_reach": lambda run: (
+        level.mean + GAIN_ERRORS * level.error if (level := run.metric("reward_noise").whole) else None
+    ),
+    # whether the reward has risen, or the held-out accuracy
+    "learnt": lambda run: (
+        run.metric("reward").rose or bool((gain := run.feature("held_out_gain")) and gain.errors >= GAIN_ERRORS)
+    ),
     "num_steps": lambda run: f"{len(run)} step{'s' if len(run) != 1 else ''}",
     "temperature": lambda run: run.numeric_setting("rollout.temperature", 1.0),
     "entropy_bonus": lambda run: run.numeric_setting("grpo.entropy_bonus", 0.0),
@@ -405,6 +424,8 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "short_rate_sum": lambda run: (
         len(run) * rate.mean if len(run) < SHORT_RUN and (rate := run.metric("learning_rate").whole) else None
     ),
+    # below it a gradient is small for the optimizer, which divides it by its size
+    "eps": lambda run: run.numeric_setting(f"{run.optimizer}.eps", 1e-8),
     "max_grad_norm": lambda run: run.numeric_setting(f"{run.optimizer}.max_grad_norm", 0.0),
     # the share of a weight that decay takes at a step
     "decay": lambda run: (
@@ -426,6 +447,7 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "samples": lambda run: run.num_samples(len(run)),
     "has_tools": lambda run: bool(run.settings.get("envs.tools")),
     "prompts": lambda run: run.data.get("prompts", run.data.get("examples")),
+    "plain_prompts": lambda run: run.data.get("plain"),
     "cut_rows": lambda run: run.data.get("truncated"),
     "dropped_rows": lambda run: run.data.get("dropped"),
     # relative change of the entropy, if it is no chance
@@ -436,7 +458,7 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     ),
     # completions without a reward, with those of the evaluation before training if it had none either
     "unrewarded": lambda run: (
-        (run.num_samples(len(run)) or 0) + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)
+        run.feature("scored_count") + (run.before.get("samples", 0) if run.before.get("reward") == 0 else 0)
     ),
     "answers": lambda run: (run.after or run.before).get("samples"),
     "rows": lambda run: run.data.get("rows"),
@@ -457,15 +479,24 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
         if (best := run.feature("frac_reward_all_best.last.mean")) is not None
         else (run.feature("reward.last.mean") or 0) >= EASY_RATIO * run.metric("reward").spread
     ),
-    "scored_samples": lambda run: run.num_samples(run.metric("reward").count),
+    "scored_count": lambda run: run.scored.sum(),
+    # where some completions have no reward: the word for the others, and how many have none
+    "judged": lambda run: "judged " if run.feature("unscored") and run.scored.any() else "",
+    "unscored": lambda run: (
+        f"{lacking:,.0f} more have no reward"
+        if (lacking := (run.num_samples(len(run)) or 0) - run.scored.sum()) > 0
+        else None
+    ),
+    "scored_samples": lambda run: f"{run.scored.sum():,.0f}" if run.scored.any() else None,
     # the upper end of the 95 % confidence interval of a rate of which no success was seen
-    "success_bound": lambda run: 3 / n if (n := run.num_samples(len(run))) else None,
-    "none_of_all": lambda run: f"none of {n} completions" if (n := run.num_samples(len(run))) else "no completion",
+    "success_bound": lambda run: 3 / n if (n := run.scored.sum()) else None,
+    "none_of_all": lambda run: (
+        f"none of {n} {run.feature('judged')}completions" if (n := run.feature("scored_samples")) else "no completion"
+    ),
     "finished_without_reward": lambda run: (
         None
         if run.only_reward != 0
-        else (1 - (cut.mean if (cut := run.metric("completions/clipped_ratio").whole) else 0))
-        * (run.num_samples(len(run)) or 0)
+        else (1 - (cut.mean if (cut := run.metric("completions/clipped_ratio").whole) else 0)) * run.scored.sum()
     ),
     "longest": lambda run: (
         f"{peak.mean:.0f} token{'s' if peak.mean != 1 else ''}"
@@ -490,18 +521,28 @@ FEATURES: dict[str, Callable[[RunHistory], Any]] = {
     "jump_count": lambda run: len(run.feature("jumps") or ()),
     "since_evaluation": lambda run: run.reward_since_evaluation(run.metric("reward").first),
     # its clearest fall from one evaluation to a later one, and its change from the first to the last
-    "held_out_trough": lambda run: _trough(run.evaluations("accuracy")),
-    "held_out_gain": lambda run: _change(lambda levels, key: levels[0], run.evaluations("accuracy")),
+    "held_out_trough": lambda run: clearest_fall(run.evaluations("accuracy")),
+    "held_out_start": lambda run: next(iter(run.evaluations("accuracy")), None),
+    "held_out_gain": lambda run: change_between(lambda levels, key: levels[0], run.evaluations("accuracy")),
+    # the accuracy is known not to have fallen: neither on the way, nor from the first evaluation to the last by a
+    # standard error or by 30 % of the spread of single answers
+    "held_out_kept": lambda run: (
+        (change := run.feature("held_out_gain")) is not None
+        and run.feature("held_out_trough").errors > -GAIN_ERRORS
+        and (mean := change.early.mean) > 2 * change.early.error
+        and change.difference >= -change.error
+        and change.difference >= change.error - MIN_FALL * math.sqrt(max(mean * (1 - mean), 0.0))
+    ),
     # from its best to the last evaluation
-    "held_out_accuracy": lambda run: _change(max, run.evaluations("accuracy")),
-    "held_out_format": lambda run: _change(max, run.evaluations("format_accuracy")),
-    "held_out_reward": lambda run: _change(lambda levels, key: levels[0], run.evaluations("reward")),
-    # from the lowest evaluation to the last, to the lower one of the last two, and to the first
+    "held_out_accuracy": lambda run: change_between(max, run.evaluations("accuracy")),
+    "held_out_format": lambda run: change_between(max, run.evaluations("format_accuracy")),
+    "held_out_reward": lambda run: change_between(lambda levels, key: levels[0], run.evaluations("reward")),
     # from the evaluation before training to the first step, which no update has touched
     "held_out_to_training": lambda run: run.reward_since_evaluation(run.metric("reward").start),
-    "held_out_loss": lambda run: _change(min, run.evaluations("loss")),
-    "held_out_loss_rise": lambda run: _change(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
-    "held_out_loss_gain": lambda run: _change(min, run.evaluations("loss"), itemgetter(0)),
+    # from the lowest evaluation to the last, to the lower one of the last two, and to the first
+    "held_out_loss": lambda run: change_between(min, run.evaluations("loss")),
+    "held_out_loss_rise": lambda run: change_between(min, run.evaluations("loss"), lambda levels: min(levels[-2:])),
+    "held_out_loss_gain": lambda run: change_between(min, run.evaluations("loss"), itemgetter(0)),
     "loss_since_best": lambda run: run.loss_since_best,
 }
 """Features of a run that are none of a single metric."""
@@ -553,44 +594,9 @@ JUMPS: tuple[Case, ...] = (
 """Figures that jump when updates spoil a model."""
 
 
-def _change(
-    early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
-) -> Change | None:
-    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
-    return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
-
-
-def _trough(levels: Sequence[Level]) -> Change | None:
-    """Return the clearest fall from a level to a later one; None if there is no level."""
-    peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
-    return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
-
-
-def noise(values: Float[np.ndarray, "n"]) -> float:
-    """Return the standard deviation of one value around a slow trend, from the median of the successive differences.
-
-    >>> noise(np.arange(5.0)) < noise(np.array([0.0, 3, 0, 3, 0]))
-    True
-    """
-    if values.size < 2:
-        return 0.0
-    differences: list[float] = np.abs(values[1:] - values[:-1]).tolist()  # NumPy's median is slow for a few values
-    return statistics.median(differences) / (0.6745 * math.sqrt(2))
-
-
 def _columns(steps: Int[np.ndarray, "n"], series: Mapping[str, Series]) -> dict[str, Float[np.ndarray, "n"]]:
     """Return the values of each metric at `steps`; NaN where it was not measured."""
     columns = {name: np.full(len(steps), np.nan) for name in series}
     for name, curve in series.items():
         columns[name][np.searchsorted(steps, np.array(curve.steps, np.int64))] = curve.values
     return columns
-
-
-def _stops(last: int) -> list[int]:
-    """Return ends of earlier levels: every row at the start, and evenly spaced ones in a long run.
-
-    >>> _stops(4), len(_stops(100_000))
-    ([1, 2, 3, 4], 207)
-    """
-    spaced = np.linspace(1, max(last, 1), MOST_LEVELS).astype(int).tolist()
-    return [stop for stop in sorted({*range(1, 9), *spaced}) if stop <= last]

@@ -8,6 +8,7 @@ from covey.report.diagnosis.conditions import (
     FOLLOWS,
     HELD_OUT,
     HELD_OUT_FELL,
+    HELD_OUT_LOSS,
     HELD_OUT_REWARD_ROSE,
     LONG_ROWS,
     LOSS_RISE,
@@ -32,7 +33,7 @@ HELD_OUT_RULES = (
             f"The reward climbs while the held-out {name} falls (possible reward hacking)",
             f"the held-out {name} is {GAIN_ERRORS:g} standard errors below its best, and the reward has risen, in "
             "training and on held-out prompts",
-            TREND_ROWS,
+            0,
             [
                 Case(
                     HELD_OUT.format(name=name),
@@ -67,7 +68,7 @@ HELD_OUT_RULES = (
         "overfitting",
         "Held-out results fall while training rewards rise (overfitting)",
         f"the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best, and the training reward has risen",
-        TREND_ROWS,
+        0,
         [Case(HELD_OUT.format(name="accuracy"), [ROSE, HELD_OUT_FELL])],
         "more or other prompts ({data.path}); fewer {training.max_steps}; {training.keep_best:eval/accuracy}; a higher "
         "{grpo.beta:0.04}",
@@ -101,15 +102,8 @@ HELD_OUT_RULES = (
         "wrong answers learnt",
         "The held-out answers get worse while the loss falls",
         f"the held-out accuracy is {GAIN_ERRORS:g} standard errors below its best, and the training loss has fallen",
-        TREND_ROWS,
-        [
-            Case(
-                HELD_OUT.format(name="accuracy")
-                .replace("training reward", "training loss")
-                .replace("reward.", "loss."),
-                [HELD_OUT_FELL, below("loss.change.difference", 0)],
-            )
-        ],
+        0,
+        [Case(HELD_OUT_LOSS.format(name="accuracy"), [HELD_OUT_FELL, below("loss.change.difference", 0)])],
         "compare the answers of {data.path} with what {evaluation.accuracy} asks for; then a lower "
         "{training.optimizer.learning_rate:÷5}, fewer {training.max_steps}",
         methods=SFT,

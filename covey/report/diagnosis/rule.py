@@ -5,11 +5,16 @@ Many features are levels: means of a metric over a few rows with their standard 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import eq, ge, gt, le, lt, ne
+from itertools import accumulate
+from operator import eq, ge, gt, itemgetter, le, lt, ne
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 from covey.display import printable
 from covey.files import is_count, number
@@ -115,7 +120,8 @@ class Rule(NamedTuple):
         rows: number of steps from which it is judged.
         cases: ways to meet it, of which the first one that is met gives the evidence.
         advice: settings to change, and how. `{name:try}` is a setting with the value to try, or with the factor by
-            which to multiply (`×3`) or divide (`÷3`) that of the run.
+            which to multiply (`×3`) or divide (`÷3`) that of the run. A part up to the next `|` is left out where a
+            setting is at the value to try or beyond it (`>0.1` raises it to 0.1, `<0.1` lowers it).
         refuted_by: conditions of which each refutes it.
         methods: training methods that it is for.
         explains: names of later rules whose findings are its consequences.
@@ -144,25 +150,45 @@ class Rule(NamedTuple):
                 return Match(self, evidence, refutation, rows == 1)
         return None
 
-    def advice_for(self, settings: Mapping[str, Any]) -> str:
-        """Return the advice with today's value of each setting and the one to try."""
-        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings), self.advice)
+    def advice_for(self, settings: Mapping[str, Any], in_force: Mapping[str, float] | None = None) -> str:
+        """Return the advice with today's value of each setting and the one to try.
+
+        Args:
+            settings: resolved recipe, by dotted name.
+            in_force: largest values that settings have really had, where a schedule changes them.
+        """
+        advice = "".join(part for part in self.advice.split("|") if not _is_reached(part, settings))
+        return FIELD.sub(lambda match: _setting(match[1], match[2] or "", settings, in_force or {}), advice)
 
 
-def _setting(name: str, attempt: str, settings: Mapping[str, Any]) -> str:
-    """Return a setting with its value in `settings` and the one to try; its name where the value is unknown.
+def _is_reached(part: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting in a part of an advice is at the value to which it should be raised or lowered."""
+    return any(
+        (value >= float(match[2][1:]) if match[2][0] == ">" else value <= float(match[2][1:]))
+        for match in FIELD.finditer(part)
+        if (match[2] or "").startswith((">", "<")) and (value := number(settings.get(match[1]))) is not None
+    )
 
-    >>> _setting("rollout.temperature", "÷2", {"rollout.temperature": 1.5})
+
+def _setting(name: str, attempt: str, settings: Mapping[str, Any], in_force: Mapping[str, float]) -> str:
+    """Return a setting with its value in `settings` and the one to try; its name where the value is unknown. A factor
+    is one of the largest value that was in force.
+
+    >>> _setting("rollout.temperature", "÷2", {"rollout.temperature": 1.5}, {})
     'rollout.temperature (1.5 today; try 0.75)'
+    >>> _setting("rate", "÷5", {"rate": 1e-3}, {"rate": 2e-4})
+    'rate (0.001 today, at most 0.0002 in force; try 4e-05)'
     """
-    today, value = settings.get(name), number(settings.get(name))
+    today, value, attempt = settings.get(name), number(settings.get(name)), attempt.lstrip("<>")
     if name not in settings or not attempt:
         return name
+    reached = in_force.get(name, value)
     if attempt[0] in "×÷":
         factor = float(attempt[1:]) if attempt[0] == "×" else 1 / float(attempt[1:])
-        attempt = f"{round(value * factor) if is_count(today) else value * factor:.3g}" if value else ""
+        attempt = f"{round(reached * factor) if is_count(today) else reached * factor:.3g}" if reached else ""
     shown = "unset" if today is None else printable(f"{today:.6g}" if isinstance(today, float) else str(today))
-    return f"{name} ({shown} today{f'; try {attempt}' if attempt and attempt != shown else ''})"
+    lower = f", at most {reached:.3g} in force" if reached and value and f"{reached:.3g}" != f"{value:.3g}" else ""
+    return f"{name} ({shown} today{lower}{f'; try {attempt}' if attempt and attempt != shown else ''})"
 
 
 FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -199,6 +225,8 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
+MOST_LEVELS = 200
+"""Number of earlier levels among which the best is chosen in a long run."""
 ROUNDING = 1e-9
 """Relative difference below which values are equal."""
 
@@ -267,3 +295,47 @@ class Change(NamedTuple):
         if not self.early.mean:
             return 1.0 if not self.late.mean else math.copysign(math.inf, self.late.mean)
         return self.late.mean / self.early.mean
+
+
+class OpposedParts(NamedTuple):
+    """Two reward functions that moved against each other: names and changes of the one that rose and of the other."""
+
+    up: str
+    down: str
+    rise: Change
+    fall: Change
+
+
+def change_between(
+    early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
+) -> Change | None:
+    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
+    return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
+
+
+def clearest_fall(levels: Sequence[Level]) -> Change | None:
+    """Return the clearest fall from a level to a later one; None if there is no level."""
+    peaks: Iterator[Level] = accumulate(levels, lambda best, level: best if best.mean > level.mean else level)
+    return min(map(Change, peaks, levels), key=lambda change: change.errors, default=None)
+
+
+def noise(values: Float[np.ndarray, "n"]) -> float:
+    """Return the standard deviation of one value around a slow trend, from the median of the successive differences.
+
+    >>> noise(np.arange(5.0)) < noise(np.array([0.0, 3, 0, 3, 0]))
+    True
+    """
+    if values.size < 2:
+        return 0.0
+    differences: list[float] = np.abs(values[1:] - values[:-1]).tolist()  # NumPy's median is slow for a few values
+    return statistics.median(differences) / (0.6745 * math.sqrt(2))
+
+
+def stops_before(last: int) -> list[int]:
+    """Return ends of earlier levels: every row at the start, and evenly spaced ones in a long run.
+
+    >>> stops_before(4), len(stops_before(100_000))
+    ([1, 2, 3, 4], 207)
+    """
+    spaced = np.linspace(1, max(last, 1), MOST_LEVELS).astype(int).tolist()
+    return [stop for stop in sorted({*range(1, 9), *spaced}) if stop <= last]

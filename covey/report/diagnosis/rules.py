@@ -5,6 +5,7 @@ the first finding. docs/diagnosis.md has the same table, written from this one.
 """
 
 from covey.report.diagnosis.conditions import (
+    AND_HELD_OUT,
     AND_REWARD,
     AT_RATE,
     CLIPPED,
@@ -15,36 +16,40 @@ from covey.report.diagnosis.conditions import (
     DULL,
     EASY,
     EMPTY,
+    EVAL_LOSS_RISE,
     FEW_DISTINCT,
     FIRST,
     FLAT_LOSS,
+    GOOD_BEFORE,
     GROWN,
     HELD_OUT,
     HELD_OUT_FELL,
+    HELD_OUT_KEPT,
     KL_FAR,
     KL_GROWTH,
     LAST,
+    LEARNT,
     LEAST_KEPT,
     LONG_ROWS,
-    LOSS_RISE,
-    LOSS_TWICE,
     MANY,
     MANY_CUT,
     MANY_SAMPLES,
+    MANY_SCORED,
     MIN_DIP,
     MIN_ROWS,
     MOST_CUT,
+    MOST_EMPTY,
     MOST_SAMPLES,
     MOST_TIED_SMALL,
     MOSTLY,
     MOVED,
     NEARLY_ALL,
     NEARLY_ALL_CUT,
+    NOT_LEARNT,
     NOT_ROSE,
     ONE_REWARD,
     POWER,
     RATE,
-    ROSE,
     SFT,
     SHIFT,
     SPOILED,
@@ -73,7 +78,7 @@ from covey.report.diagnosis.features import (
 )
 from covey.report.diagnosis.held_out import HELD_OUT_RULES
 from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Rule, above, at_least, at_most, below, equal, percent
-from covey.report.diagnosis.settings import SETTINGS
+from covey.report.diagnosis.settings import SETTINGS, SUPERVISED_RATE
 from covey.rewards.signal import EXPLAINED
 
 RULES = (
@@ -100,7 +105,8 @@ RULES = (
         ],
         "raise {rollout.temperature:1}; loosen {rollout.top_k:0}, {rollout.top_p:1} and {rollout.min_p:0}",
         [
-            ROSE,
+            LEARNT,
+            GOOD_BEFORE,
             at_least(
                 "completions/clipped_ratio.start.mean",
                 MOST_CUT,
@@ -123,11 +129,11 @@ RULES = (
         f"to {KL_HIGH:g} nat per token, gradient norm to {SPIKE:g} times its first value",
         TREND_ROWS,
         [
-            Case("the mean reward fell {reward.fall}" + AT_RATE + "|; {jumps:; }"),
+            Case("the mean reward fell {reward.fall}" + AT_RATE + AND_HELD_OUT + "|; {jumps:; }"),
             *(
                 Case(
                     "the mean reward fell {reward.trough} on the way, and is {reward.last.mean:.3g} in "
-                    "{reward.last.span}" + AT_RATE + grown + "|; {jumps:; }",
+                    "{reward.last.span}" + AT_RATE + AND_HELD_OUT + grown + "|; {jumps:; }",
                     [
                         at_most("reward.trough.errors", -errors),
                         at_least("reward.trough.size", size, "reward.spread"),
@@ -135,7 +141,7 @@ RULES = (
                     ],
                 )
                 for errors, size, grown, conditions in (
-                    (FALL_ERRORS, MIN_FALL, "", [NOT_ROSE]),
+                    (FALL_ERRORS, MIN_FALL, "", [NOT_LEARNT]),
                     (
                         GAIN_ERRORS,
                         MIN_DIP,
@@ -148,7 +154,7 @@ RULES = (
                     ),
                 )
             ),
-            Case(HELD_OUT.format(name="accuracy") + AT_RATE, [NOT_ROSE, HELD_OUT_FELL]),
+            Case(HELD_OUT.format(name="accuracy") + AT_RATE, [NOT_ROSE, HELD_OUT_FELL], rows=0),
             Case(
                 "the held-out accuracy fell {held_out_trough:share} on the way" + AT_RATE,
                 [
@@ -162,63 +168,35 @@ RULES = (
                     "nothing was gained| at a learning rate of {learning_rate.peak.mean:.3g}"
                     + AND_REWARD
                     + "|; {jumps:; }",
-                    [NOT_ROSE, at_least("jump_count", 2), violent],
+                    [NOT_LEARNT, at_least("jump_count", 2), violent],
                 )
                 for violent in (ENTROPY_FELL, ENTROPY_SOARED)
             ),
         ],
-        f"lower {{{RATE}:÷5}}, and start again or from an earlier checkpoint; then more "
-        "{training.actor_optimizer.warmup_ratio:0.1}, a lower {training.actor_optimizer.max_grad_norm:÷3}, a higher "
-        "{grpo.beta:0.04}",
-        [equal("learning_rate.peak.mean", 0, words="the learning rate is 0")],
+        f"lower {{{RATE}:÷5}}, and start again or from an earlier checkpoint"
+        "|; then more {training.actor_optimizer.warmup_ratio:>0.1}|; then a lower "
+        "{training.actor_optimizer.max_grad_norm:÷3}|; then a higher {grpo.beta:>0.04}",
+        [equal("learning_rate.peak.mean", 0, words="the learning rate is 0"), HELD_OUT_KEPT],
         explains=SPOILED,
     ),
-    Rule(
-        "learning rate too high",
-        "The learning rate is too high",
-        f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, {percent(LOSS_RISE / 2)} of "
-        f"the first loss, and {FALL_ERRORS:g} standard errors; or it is {LOSS_TWICE:g} times the first loss, "
-        "or was on the way",
-        TREND_ROWS,
-        [
-            Case(
-                "the loss rose {loss.since_start}" + AT_RATE,
-                [at_least("loss.last.lower_end", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
-            ),
-            Case(
-                "the loss was {loss.start.mean:.3g} in {loss.start.span} and {loss.peak.mean:.3g} in {loss.peak.span}"
-                + AT_RATE,
-                [at_least("loss.peak.mean", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
-            ),
-            Case(
-                "the loss rose {loss.since_lowest}" + AT_RATE,
-                [
-                    above("loss.since_lowest.difference", LOSS_RISE, "loss.since_lowest.early.size"),
-                    above("loss.since_lowest.difference", LOSS_RISE / 2, "loss.start.mean"),
-                    at_least("loss.since_lowest.errors", FALL_ERRORS),
-                ],
-            ),
-        ],
-        "lower {training.optimizer.learning_rate:÷5}; then more {training.optimizer.warmup_ratio:0.1}, a lower "
-        "{training.optimizer.max_grad_norm:÷3}",
-        methods=SFT,
-        explains=("overfitting", "wrong answers learnt", "learning rate too low"),
-    ),
+    *SUPERVISED_RATE,
     Rule(
         "empty completions",
-        "The completions are empty",
-        f"{percent(NEARLY_ALL)} of the completions of {LAST} have no text",
+        "Most completions are empty",
+        f"{percent(NEARLY_ALL)} of the completions of {LAST} have no text; or {percent(MOST_EMPTY)} of those of "
+        "the first step",
         1,
         [
             Case(
                 "{completions/empty_ratio.last.mean:share} of the completions are empty in "
                 "{completions/empty_ratio.last.span}, {completions/empty_ratio.start.mean:share} in "
                 "{completions/empty_ratio.start.span}",
-                [EMPTY, MANY],
+                [*conditions, MANY],
             )
+            for conditions in ([EMPTY], [at_least("completions/empty_ratio.start.mean", MOST_EMPTY)])
         ],
         "compare the first prompt, which `covey train RECIPE --dry-run` prints, with those that {model.source} was "
-        "trained on: a model that begins with its stop token takes the answer for finished",
+        "trained on (a chat model wants messages): one that begins with its stop token takes the answer for finished",
         explains=("reward never reached", *DULL[1:]),
     ),
     Rule(
@@ -247,7 +225,7 @@ RULES = (
         MIN_ROWS,
         [
             Case(CUT, [at_least(CUT_SHARE, NEARLY_ALL), MANY], rows=1),
-            Case(CUT, [*MANY_CUT, NOT_ROSE]),
+            Case(CUT, [*MANY_CUT, NOT_LEARNT]),
             Case(
                 CUT, [at_least(f"completions/clipped_ratio.{when}.mean", NEARLY_ALL_CUT) for when in ("first", "last")]
             ),
@@ -273,24 +251,24 @@ RULES = (
     Rule(
         "reward never reached",
         "The reward was never reached",
-        "every completion has the reward 0, apart from a penalty by grpo.overlong_buffer, and there are "
+        "every scored completion has the reward 0, apart from a penalty by grpo.overlong_buffer, and there are "
         f"{MANY_SAMPLES} completions or more in {MIN_ROWS} steps; {MOST_SAMPLES}, with those of the evaluation before "
         "training if it had none either, are certain",
         MIN_ROWS,
         [
             Case(
-                "{none_of_all} in {num_steps} had a reward other than 0"
+                "{none_of_all} in {num_steps} had a reward other than 0|; {unscored}"
                 "|; the success rate is below {success_bound:share} (95 % confidence)"
                 "|; {completions/clipped_ratio.whole.mean:share} of them were cut off",
                 [condition, number],
                 rows,
             )
-            for number, rows in ((at_least("unrewarded", MOST_SAMPLES), 1), (MANY, None))
+            for number, rows in ((at_least("unrewarded", MOST_SAMPLES), 1), (MANY_SCORED, None))
             for condition in (equal("only_reward", 0), equal("all_unrewarding", True))
         ],
         "easier prompts ({data.path}), or a reward with steps on the way ({rewards}); more samples "
         "({grpo.num_generations:×2}); or supervised training first",
-        [below("samples", MANY_SAMPLES, words=f"fewer than {MANY_SAMPLES} completions were seen")],
+        [below("scored_count", MANY_SAMPLES, words=f"fewer than {MANY_SAMPLES} completions were scored")],
         explains=("groups too small", "entropy collapse", "learning rate too low", "part of the reward never reached"),
     ),
     Rule(
@@ -326,7 +304,7 @@ RULES = (
         [Case(TIES, tied) for tied in TIED],
         "raise {grpo.num_generations:×2}; replace such groups with {grpo.max_sampling_rounds:4}; easier prompts "
         "({data.path}); a reward with more steps ({rewards})",
-        [CRITIC, ONE_REWARD, ROSE, EASY],
+        [CRITIC, ONE_REWARD, LEARNT, EASY],
     ),
     Rule(
         "possible reward hacking",
@@ -352,7 +330,7 @@ RULES = (
         ],
         "see in samples.jsonl how the model writes a call; then {envs.tool_format}, a prompt that shows one, or "
         "supervised training on calls first",
-        [ROSE],
+        [LEARNT],
         explains=("learning rate too low",),
     ),
     Rule(
@@ -371,7 +349,7 @@ RULES = (
         ],
         "{grpo.algorithm:dr_grpo}, or {grpo.aggregate:constant}, which do not favour long answers; "
         "{grpo.overlong_buffer}",
-        [ROSE],
+        [LEARNT],
     ),
     Rule(
         "updates beyond the clip range",
@@ -397,7 +375,7 @@ RULES = (
         LONG_ROWS,
         [
             Case(
-                "the mean reward went {reward.change}|, the entropy {entropy.change}" + AT_RATE,
+                "the mean reward went {reward.change}|, the entropy {entropy.change}" + AT_RATE + AND_HELD_OUT,
                 [
                     below("reward.change.errors", 3),
                     above("reward.change.errors", -3),
@@ -406,8 +384,10 @@ RULES = (
                 ],
             )
         ],
-        f"raise {{{RATE}:×5}}; lower {{grpo.beta:÷3}} if it is above 0.1",
+        f"raise {{{RATE}:×5}}|, or less {{training.actor_optimizer.warmup_ratio:<0.1}}|; a lower {{grpo.beta:<0.1}}",
         [
+            LEARNT,
+            GOOD_BEFORE,
             at_most(
                 "reward.trough.errors",
                 -GAIN_ERRORS,
@@ -450,7 +430,16 @@ RULES = (
                 ],
             )
         ],
-        "raise {training.optimizer.learning_rate:×5}",
+        "raise {training.optimizer.learning_rate:×5}|, or less {training.optimizer.warmup_ratio:<0.1}",
+        [
+            at_least(
+                "held_out_loss_gain.difference",
+                EVAL_LOSS_RISE,
+                "held_out_loss_gain.early.size",
+                f"the held-out loss fell by {percent(EVAL_LOSS_RISE)}",
+            ),
+            LEARNT,
+        ],
         methods=SFT,
         live=False,
     ),
@@ -467,7 +456,7 @@ RULES = (
             )
         ],
         "raise {training.critic_optimizer.learning_rate:×3}; more {training.prompts_per_step:×2}",
-        [ROSE],
+        [LEARNT],
         level=NOTE,
         live=False,
     ),
@@ -480,7 +469,7 @@ RULES = (
             MIN_ROWS,
             [Case(TIES, [*tied, EASY, *easy]) for tied in TIED],
             "harder prompts ({data.path}); {grpo.max_sampling_rounds:4} replaces groups that are all right",
-            [CRITIC, ONE_REWARD, ROSE],
+            [CRITIC, ONE_REWARD, LEARNT, *([GOOD_BEFORE] if easy else [])],
             level=level,
         )
         for level, easy in ((PROBLEM, [at_least("frac_reward_all_best.start.mean", MOSTLY)]), (NOTE, []))
@@ -541,6 +530,20 @@ OUTCOMES = {
         ),
         Rule(
             "",
+            "The reward fell in training and not on held-out prompts: the training prompts may have become harder",
+            "",
+            0,
+            [
+                Case(
+                    "the mean reward went {reward.change}" + AND_HELD_OUT,
+                    [HELD_OUT_KEPT, at_most("reward.change.errors", -GAIN_ERRORS)],
+                )
+            ],
+            "compare the first prompts with the last ones: {data.path}",
+            level=NOTE,
+        ),
+        Rule(
+            "",
             f"The {metric} did not improve, and no rule says why",
             "",
             0,
@@ -549,7 +552,7 @@ OUTCOMES = {
             level=NOTE,
         ),
     )
-    for method, metric, improved in (("rl", "reward", ROSE), ("sft", "loss", below("loss.change.difference", 0)))
+    for method, metric, improved in (("rl", "reward", LEARNT), ("sft", "loss", below("loss.change.difference", 0)))
     for words in [(f"the mean {metric} went {{{metric}.change}}", f"{metric} was not measured")]
 }
 """Notes on a run in which no rule found a problem, by method; the first one that is met is told."""

@@ -2,24 +2,31 @@
 
 from covey.report.diagnosis.conditions import (
     AND_REWARD,
+    AT_RATE,
     BETA,
     BONUS_RISE,
     CLIPPED_AWAY,
     DECAYED,
     FIRST,
     FLAT_LOSS,
+    HELD_OUT_FELL,
+    HELD_OUT_LOSS,
     HOT,
     HOT_SHARE,
+    LAST,
+    LEARNT,
+    LOSS_RISE,
+    LOSS_TWICE,
     MANY,
     MIN_ROWS,
-    NOT_ROSE,
+    NOT_LEARNT,
     ONE_REWARD,
-    ROSE,
+    SFT,
     SPOILED,
     TINY_RATE,
     TREND_ROWS,
 )
-from covey.report.diagnosis.features import FALL_ERRORS
+from covey.report.diagnosis.features import FALL_ERRORS, GAIN_ERRORS
 from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
 
 SETTINGS = (
@@ -57,7 +64,7 @@ SETTINGS = (
             explains=("learning rate too high", *SPOILED),
         )
         for method, optimizer, metric, bad in (
-            ("rl", "actor_optimizer", "reward", NOT_ROSE),
+            ("rl", "actor_optimizer", "reward", NOT_LEARNT),
             ("sft", "optimizer", "loss", above("loss.change.difference", 0)),
         )
     ),
@@ -91,7 +98,7 @@ SETTINGS = (
         ],
         "lower {rollout.temperature:1}, towards 1 or below",
         [
-            ROSE,
+            LEARNT,
             at_least(
                 "reward.start.mean",
                 HOT_SHARE,
@@ -118,7 +125,7 @@ SETTINGS = (
             )
         ],
         "lower {grpo.entropy_bonus:÷10}, or set it to 0",
-        [ROSE],
+        [LEARNT],
         explains=("learning rate too high", *SPOILED),
     ),
     Rule(
@@ -129,7 +136,7 @@ SETTINGS = (
         [
             Case(
                 "grpo.beta is {beta:.3g}|, the KL {kl.last.mean:.3g} nats per token in {kl.last.span}" + AND_REWARD,
-                [at_least("beta", BETA), NOT_ROSE],
+                [at_least("beta", BETA), NOT_LEARNT],
             )
         ],
         "lower {grpo.beta:0.04}",
@@ -140,7 +147,8 @@ SETTINGS = (
         Rule(
             "gradient clipped away",
             "The gradient is clipped to nearly nothing",
-            f"its norm is at least {CLIPPED_AWAY:,g} times max_grad_norm, and the {metric} has not improved",
+            f"its norm is at least {CLIPPED_AWAY:,g} times max_grad_norm, that is at most eps (the updates of Adam and "
+            f"Muon do not depend on the size of larger gradients), and the {metric} has not improved",
             TREND_ROWS,
             [
                 Case(
@@ -148,6 +156,7 @@ SETTINGS = (
                     f"{{max_grad_norm:.3g}}|; the {metric} went {{{metric}.change}}",
                     [
                         above("max_grad_norm", 0),
+                        at_most("max_grad_norm", 1, "eps"),
                         at_least("grad_norm.whole.mean", CLIPPED_AWAY, "max_grad_norm"),
                         *flat,
                     ],
@@ -158,9 +167,71 @@ SETTINGS = (
             explains=("learning rate too low", "learning rate too high", "groups too small"),
         )
         for method, optimizer, metric, flat in (
-            ("rl", "actor_optimizer", "reward", [NOT_ROSE]),
+            ("rl", "actor_optimizer", "reward", [NOT_LEARNT]),
             ("sft", "optimizer", "loss", [at_most("loss.change.size", FLAT_LOSS, "loss.change.early.mean")]),
         )
     ),
 )
 """Rules that stand behind those about faults."""
+
+SUPERVISED_RATE = tuple(
+    Rule(
+        "learning rate too high",
+        "The learning rate is too high",
+        words,
+        TREND_ROWS,
+        cases,
+        "lower {training.optimizer.learning_rate:÷5}|; then more {training.optimizer.warmup_ratio:>0.1}|; then a "
+        "lower {training.optimizer.max_grad_norm:÷3}",
+        refuted_by,
+        methods=SFT,
+        explains=("overfitting", "wrong answers learnt", "learning rate too low"),
+    )
+    for words, cases, refuted_by in (
+        (
+            f"over {LAST} the loss is above its lowest level by {percent(LOSS_RISE)} of that, "
+            f"{percent(LOSS_RISE / 2)} of the first loss, and {FALL_ERRORS:g} standard errors; or it is "
+            f"{LOSS_TWICE:g} times the first loss",
+            [
+                Case(
+                    "the loss rose {loss.since_start}" + AT_RATE,
+                    [at_least("loss.last.lower_end", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
+                ),
+                Case(
+                    "the loss rose {loss.since_lowest}" + AT_RATE,
+                    [
+                        above("loss.since_lowest.difference", LOSS_RISE, "loss.since_lowest.early.size"),
+                        above("loss.since_lowest.difference", LOSS_RISE / 2, "loss.start.mean"),
+                        at_least("loss.since_lowest.errors", FALL_ERRORS),
+                    ],
+                ),
+            ],
+            [
+                at_most(
+                    "held_out_loss.difference",
+                    FLAT_LOSS,
+                    "held_out_loss.early.size",
+                    "the held-out loss is at its lowest",
+                )
+            ],
+        ),
+        (
+            f"the loss was {LOSS_TWICE:g} times the first loss on the way; or the held-out accuracy is "
+            f"{GAIN_ERRORS:g} standard errors below its best, and the loss has not fallen",
+            [
+                Case(
+                    "the loss was {loss.start.mean:.3g} in {loss.start.span} and {loss.peak.mean:.3g} in "
+                    "{loss.peak.span}" + AT_RATE,
+                    [at_least("loss.peak.mean", LOSS_TWICE, "loss.start.mean"), above("loss.start.mean", 0)],
+                ),
+                Case(
+                    HELD_OUT_LOSS.format(name="accuracy") + AT_RATE,
+                    [HELD_OUT_FELL, at_least("loss.change.difference", 0)],
+                    rows=0,
+                ),
+            ],
+            [],
+        ),
+    )
+)
+"""Rules about a rate of supervised training that is too high. Those about single steps stand before them."""
