@@ -63,21 +63,31 @@ def check_file(path: Path) -> None:
         )
 
 
+NO_TEXT = {
+    b"\x1f\x8b": ("gzip data", "gunzip -k FILE"),
+    b"(\xb5/\xfd": ("Zstandard data", "zstd -d FILE"),
+    b"BZh": ("bzip2 data", "bunzip2 -k FILE"),
+    b"\xfd7zX": ("xz data", "unxz -k FILE"),
+    b"PK\x03\x04": ("a ZIP archive or an Excel workbook", "unpack it; save a workbook as CSV in UTF-8"),
+    b"ARRO": ("an Arrow file", "save it as Parquet, as FILE.parquet"),
+    b"PAR1": ("a Parquet file", "name it FILE.parquet"),
+}
+"""First bytes of files that are no text: what they are, and what makes a text of them."""
+
+
 def check_utf8(start: bytes, where: str, error: type[CoveyError]) -> None:
-    """Refuse a text in UTF-16 or UTF-32, which begins with a byte order mark.
+    """Refuse a file that begins as compressed data, an archive, or a text in UTF-16 or UTF-32, whose first bytes are a
+    byte order mark or have zeros among them.
 
     Raises:
         CoveyError: the class `error`.
     """
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-        wide = start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))  # UTF-32-LE begins as UTF-16-LE does
-        name = "UTF-32" if wide else "UTF-16"
-        raise error(
-            f"this is a text in {name}",
-            want="UTF-8",
-            fix=f"iconv -f {name} -t UTF-8 FILE > NEW, or save it as UTF-8 in your editor",
-            where=where,
-        )
+    kind, fix = next((NO_TEXT[magic] for magic in NO_TEXT if start.startswith(magic)), ("", ""))
+    if not kind and (b"\0" in start[:4] or start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))):
+        name = "UTF-32" if b"\0\0" in start[:4] else "UTF-16"
+        kind, fix = f"a text in {name}", f"iconv -f {name} -t UTF-8 FILE > NEW, or save it as UTF-8 in your editor"
+    if kind:
+        raise error(f"this is {kind}", want="UTF-8", fix=fix, where=where)
 
 
 def check_not_url(folder: str | Path) -> None:

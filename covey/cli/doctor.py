@@ -109,7 +109,9 @@ def _sampled_and_scored() -> "Agreement":
     from covey.models.loading.weights import load
     from covey.rl.agreement import token_agreement
     from covey.rl.rollout import RolloutWorker
+    from covey.run import use_compilation_cache
 
+    use_compilation_cache()  # to compile the programs takes nearly all of the time
     loaded = load("scratch:arithmetic-tiny")
     config = RolloutConfig(max_prompt_length=16, max_new_tokens=32, slots=32, decode_chunk=32)
     groups = RolloutWorker(loaded.model, loaded.tokenizer, config).generate(["1+2=", "17+25="], samples=16)
@@ -156,4 +158,4 @@ EXTRAS = {
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _sampler, _programs, _extras)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _programs, _extras, _sampler)

@@ -1,6 +1,7 @@
-"""Duplicates among rows, and held-out rows that are training rows, counted by three hashes a row.
+"""Duplicates among rows, held-out rows that are training rows, and prompts with several answers, counted by four hashes
+a row.
 
-Of a row only the hashes are kept: 24 bytes. Python's hash of text has 64 bits and a key of the process, so among a
+Of a row only the hashes are kept: 32 bytes. Python's hash of text has 64 bits and a key of the process, so among a
 million rows two different ones are taken for equal with a probability of 3e-8.
 """
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 PROMPT, EXAMPLE = ("prompt",), ("prompt", "completion")
 """Columns that a model is trained on: by reinforcement learning, and by supervised training."""
+ANSWERS = (
+    "answer", "answers", "completion", "solution", "final_answer", "ground_truth", "reference", "target", "label"
+)  # fmt: skip
+"""Names of columns that hold the answer to a prompt."""
 KINDS = ("every column", "what is trained on", "the same, but for case and space")
 """Parts of rows whose equality makes them duplicates, from the whole row to the least."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=stable_text)
@@ -61,18 +66,38 @@ class RowHashes:
         """Add a row."""
         used = _encode(row, self._columns)
         whole = used if self._columns is None else _encode(row, None)
-        self._hashes.extend((hash(whole), hash(used), hash(_fold(used))))
+        names = ANSWERS if self._columns == PROMPT else PROMPT
+        other = _encode(row, names) if any(row.get(name) not in (None, "") for name in names) else ""
+        self._hashes.extend((hash(whole), hash(used), hash(_fold(used)), hash(_fold(other))))
 
     def table(self) -> "np.ndarray":
-        """Return the hashes, int64 [rows, 3], in the order of `KINDS`."""
+        """Return the hashes, int64 [rows, 4]: in the order of `KINDS`, then that of the answers, or in supervised
+        training that of the prompt; 0 if there is none.
+        """
         import numpy as np  # late: mistakes are answered without it
 
-        return np.frombuffer(self._hashes, np.int64).reshape(-1, len(KINDS))
+        return np.frombuffer(self._hashes, np.int64).reshape(-1, len(KINDS) + 1)
 
 
 def count_duplicates(train: "np.ndarray", held_out: "np.ndarray") -> list[Duplicates]:
     """Count duplicates in tables of hashes, one entry for each of `KINDS`."""
     return [_count(kind, train[:, i], held_out[:, i]) for i, kind in enumerate(KINDS)]
+
+
+def find_contradictions(columns: Sequence[str] | None, table: "np.ndarray") -> list[int]:
+    """Return the number of prompts that have several answers, and the indices of two such rows if there are any.
+
+    Args:
+        columns: what is trained on, as for `RowHashes`; of whole rows nothing is an answer.
+        table: hashes of the training rows.
+    """
+    import numpy as np
+
+    given = np.flatnonzero(table[:, 3] if columns else [])
+    prompts, answers = table[given, 2:].T if columns == PROMPT else table[given, :1:-1].T
+    order = np.lexsort((answers, prompts))
+    differ = np.flatnonzero((np.diff(prompts[order]) == 0) & (np.diff(answers[order]) != 0))
+    return [np.unique(prompts[order[differ]]).size, *given[order[[*differ[:1], *differ[:1] + 1]]].tolist()]
 
 
 def compare_rows(recipe: Recipe | SFTRecipe, train: Iterable[Row], held_out: Iterable[Row]) -> list[Duplicates]:

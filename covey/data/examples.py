@@ -13,14 +13,21 @@ from covey.data.rows import (
     PAIR,
     Row,
     as_prompt,
+    as_turns,
+    chat_turns,
     find_form,
     format_columns,
     iter_items,
+    message_text,
+    parse_chat,
     plain_value,
     split_columns,
 )
 from covey.errors import DataError, nearest
 from covey.types import Prompt
+
+NOT_LEARNT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Parts of an assistant's message besides its content: in an answer they would not be learnt."""
 
 
 def as_examples(data: Any) -> list[Row]:
@@ -53,13 +60,15 @@ def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "
         raise DataError(f"is a {type(row).__name__}", want=f"a row with {FORM_COLUMNS}", where=where)
     form = PAIR if prompt in row and completion in row else find_form(row)
     if form is PAIR:
-        asked, answer = _pair(row[prompt], plain_value(row[completion]), where)
+        asked, answer = _pair(row[prompt], row[completion], where)
     elif form is None:
         raise _no_form_error(row, (prompt, completion), where)
     elif form.to_chat:
-        asked, answer = _chat(form.to_chat(row, where), where)
+        asked, answer = _chat(chat_turns(form, row, where), where)
     else:
-        asked, answer = "", _check_not_empty(plain_value(row["text"]), where)
+        text = parse_chat(row["text"], where)
+        is_chat = isinstance(text, list)
+        asked, answer = _chat(as_turns(text, where), where) if is_chat else ("", _check_not_empty(text, where))
     used = {prompt, completion, *form.columns, *form.optional}
     return {**{name: plain_value(row[name]) for name in row if name not in used}, "prompt": asked, "completion": answer}
 
@@ -87,29 +96,46 @@ def _no_form_error(row: Mapping[str, Any], pair: tuple[str, str], where: str) ->
     return DataError(
         f"there is nothing to learn: no column {lacks!r}; its columns are {format_columns(row)}",
         want=FORM_COLUMNS,
-        fix=nearest(lacks, map(str, row)) if row else "",
+        fix="give 'chosen' the name completion, or messages if it is a chat"
+        if "chosen" in row
+        else nearest(lacks, map(str, row))
+        if row
+        else "",
         where=where,
     )
 
 
-def _chat(messages: Any, where: str) -> tuple[Prompt, str]:
-    turns = as_prompt(messages, where)
+def _chat(turns: Prompt, where: str) -> tuple[Prompt, str]:
     if isinstance(turns, str) or len(turns) < 2 or turns[-1]["role"] != "assistant":
         raise DataError(
             "the messages do not end with an answer to learn",
             want="a user's turn or more, and an assistant's at the end",
             where=where,
         )
-    return turns[:-1], _check_not_empty(turns[-1]["content"], where)
+    return as_prompt(turns[:-1], where), _learnt(turns[-1], where)
+
+
+def _learnt(turn: Mapping[str, Any], where: str) -> str:
+    """Return the text of an answer; refuse what else the message has for the model to say."""
+    others = [key for key in NOT_LEARNT if turn.get(key)] + ["weight"] * (turn.get("weight", 1) == 0)
+    if others:
+        raise DataError(
+            f"the answer has {', '.join(others)}, and its content alone is learnt",
+            want="the whole answer in its content, as the chat template writes it",
+            fix="move it into the content, or leave the row out",
+            where=where,
+        )
+    return _check_not_empty(message_text(turn, where), where)
 
 
 def _answer(completion: Any, where: str) -> tuple[str, bool]:
     """Return the completion's text, and whether it was a chat message."""
+    completion = parse_chat(completion, where)
     turns = [completion] if isinstance(completion, Mapping) else completion
     if isinstance(turns, Sequence) and not isinstance(turns, str) and len(turns) == 1:
         (turn,) = turns
         if isinstance(turn, Mapping) and turn.get("role") == "assistant":
-            return _check_not_empty(turn.get("content"), where), True
+            return _learnt(turn, where), True
     return _check_not_empty(completion, where), False
 
 

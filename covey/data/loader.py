@@ -12,6 +12,7 @@ beginning: the other messages, all roles and the template around them stay whole
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
@@ -24,6 +25,10 @@ from covey.types import Prompt
 if TYPE_CHECKING:
     import numpy as np  # late: a command that reads no data needs no NumPy
 
+log = logging.getLogger(__name__)
+
+BESIDE_PROMPT = ("system", "tools", "functions", "history", "images", "chosen", "rejected")
+"""Columns that other trainers put into a prompt or learn from; here functions alone get them."""
 LoaderState = dict[str, Any]
 """State of a loader, JSON-serializable: `position` in rows, and `fingerprint`."""
 
@@ -57,6 +62,10 @@ class PromptLoader(Iterator[list[Row]]):
         if prompts_per_step < 1:
             raise DataError(f"{self.unit} is {prompts_per_step}", want="at least 1")
         self.rows = self.read(data)
+        if beside := [
+            name for name in BESIDE_PROMPT if any(row.get(name) not in (None, "", "[]", []) for row in self.rows)
+        ]:
+            log.warning(f"no prompt has what {' and '.join(map(repr, beside))} hold: write it into the chat")
         self.prompts_per_step = prompts_per_step
         self.position = 0
         self._seed, self._shuffle, self._num_epochs = seed, shuffle, num_epochs

@@ -1,6 +1,6 @@
-"""Readers of records: files of four kinds, and two hubs of data sets. `sources` converts the records to rows.
+"""Readers of records: files of five kinds, and two hubs of data sets. `sources` converts the records to rows.
 
-    FILE.jsonl, .json, .csv, .parquet   a file; `data.test_path` may name the held-out one
+    FILE.jsonl, .json, .csv, .tsv, .parquet   a file; `data.test_path` may name the held-out one
     FOLDER                           train and test of one kind, or main_train.csv and main_test.csv (Kaggle's GSM8K)
     hf:org/name[/config][@revision]  the Hugging Face hub, through `datasets`
     tfds:name[/config]               TensorFlow Datasets, through `tensorflow_datasets`
@@ -15,12 +15,12 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from covey.config.schema import HUBS, DataConfig
-from covey.data.rows import CHAT_COLUMNS, format_columns, plain_value
+from covey.data.rows import CHAT_COLUMNS, find_form, format_columns, plain_value
 from covey.errors import DataError, foreign_errors, nearest
 from covey.files import check_utf8
 from covey.registry import import_package
@@ -121,7 +121,7 @@ def _iter_file(path: Path, columns: RequiredColumns) -> Iterator[Record | DataEr
     is_empty = True
     try:
         with path.open("rb") as file:
-            check_utf8(file.read(4), str(path), DataError)
+            check_utf8(b"" if read is _read_parquet else file.read(4), str(path), DataError)
         for where, record in read(path):
             is_empty = False
             yield record if isinstance(record, DataError) else attempt(_check_columns, record, columns, where)
@@ -131,44 +131,98 @@ def _iter_file(path: Path, columns: RequiredColumns) -> Iterator[Record | DataEr
         raise DataError("the file is empty", want=want, where=str(path))
 
 
+def _decode(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the byte {line[error.start]:#x} is no UTF-8",
+            want="UTF-8",
+            fix="iconv -f CP1252 -t UTF-8 FILE > NEW, if Windows wrote it; or save it as UTF-8 in your editor",
+            where=where,
+        ) from None
+
+
 def _read_jsonl(path: Path) -> Iterator[Located]:
     """Yield the objects of a JSON Lines file; blank lines are skipped."""
+    other = (
+        "" if path.suffix.lower() in (".jsonl", ".ndjson", ".json") else "; or a name in .json, .csv, .tsv, .parquet"
+    )
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, attempt(_parse_object, line, where, "one JSON object a line")
+                yield where, attempt(_parse_object, line, where, JSON_LINES[1] + other)
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the objects of a JSON list; a file that is not a list is read as JSON Lines."""
-    text, want = path.read_bytes(), "a list of JSON objects"
-    if not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    """Yield the objects of a JSON list, or the one of the file; a file of several objects is read as JSON Lines."""
+    want = "a list of JSON objects"
+    whole = attempt(_parse_json, text := path.read_bytes(), str(path), want)
+    if isinstance(whole, DataError) and not text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _read_jsonl(path)
         return
-    for number, entry in enumerate(_parse_json(text, str(path), want), 1):
+    whole = required(whole)
+    for number, entry in enumerate(_rows_of(whole, str(path)) if isinstance(whole, dict) else whole, 1):
         where = f"{path}, entry {number}"
         yield where, attempt(_check_object, entry, where, want)
 
 
+def _rows_of(whole: Record, where: str) -> list[Record]:
+    """Return the rows of a file that is one JSON object: it is a row, or a dict of columns.
+
+    Raises:
+        DataError: the rows stand under a key of it, or its columns are dicts, as pandas writes them.
+    """
+    columns = [v for v in whole.values() if isinstance(v, list) and v and not isinstance(v[0], dict)]
+    if len(columns) == len(whole) and len({*map(len, columns)}) == 1:
+        return [dict(zip(whole, values, strict=True)) for values in zip(*columns, strict=True)]
+    nested = [name for name, v in whole.items() if isinstance(v, list) and v not in columns]
+    is_table = bool(whole) and all(isinstance(value, dict) for value in whole.values())
+    if is_table or (nested and not find_form(whole) and "prompt" not in whole):
+        raise DataError(
+            f"the file is one JSON object, with its rows under {format_columns(dict.fromkeys(nested or whole))}",
+            want="a list of JSON objects, or one JSON object a line",
+            fix=f"jq '.{next(iter(nested or whole))}' FILE > NEW.json; in pandas: to_json(FILE, orient='records')",
+            where=where,
+        )
+    return [whole]
+
+
 def _read_csv(path: Path) -> Iterator[Located]:
-    """Yield the rows of a CSV file; its first line has the column names, and each row one field per name."""
+    """Yield the rows of a CSV file; its first line has the column names, and each row one field per name. A line sep=;
+    before it is Excel's.
+    """
+    where = str(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            delimiter = _find_delimiter(file.readline(), f"{path}:1")
-            file.seek(0)
-            reader = csv.DictReader(file, strict=True, delimiter=delimiter)
-            want = ", ".join(reader.fieldnames or ())
+            header = file.readline()
+            excel = re.fullmatch(r'"?sep=(.)"?\r?\n', header)
+            header = file.readline() if excel else header
+            is_tsv, place = path.suffix.lower() == ".tsv", f"{path}:1"
+            delimiter = excel[1] if excel else "\t" if is_tsv else _find_delimiter(header, place)
+            reader = csv.DictReader(chain([header], file), strict=True, delimiter=delimiter)
             for row in reader:
-                where = f"{path}:{reader.line_num}"
-                yield where, attempt(_check_fields, row, where, want)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"is not CSV in UTF-8: {error}", where=str(path)) from None
+                where = f"{path}:{reader.line_num + bool(excel)}"
+                yield where, attempt(_check_fields, row, reader.fieldnames or (), where)
+    except UnicodeDecodeError:
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            _decode(line, f"{path}:{number}")
+    except csv.Error as error:
+        long = "a cell after this place has more than 131,072 characters, or a quote is not closed"
+        raise DataError(
+            long if "field limit" in str(error) else f"is not CSV: {error}",
+            want="cells in double quotes, with a quote inside written twice",
+            fix="write the rows as a .jsonl file, which has no such limit",
+            where=where,
+        ) from None
 
 
-def _check_fields(row: dict[Any, Any], where: str, want: str) -> Record:
-    if None in row or None in row.values():
-        raise DataError("has not as many fields as there are columns", want=want, where=where)
+def _check_fields(row: dict[Any, Any], names: Sequence[str], where: str) -> Record:
+    other = None in row or None in row.values()
+    if other or sum(map(bool, row)) < sum(map(bool, names)):
+        what = "has not as many fields as there are columns" if other else "two columns have the same name"
+        raise DataError(what, want=", ".join(names) or "a line of column names, as the first", where=where)
     return row
 
 
@@ -202,10 +256,19 @@ def _parse_object(line: bytes, where: str, want: str) -> Record:
 
 
 def _parse_json(text: bytes, where: str, want: str) -> Any:
+    decoded = _decode(text, where)
     try:
-        return json.loads(text)
+        return json.loads(
+            decoded, object_pairs_hook=_unique_keys, parse_constant=lambda name: None if name == "NaN" else float(name)
+        )
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON: {error}", want=want, where=where) from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Record:
+    if len(record := dict(pairs)) < len(pairs):
+        raise ValueError(f"a key is there twice, among {format_columns(record)}")
+    return record
 
 
 def _check_object(row: Any, where: str, want: str) -> Record:
@@ -243,7 +306,15 @@ def _find_files(config: DataConfig, wanted: str) -> tuple[Path, Path | None]:
     if not path.is_dir():
         return path, existing_path(config.test_path, "data.test_path", wanted) if config.test_path else None
     layouts = [(path / train, path / test) for train, test in FOLDER_LAYOUTS]
-    train, test = next((pair for pair in layouts if any(file.is_file() for file in pair)), layouts[0])
+    present = [pair for pair in layouts if any(file.is_file() for file in pair)] or layouts[:1]
+    if len(present) > 1:
+        raise DataError(
+            f"the folder has {', '.join(file.name for pair in present for file in pair if file.is_file())}",
+            want="one training and one test file",
+            fix=f"name it: --data.path {present[0][0]} --data.test-path {present[0][1]}",
+            where=str(path),
+        )
+    train, test = present[0]
     for file in (train, test):
         if not file.is_file():
             have = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
@@ -331,7 +402,11 @@ def _import_package(name: str, extra: str, path: str) -> Any:
 def _read_split(path: str, name: str, splits: Mapping[str, Any], columns: RequiredColumns) -> Records:
     where = f"{path}, {name}"
     if name not in splits:
-        raise DataError(f"{path} has no split {name!r}, only: {', '.join(splits)}", where="data.path")
+        raise DataError(
+            f"{path} has no split {name!r}, only: {', '.join(splits)}",
+            fix="write the split that you mean to a file: datasets.load_dataset(...)[SPLIT].to_json('train.jsonl')",
+            where="data.path",
+        )
     return Records(where, _iter_split(splits[name], columns, where))
 
 
@@ -350,6 +425,7 @@ JSON_LINES: tuple[Reader, str] = (_read_jsonl, "one JSON object a line")
 READERS: dict[str, tuple[Reader, str]] = {
     ".json": (_read_json, "a list of JSON objects, or one JSON object a line"),
     ".csv": (_read_csv, "a line of column names, and rows"),
+    ".tsv": (_read_csv, "a line of column names, and rows"),
     ".parquet": (_read_parquet, "a Parquet file with rows"),
 }
 """Reader for each file suffix, and what it reads; files with any other suffix are read as JSON Lines."""

@@ -9,6 +9,8 @@ becomes the column `completion`.
 learning samples from the prompt of a chat form and keeps the given completion as a column.
 """
 
+import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
@@ -16,7 +18,7 @@ from operator import length_hint
 from typing import Any, NamedTuple
 
 from covey.errors import DataError, nearest
-from covey.types import Prompt
+from covey.types import Message, Prompt
 
 Row = dict[str, Any]
 """One example: `prompt` (text or chat messages) and columns for the reward functions (`answer`, ...)."""
@@ -35,6 +37,8 @@ ROLES = {
     "model": "assistant",
 }
 """Role for each value of ShareGPT's `from`."""
+CHAT_TEXT = re.compile(r"""\s*(?:array\()?\[\s*\{\s*["'](?:role|from|content|value)["']\s*:""")
+"""Beginning of a text that is a list of chat messages, as JSON or as Python prints it."""
 
 
 def as_rows(data: Any) -> list[Row]:
@@ -67,20 +71,86 @@ def as_prompt(value: Any, where: str) -> Prompt:
     """Convert a prompt to its plain form: text, or a list of `{"role": ..., "content": ...}`.
 
     Raises:
+        DataError: `value` is neither, is empty, or ends with an assistant's message.
+    """
+    prompt = as_turns(value, where)
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        raise DataError(
+            "the prompt ends with an assistant's message, and the model would be asked after it",
+            want="a chat that ends with what is asked",
+            fix="leave that message out; if it is the answer, name the column messages",
+            where=where,
+        )
+    return prompt
+
+
+def as_turns(value: Any, where: str) -> Prompt:
+    """Convert text or chat messages to their plain form, as `as_prompt` does; the last message may be an answer.
+
+    Raises:
         DataError: `value` is neither, or is empty.
     """
-    value = plain_value(value)
+    value = parse_chat(value, where)
     if isinstance(value, str) and value.strip():
         return value
-    messages = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
-    if messages and all(_is_message(m) for m in messages):
-        return [dict(m) for m in messages]
+    turns = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
+    messages = [_turn(turn, where) for turn in turns]
+    contents = [message_text(message, where) for message in messages]
+    if contents and None not in contents:
+        return [{**message, "content": str(text)} for message, text in zip(messages, contents, strict=True)]
     text = repr(value)
     raise DataError(
         f"the prompt is {text if len(text) < 80 else text[:77] + '...'}",
         want="text, or chat messages with a role and a content, not empty",
         where=where,
     )
+
+
+def parse_chat(value: Any, where: str) -> Any:
+    """Return the messages of a chat that stands in a table as JSON text; any other value as it is.
+
+    Raises:
+        DataError: the text is a chat, and not JSON.
+
+    >>> parse_chat('[{"role": "user", "content": "2+2?"}]', "row 1")
+    [{'role': 'user', 'content': '2+2?'}]
+    """
+    value = plain_value(value)
+    if not isinstance(value, str) or not CHAT_TEXT.match(value) or not ({"role", "from"} & {*re.split("[\"']", value)}):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("Extra data"):  # a text that begins with a chat
+            return value
+        raise DataError(
+            f"a chat stands here as text that is not JSON: {value[:60]!r}",
+            want="messages as JSON: " + '[{"role": "user", "content": "…"}, …]',
+            fix="write the column with json.dumps, or the rows as a .jsonl file",
+            where=where,
+        ) from None
+
+
+def message_text(message: Any, where: str) -> str | None:
+    """Return the text of a chat message, also of one in parts; None if it is no message of text.
+
+    Raises:
+        DataError: a part is an image or another thing that is no text.
+    """
+    turn = message if _is_message(message) else {}
+    is_call = turn.get("content") is None and turn.get("tool_calls")
+    content: Any = "" if is_call else plain_value(turn.get("content"))
+    if isinstance(content, str | bytes) or not isinstance(content, Sequence):
+        return content if isinstance(content, str) else None
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"a part of a message is {part!r:.80}",
+                want='text, or parts {"type": "text", "text": "…"}: Covey trains on text',
+                fix="leave out rows with images, sounds or videos",
+                where=where,
+            )
+    return "".join(part["text"] for part in content)
 
 
 def as_chat_row(row: Mapping[str, Any], where: str) -> Row:
@@ -91,13 +161,37 @@ def as_chat_row(row: Mapping[str, Any], where: str) -> Row:
     """
     form = find_chat_form(row)
     assert form is not None
-    assert form.to_chat is not None
-    turns = as_prompt(form.to_chat(row, where), where)
+    turns = chat_turns(form, row, where)
     used = {*PROMPT_NAMES, *form.columns, *form.optional}
     columns = {name: plain_value(value) for name, value in row.items() if name not in used}
-    if isinstance(turns, str) or turns[-1]["role"] != "assistant":
+    if turns[-1]["role"] != "assistant":
         return {"prompt": turns, **columns}
     return {"prompt": as_prompt(turns[:-1], where), **columns, "completion": turns[-1]["content"]}
+
+
+def chat_turns(form: "Form", row: Mapping[str, Any], where: str) -> Sequence[Message]:
+    """Return the messages of a row of a chat form, after the text of its column `system`.
+
+    Raises:
+        DataError: the chat is malformed or plain text, or begins with another system message.
+    """
+    assert form.to_chat is not None
+    turns, system = as_turns(form.to_chat(row, where), where), plain_value(row.get("system"))
+    if isinstance(turns, str):
+        raise DataError(
+            f"{form.columns[0]} is the text {turns[:60]!r}",
+            want="a list of messages, each with a role and a content; or its JSON text",
+            where=where,
+        )
+    if system and turns[0]["role"] == "system" and turns[0]["content"] != system:
+        raise DataError(
+            f"the column 'system' is {system!r:.60}, and the chat begins with {turns[0]['content']!r:.60}",
+            want="one system message",
+            fix="leave one of them out; --data.system replaces both",
+            where=where,
+        )
+    first = [] if not system or turns[0]["role"] == "system" else [{"role": "system", "content": system}]
+    return [*(first and as_turns(first, where)), *turns]
 
 
 def chat(*texts: str) -> list[dict[str, str]]:
@@ -239,7 +333,7 @@ def _is_one_prompt(value: Any, name: str) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 def _as_list(value: Any) -> list[Any] | None:
@@ -321,15 +415,6 @@ def format_forms() -> str:
     return "\n".join(f"{', '.join(form.columns):{width}}  {form.description}" for form in FORMS)
 
 
-def _conversations(row: Mapping[str, Any], where: str) -> Any:
-    """Convert ShareGPT's turns to chat messages; turns that already are messages stay as they are."""
-    turns = row["conversations"]
-    turns = turns.tolist() if hasattr(turns, "tolist") else turns
-    if isinstance(turns, str) or not isinstance(turns, Sequence):
-        return turns
-    return [*_system(row), *(_turn(turn, where) for turn in turns)]
-
-
 def _turn(turn: Any, where: str) -> Any:
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
@@ -344,15 +429,29 @@ def _turn(turn: Any, where: str) -> Any:
 
 def _instruction(row: Mapping[str, Any], where: str) -> Any:
     """Convert an Alpaca row to a chat: the instruction, with the input below it, is the user's message."""
-    if not isinstance(row["instruction"], str) or not row["instruction"].strip():
-        raise DataError(f"the instruction is {row['instruction']!r:.80}", want="text that is not empty", where=where)
-    asked = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
+    instruction, added = row["instruction"], row.get("input")
+    if not isinstance(instruction, str) or not instruction.strip() or isinstance(added, list | dict):
+        raise DataError(
+            f"the instruction is {instruction!r:.80} and the input {added!r:.40}", want="text, not empty", where=where
+        )
+    asked = "\n\n".join(str(part) for part in (instruction, added) if part)
     answer = [{"role": "assistant", "content": row["output"]}] if row.get("output") is not None else []
-    return [*_system(row), {"role": "user", "content": asked}, *answer]
+    return [*chat(*_history(row, where)), {"role": "user", "content": asked}, *answer]
 
 
-def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+def _history(row: Mapping[str, Any], where: str) -> list[str]:
+    """Return the earlier turns of an Alpaca row, of user and assistant in turn; in a table they are JSON text."""
+    history = plain_value(row.get("history")) or []
+    try:
+        pairs = [plain_value(pair) for pair in (json.loads(history) if isinstance(history, str) else history)]
+        kinds = [list(map(type, pair)) for pair in pairs if isinstance(pair, list | tuple)]
+        if kinds != [[str, str]] * len(pairs):
+            raise ValueError("no pairs of texts")
+        return [text for pair in pairs for text in pair]
+    except (ValueError, TypeError, RecursionError):
+        raise DataError(
+            f"the history is {history!r:.80}", want='pairs: [["question", "answer"], …], also as JSON text', where=where
+        ) from None
 
 
 PAIR = Form(
@@ -366,21 +465,23 @@ FORMS = (
     Form(
         "chat",
         ("messages",),
-        "chat messages, the last of which is the assistant's",
-        to_chat=lambda row, _: row["messages"],
+        "chat messages, the last of which is the assistant's; the text of a column `system` is placed before them",
+        ("system",),
+        lambda row, _: row["messages"],
     ),
     Form(
         "ShareGPT",
         ("conversations",),
         "ShareGPT: turns `from` human and gpt with a `value`; the text of a column `system` is placed before them",
         ("system",),
-        _conversations,
+        lambda row, _: row["conversations"],
     ),
     Form(
         "Alpaca",
         ("instruction", "output"),
-        "Alpaca: the user's message, followed by the text of a column `input`, and the answer",
-        ("input", "system"),
+        "Alpaca: the user's message, followed by the text of a column `input`, and the answer; the text of a column "
+        "`system` and the pairs of a column `history` are placed before them",
+        ("input", "system", "history"),
         _instruction,
     ),
     Form("text", ("text",), "plain text, all of which is learnt"),

@@ -1,16 +1,19 @@
-"""Statistics of rows that are read one by one: malformed rows, columns, lengths in tokens, and hashes.
+"""Statistics of rows that are read one by one: malformed rows, columns, lengths in tokens, and hashes; and of a sample
+of whole rows the order in which they come, and answers that stand in their prompts.
 
-Of a row 28 bytes and a count of tokens are kept, so that a million rows fit in a small memory. To count the tokens of a
-chat takes a third of a millisecond: of more than `MAX_MEASURED` rows every second, fourth, eighth ... is measured.
+Of a row 36 bytes and a count of tokens are kept, so that a million rows fit in a small memory. To count the tokens of a
+chat takes a third of a millisecond: of more than `MAX_MEASURED` rows every second, fourth, eighth ... is measured. The
+sample has every row of up to `MAX_SAMPLE`, and every second, fourth, eighth ... of more.
 """
 
 import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from covey.data.duplicates import RowHashes
+from covey.data.duplicates import ANSWERS, RowHashes
 from covey.data.rows import Row
 from covey.data.sources import Rows
 from covey.errors import DataError
@@ -20,8 +23,20 @@ if TYPE_CHECKING:
 
 MAX_MEASURED = 20_000
 """Largest number of rows whose counts of tokens are kept: then every second count is dropped."""
+MAX_SAMPLE = 1000
+"""Largest number of rows that are kept whole: then every second one is dropped."""
 MAX_PLACES = 3
-"""Number of malformed rows whose places are kept, for each mistake."""
+"""Number of rows that are examples of one mistake."""
+LONG = 20
+"""Number of characters from which an answer does not stand in a text by chance."""
+MIN_ORDERED, MOST_EQUAL = 20, 0.9
+"""Fewest rows whose order means something, and largest share of them that may have the same value."""
+LENGTH = "length of the prompt"
+"""Name of what rows may be sorted by besides their columns."""
+MARK = re.compile(r"\b(?:answer|solution|label|output|response)\b(?: is)?|[?=]|####|\\boxed\{")
+"""Pattern of what an answer follows at the end of a prompt."""
+SAID = re.compile(r"\b(?:answer|solution|label|hint|result)\W{0,3}(?:is\b|[:=])")
+"""Pattern of words that an answer follows anywhere in a prompt."""
 VALUES = re.compile(r"'[^']*'|\d+")
 """Pattern of what differs between errors of the same mistake: numbers and quoted values."""
 
@@ -58,7 +73,8 @@ class RowScan:
         longest: the longest row that was measured, and its number of tokens.
         malformed: malformed rows by mistake.
         present: number of rows that have a column, by its name.
-        empty: number of these in which its value is None.
+        empty: number of these in which its value is None or an empty text.
+        sample: rows that are kept whole, with their numbers.
         every: one row in so many was measured.
     """
 
@@ -69,7 +85,8 @@ class RowScan:
         self.longest: tuple[int, Row] | None = None
         self.malformed: dict[str, Malformed] = {}
         self.present, self.empty = Counter[str](), Counter[str]()
-        self.every = 1
+        self.sample: list[tuple[int, Row]] = []
+        self.every = self._every_kept = 1
 
     def __len__(self) -> int:
         """Return the number of rows that are not malformed."""
@@ -112,7 +129,11 @@ class RowScan:
         if len(self.first) < self._keep:
             self.first.append(row)
         self.present.update(row.keys())
-        self.empty.update(name for name, value in row.items() if value is None)
+        self.empty.update(name for name, value in row.items() if is_empty(value))
+        if len(self) % self._every_kept == 0:
+            self.sample.append((number, row))
+        if len(self.sample) > MAX_SAMPLE:
+            self.sample, self._every_kept = self.sample[::2], 2 * self._every_kept
 
     def _measure_row(self, row: Row) -> None:
         tokens = self._measure(row)
@@ -121,3 +142,65 @@ class RowScan:
         self._lengths.append(tokens)
         if len(self._lengths) > MAX_MEASURED:
             self._lengths, self.every = self._lengths[::2], 2 * self.every
+
+
+def is_empty(value: Any) -> bool:
+    """Tell whether a column has no value: None, or a text of white space."""
+    return value is None or not str(value).strip()
+
+
+def rows_with_answer(sample: Sequence[tuple[int, Row]]) -> dict[str, tuple[int, int, dict[int, str]]]:
+    """Return the columns of `ANSWERS` whose value stands in the prompt, with the number of these rows, the number of
+    rows with an answer, and the ends of the first of these prompts.
+
+    An answer stands there if it follows the last question mark, equals sign or word such as "answer", if it follows
+    "the answer is", or if it is long and anywhere in the last message. Columns whose values fit as often into the
+    prompt of the next row are left out.
+    """
+    result = {}
+    for name in ANSWERS:
+        rows = [(n, _asked(row), str(row[name])) for n, row in sample if isinstance(row.get(name), str | int | float)]
+        found = {number: prompt[-60:] for number, prompt, answer in rows if _stands_in(prompt, answer)}
+        by_chance = sum(a[2] != b[2] and _stands_in(b[1], a[2]) for a, b in pairwise(rows))
+        if len(found) > 3 * by_chance:
+            result[name] = len(found), len(rows), dict(islice(found.items(), MAX_PLACES))
+    return result
+
+
+def _asked(row: Row) -> str:
+    """Return the text of a prompt, or of its last message."""
+    return str(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])
+
+
+def _stands_in(prompt: str, answer: str) -> bool:
+    text, wanted = prompt.casefold(), answer.strip().casefold()
+    ends = [mark.end() for mark in SAID.finditer(text)] + [mark.end() for mark in MARK.finditer(text)][-1:]
+    after = [text[end : end + len(wanted) + 20].lstrip(" :*=\"'$(\n") for end in ends]
+    follows = any(part.startswith(wanted) and not part[len(wanted) :][:1].isalnum() for part in after)
+    return bool(wanted) and (follows or (len(wanted) >= LONG and wanted in text))
+
+
+def sorted_columns(sample: Sequence[tuple[int, Row]]) -> dict[str, tuple[Any, Any]]:
+    """Return the columns by which the rows are sorted or grouped, each with its first and last value."""
+    rows, prompts = [row for _, row in sample], [_asked(row) for _, row in sample]
+    columns: dict[str, list[Any]] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain(*rows))}
+    columns |= {"prompt": prompts, LENGTH: list(map(len, prompts))}
+    return {name: (values[0], values[-1]) for name, values in columns.items() if _is_sorted(name, values)}
+
+
+def _is_sorted(name: str, values: Sequence[Any]) -> bool:
+    """Tell whether the values of a column rise, fall or come in groups; numbers of rows and other ids do not count."""
+    known = [_sort_key(value) for value in values if isinstance(value, str | int | float)]
+    groups, distinct = 1 + sum(a != b for a, b in pairwise(known)), len({*known})
+    if len(known) < MIN_ORDERED or groups != distinct or max(Counter(known).values()) > MOST_EQUAL * len(known):
+        return False
+    rises_or_falls = known in (ordered := sorted(known), ordered[::-1])
+    if name == LENGTH:  # numbered prompts become longer too
+        return rises_or_falls and max(values) > 2 * min(values)
+    is_no_id = name in (*ANSWERS, "prompt") or all(re.fullmatch(r"-?\d+\.\d+", str(value)) for value in values)
+    return (rises_or_falls and is_no_id) or 2 * distinct < len(known)
+
+
+def _sort_key(value: Any) -> tuple[float | str, ...]:
+    """Return a key that sorts texts by the size of the numbers in them."""
+    return tuple(float(part) if n % 2 else part for n, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", str(value))))

@@ -245,7 +245,7 @@ def _without_system(prompt: str | Sequence[Message]) -> list[Message]:
     return [message for message in prompt if message["role"] != "system"]
 
 
-JSONL = "a .jsonl, .json, .csv or .parquet file, a folder with train.jsonl and test.jsonl, or hf:org/name"
+JSONL = "a .jsonl, .json, .csv, .tsv or .parquet file, a folder with train.jsonl and test.jsonl, or hf:org/name"
 
 TASKS: dict[str, Task] = {
     "first-letter": Task(lambda config: first_letter.make_rows(config.seed), _no_examples, first_letter.SYSTEM),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from covey.data.duplicates import describe_overlap, describe_repeated
+from covey.data.loader import BESIDE_PROMPT
 from covey.report.diagnosis import Finding
 from covey.run.inference import PLAIN
 
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
 TREATMENT = {"drop": "dropped", "truncate": "cut", "error": "refused, as are the data"}
 """Treatment of rows that are too long, by `training.too_long`."""
 MANY = 0.05
-"""Share of rows from which it is a problem, and no note, that they are dropped, cut, or held out and trained on."""
+"""Share of rows from which it is a problem, and no note, that they are dropped, cut, empty, or held out and trained on,
+or that their answer stands in their prompt.
+"""
 
 
 def find_problems(summary: "DataSummary") -> list[Finding]:
     """Return the findings, those for which a run refuses the data first."""
-    found = [*_malformed(summary), *_missing(summary), *_too_long(summary), *_duplicates(summary), *_empty(summary)]
-    return [*found, *([_finding(f"{summary.plain:,} {PLAIN[0]}", *PLAIN[1:], level="note")] if summary.plain else [])]
+    told = [*_malformed(summary), *_missing(summary), *_too_long(summary), *_answers(summary)]
+    told += [*_ordered(summary), *_duplicates(summary), *_columns(summary)]
+    return [*told, *([_finding(f"{summary.plain:,} {PLAIN[0]}", *PLAIN[1:], level="note")] if summary.plain else [])]
 
 
 def _malformed(summary: "DataSummary") -> Iterator[Finding]:
@@ -73,12 +77,48 @@ def _duplicates(summary: "DataSummary") -> Iterator[Finding]:
         yield _finding(repeated, often, change, level="problem" if most.distinct == 1 else "note")
 
 
-def _empty(summary: "DataSummary") -> Iterator[Finding]:
+def _answers(summary: "DataSummary") -> Iterator[Finding]:
+    for name, (rows, of, ends) in summary.answered.items():
+        yield _finding(
+            f"the {name} stands in the prompt of {rows:,} of {of:,} training rows",
+            "the model can copy it",
+            "leave it out of the prompt, unless to find it there is the task",
+            tuple(f"row {number}: …{end!r}" for number, end in ends.items()),
+            level="problem" if rows > MANY * of else "note",
+        )
+    prompts, *places = summary.contradictions
+    if prompts:
+        yield _finding(
+            "1 prompt has several answers" if prompts == 1 else f"{prompts:,} prompts have several answers",
+            f"as rows {' and '.join(map(str, places))}, but for case and white space",
+            "keep the right one of them; several right answers are fine in supervised training",
+            level="note",
+        )
+
+
+def _ordered(summary: "DataSummary") -> Iterator[Finding]:
+    for first, last in [*summary.ordered.values()][:1]:
+        yield _finding(
+            f"the held-out rows are the last of a file that is sorted by {', '.join(map(repr, summary.ordered))}",
+            f"from {first!r:.40} in the first row to {last!r:.40} in the last: they are not like the training rows",
+            "shuffle the rows of the file, or --data.test-path FILE",
+            level="note" if [*summary.ordered] == ["prompt"] else "problem",  # prompts may be numbered
+        )
+
+
+def _columns(summary: "DataSummary") -> Iterator[Finding]:
     for column in summary.columns:
         if column.read_by and column.lacking:
-            rows = f"{column.lacking:,} of {column.lacking + column.filled:,} rows"
-            title = f"the column {column.name!r} is None in {rows}"
-            yield _finding(title, f"it is read by {', '.join(column.read_by)}", "", level="note")
+            yield _finding(
+                f"the column {column.name!r} is empty in {column.lacking:,} of {column.lacking + column.filled:,} rows",
+                f"it is read by {', '.join(column.read_by)}; as in rows {', '.join(map(str, column.places))}",
+                "",
+                level="problem" if column.lacking > MANY * column.filled else "note",
+            )
+        if column.name in BESIDE_PROMPT and column.filled:
+            title = f"no prompt has what stands in the column {column.name!r}"
+            change = "write it into the chat, or leave the column out"
+            yield _finding(title, "other trainers put it there or learn from it", change, level="note")
 
 
 def _finding(title: str, evidence: str, change: str, samples: tuple[str, ...] = (), level: str = "problem") -> Finding:

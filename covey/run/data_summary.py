@@ -5,7 +5,7 @@ The rows are read one by one, and converted as a run converts them. Of the model
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from itertools import islice
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.data.duplicates import Duplicates, count_duplicates, trained_columns
+from covey.data.duplicates import Duplicates, count_duplicates, find_contradictions, trained_columns
 from covey.data.lengths import Lengths, Limit, describe_lengths
 from covey.data.rows import Row
-from covey.data.scan import Malformed, RowScan
+from covey.data.scan import MAX_PLACES, Malformed, RowScan, is_empty, rows_with_answer, sorted_columns
 from covey.data.sources import iter_rows, num_held_out
 from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
@@ -42,14 +42,16 @@ class Column(NamedTuple):
 
     Attributes:
         name: its name.
-        filled, lacking: numbers of rows in which it has a value, and in which it is None or not there.
+        filled, lacking: numbers of rows in which it has a value, and in which it is empty, None or not there.
         read_by: functions and environment that get it.
+        places: numbers of the first rows in which it has none.
     """
 
     name: str
     filled: int
     lacking: int
     read_by: list[str]
+    places: Sequence[int] = ()
 
 
 class ShownRow(NamedTuple):
@@ -74,6 +76,9 @@ class DataSummary:
         plain: number of prompts that are plain text though the model has a chat template, estimated likewise.
         held_out_over: number of held-out rows that are longer than the limit, estimated from those measured.
         duplicates: duplicates, one entry for each of `duplicates.KINDS`.
+        answered: column of answers → number of rows whose prompt has the answer, of how many rows, and ends of prompts.
+        ordered: column by which the rows are sorted, if the last of them are held out → its first and last value.
+        contradictions: number of prompts that have several answers, and the numbers of two such rows if there are any.
         columns: columns of the rows.
         missing: errors of the functions that get no column of a name that they require.
         shown: rows as the model gets them.
@@ -93,6 +98,9 @@ class DataSummary:
     plain: int
     held_out_over: int
     duplicates: Sequence[Duplicates]
+    answered: Mapping[str, tuple[int, int, Mapping[int, str]]]
+    ordered: Mapping[str, tuple[Any, Any]]
+    contradictions: tuple[int, ...]
     columns: Sequence[Column]
     missing: Sequence[RewardError]
     shown: Sequence[ShownRow]
@@ -165,6 +173,8 @@ def summarize(recipe: Recipe | SFTRecipe, show: int = SHOWN) -> DataSummary:
     counts = train.lengths(cut) if test is None else test.lengths()
     duplicates = count_duplicates(hashes[:cut], held_out)
     columns, missing = _columns(recipe, train, test or train)
+    # a generated task may have several answers to a prompt
+    prompts, *places = find_contradictions(trained_columns(recipe) if recipe.data.path else None, train.hashes())
     chosen = _choose(recipe, train, cut if test is None else None, duplicates)
     return DataSummary(
         recipe=recipe.name,
@@ -180,6 +190,9 @@ def summarize(recipe: Recipe | SFTRecipe, show: int = SHOWN) -> DataSummary:
         plain=min(encoder.plain * train.every, cut + len(held_out)),
         held_out_over=int((counts > encoder.limit.tokens).sum()) * (test or train).every,
         duplicates=duplicates,
+        answered=rows_with_answer(train.sample),
+        ordered=sorted_columns(train.sample) if test is None else {},
+        contradictions=(prompts, *sorted(map(train.number, places))),
         columns=columns,
         missing=list(missing.values()),
         shown=[encoder.show(title, row) for title, row in chosen],
@@ -208,7 +221,11 @@ def _columns(
         except RewardError as error:
             missing.setdefault(function, of_evaluation(error, setting) if setting else error)
     filled = {name: train.present[name] - train.empty[name] for name in readers}
-    columns = [Column(name, filled[name], len(train) - filled[name], list(by)) for name, by in readers.items()]
+    places = {name: [number for number, row in train.sample if is_empty(row.get(name))] for name in readers}
+    columns = [
+        Column(name, filled[name], len(train) - filled[name], list(by), places[name][:MAX_PLACES])
+        for name, by in readers.items()
+    ]
     return columns, missing
 
 

@@ -40,7 +40,7 @@ from covey.parallel.checks import check_shared_folder
 from covey.registry import import_package
 from covey.report import REPORT, write_report
 from covey.run.folder import read_summary
-from covey.run.load_model import load_for
+from covey.run.load_model import abstract_for, load_for
 from covey.text.tokenizer import Tokenizer, read_json
 
 
@@ -100,7 +100,10 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     words = (source, str(out), kind, dtype, shard_size)
     checks.check_same("export", lambda: words, "the same command for all of them")
     check_shared_folder(out.absolute().parent)
-    options = ModelOptions(dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    options = ModelOptions(source=source, dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    if kind == "gguf":
+        model, tokenizer = abstract_for(AnyRecipe(model=options), "cpu")
+        formats.make_metadata(model.config, tokenizer)  # refused before the weights are read
     with show_log(info=_say, warning=_say):
         model, tokenizer, _ = load_for(AnyRecipe(model=options), _mesh_over_processes(), source)
     _say(f"writing {kind}, and reading it back")

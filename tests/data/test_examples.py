@@ -20,6 +20,11 @@ from covey.rewards.numbers import arithmetic_answer, number_only
 
 ROOT = Path(__file__).parents[2]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+EARLIER = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+SYSTEM = {"role": "system", "content": "C."}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+RESULT = {"role": "tool", "content": "4"}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -47,6 +52,16 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
         ({"instruction": "2+2?", "input": "", "output": "4", "text": "all of it"}, [USER]),
         ({"instruction": "Add.", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add.\n\n2, 2"}]),
         ({"instruction": "2+2?", "output": "4", "system": "C."}, [{"role": "system", "content": "C."}, USER]),
+        ({"instruction": "2+2?", "output": "4", "history": [["1+1?", "2"]]}, [*EARLIER, USER]),
+        ({"instruction": "2+2?", "output": "4", "history": '[["1+1?", "2"]]'}, [*EARLIER, USER]),
+        ({"instruction": "2+2?", "output": "4", "history": None}, [USER]),
+        ({"messages": [USER, ANSWER], "system": "C."}, [{"role": "system", "content": "C."}, USER]),
+        ({"messages": [SYSTEM, USER, ANSWER], "system": "C."}, [SYSTEM, USER]),
+        ({"messages": [PARTS, ANSWER]}, [USER]),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, [USER]),
+        ({"prompt": [PARTS], "completion": ANSWER}, [USER]),
+        ({"messages": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, [USER]),
+        ({"messages": [USER, CALL | {"content": None}, RESULT, ANSWER]}, [USER, CALL, RESULT]),
     ],
 )
 def test_every_form_becomes_a_prompt_and_a_completion(row: dict[str, Any], prompt: Any) -> None:
@@ -88,7 +103,7 @@ def test_columns_and_arrays_are_taken_too() -> None:
         ({"messages": []}, "the prompt is []"),
         ({"conversations": [{"from": "observation", "value": "a"}]}, "is from 'observation'"),
         ({"conversations": [{"from": "human", "value": None}]}, "the prompt is"),
-        ({"conversations": "a"}, "do not end with an answer"),
+        ({"conversations": "a"}, "conversations is the text 'a'"),
         ({"conversations": 3}, "the prompt is 3"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "do not end with an answer"),
         ({"instruction": "a"}, "no column 'output'"),
@@ -96,6 +111,17 @@ def test_columns_and_arrays_are_taken_too() -> None:
         ({"instruction": "", "output": "a"}, "the instruction is ''"),
         ({"instruction": "a", "output": " "}, "the completion is ' '"),
         ({"text": ""}, "the completion is ''"),
+        ({"instruction": "a", "output": "b", "history": "a, b"}, "the history is 'a, b'"),
+        ({"instruction": "a", "output": "b", "history": [{"user": "a", "assistant": "b"}]}, "the history is [{'user'"),
+        ({"instruction": "a", "output": "b", "history": ["ab"]}, "the history is ['ab']"),
+        ({"instruction": "a", "output": "b", "input": ["c"]}, "the input ['c']"),
+        ({"messages": [SYSTEM, USER, ANSWER], "system": "D."}, "the column 'system' is 'D.', and the chat begins with"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "rows with images"),
+        ({"messages": [USER, CALL | {"content": "Let me add."}]}, "the answer has tool_calls"),
+        ({"messages": [USER, ANSWER | {"reasoning_content": "2 and 2"}]}, "the answer has reasoning_content"),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, "the answer has weight"),
+        ({"prompt": [USER, ANSWER], "completion": "4"}, "ends with an assistant's message"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "give 'chosen' the name completion"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused_with_its_place(row: Any, told: str) -> None:

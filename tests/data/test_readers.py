@@ -1,5 +1,6 @@
 """Records from CSV files and from hubs. The hubs' packages are played by stand-ins: no test goes to the network."""
 
+import gzip
 import json
 import re
 import sys
@@ -20,6 +21,8 @@ from covey.cli.checks import check_run
 from covey.config import recipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load_data, readers
+from covey.data.examples import ExampleLoader
+from covey.data.loader import PromptLoader
 from covey.errors import DataError
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
@@ -140,7 +143,118 @@ def test_a_csv_file_of_one_column_needs_no_delimiter(tmp_path: Path) -> None:
     assert load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train == [{"prompt": "a; b"}]
 
 
+PAIRS = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+LINES = "".join(json.dumps(row) + "\n" for row in PAIRS)
+TABLE = "prompt;completion\r\na;b\r\nc;d\r\n"
+READABLE = {
+    "tabs": ("a.tsv", TABLE.replace(";", "\t").encode()),
+    "tabs, and a comma in a name": ("a.tsv", b'prompt\tcompletion\t"a,b"\na\tb\t\nc\td\t\n'),
+    "Excel's separator": ("a.csv", b"sep=;\r\n" + TABLE.encode()),
+    "Excel's separator after a byte order mark": ("a.csv", f"\ufeffsep=;\r\n{TABLE}".encode()),
+    "a byte order mark": ("a.jsonl", f"\ufeff{LINES}".encode()),
+    "columns in an object": ("a.json", json.dumps({"prompt": ["a", "c"], "completion": ["b", "d"]}, indent=1).encode()),
+    "JSON lines called .json": ("a.json", LINES.encode()),
+    "NaN": ("a.jsonl", (LINES[:-2] + ', "level": NaN}\n').encode()),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), READABLE.values(), ids=READABLE)
+def test_the_ways_in_which_other_programs_write_rows(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = readers.read_file(tmp_path / name, ("prompt",))
+    assert [{key: row[key] for key in ("prompt", "completion")} for row in rows] == PAIRS
+    assert {row.get("level") for row in rows} == {None}
+
+
+def test_a_json_file_of_one_row_is_a_row(tmp_path: Path) -> None:
+    for row in ({"prompt": "a", "meta": {"n": 1}}, {"messages": [ASKED, ANSWER]}, {"prompt": [ASKED], "shown": [{}]}):
+        (tmp_path / "a.json").write_text(json.dumps(row, indent=1))
+        assert readers.read_file(tmp_path / "a.json", ()) == [row]
+
+
+def test_a_chat_in_a_cell_is_a_chat(tmp_path: Path) -> None:
+    """The trap: a table holds it as JSON text, which is trained on as text, with its answer."""
+    turns = {"messages": [ASKED, ANSWER], "conversations": CHATS[1]["conversations"]}
+    for name, chat in turns.items():
+        (tmp_path / "a.csv").write_text(f"{name},level\n" + f"{quoted(json.dumps(chat))},1\n" * 2)
+        for kind in (DataConfig, SFTDataConfig):
+            assert load_data(kind(task="jsonl", path=str(tmp_path / "a.csv"))).train == [
+                {"prompt": [ASKED], "completion": "4", "level": "1"}
+            ]
+    pair = f"{quoted(json.dumps([ASKED]))},{quoted(json.dumps([ANSWER]))}\n"
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + pair * 2)
+    assert load_data(SFTDataConfig(path=str(tmp_path / "a.csv"))).train == [{"prompt": [ASKED], "completion": "4"}]
+    (tmp_path / "a.csv").write_text("text\n" + f"{quoted(json.dumps([ASKED, ANSWER]))}\n" * 2)
+    assert load_data(SFTDataConfig(path=str(tmp_path / "a.csv"))).train == [{"prompt": [ASKED], "completion": "4"}]
+    asked = '[{"role": "user", "content": "a"}] Say it again.'
+    (tmp_path / "a.csv").write_text("prompt\n" + f"{quoted(asked)}\n" * 2)
+    assert load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.csv"))).train[0]["prompt"] == asked
+
+
+NO_CHATS = {
+    "as Python prints it": ("messages", str([ASKED, ANSWER]), "not JSON[\\s\\S]*fix: write the column with json.dumps"),
+    "as NumPy prints it": ("messages", f"[{ASKED}\n {ANSWER}]", "a chat stands here as text that is not JSON"),
+    "cut by Excel": ("prompt", json.dumps([ASKED])[:-9], "a chat stands here as text that is not JSON"),
+    "plain text": ("messages", "user: 2+2?", "messages is the text 'user: 2\\+2\\?'"),
+    "with its answer": ("prompt", json.dumps([ASKED, ANSWER]), "ends with an assistant's message[\\s\\S]*messages"),
+}
+
+
+@pytest.mark.parametrize(("column", "cell", "message"), NO_CHATS.values(), ids=NO_CHATS)
+def test_a_cell_that_is_no_chat_is_refused(tmp_path: Path, column: str, cell: str, message: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{column},answer\n" + f"{quoted(cell)},4\n" * 2)
+    with pytest.raises(DataError, match=message):
+        load_data(DataConfig(task="jsonl", path=str(tmp_path / "a.csv")))
+
+
+def test_columns_that_no_prompt_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, where a run and a script make their batches; a system message beside messages is read."""
+    rows = [{"prompt": "2+2?", "completion": "4", "system": "Count.", "tools": [{}], "history": [], "level": 1}]
+    ExampleLoader(rows, 1)
+    PromptLoader([{"messages": [ASKED], "system": "Count.", "images": None}], 1)
+    assert [record.message for record in caplog.records] == [
+        "no prompt has what 'system' and 'tools' hold: write it into the chat"
+    ]
+
+
+def test_a_folder_with_two_training_files_is_refused(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl", "train.csv", "test.csv"):
+        (tmp_path / name).write_text(LINES)
+    with pytest.raises(
+        DataError,
+        match=r"has train\.jsonl, test\.jsonl, train\.csv, test\.csv\n[\s\S]*--data\.path .*train\.jsonl --data\.test",
+    ):
+        load_data(DataConfig(task="jsonl", path=str(tmp_path)))
+
+
 FILE_MISTAKES = {
+    "gzip": ("a.jsonl.gz", gzip.compress(LINES.encode()), "this is gzip data[\\s\\S]*fix: gunzip -k FILE"),
+    "a workbook": ("a.xlsx", b"PK\x03\x04...", "an Excel workbook[\\s\\S]*CSV in UTF-8"),
+    "Zstandard": ("a.jsonl.zst", b"(\xb5/\xfd...", "Zstandard data[\\s\\S]*zstd -d"),
+    "Parquet by another name": ("a.jsonl", b"PAR1...PAR1", "a Parquet file[\\s\\S]*FILE.parquet"),
+    "text": ("a.txt", b"hello\n", r"is not JSON[\s\S]*or a name in \.json, \.csv, \.tsv, \.parquet"),
+    "Windows' letters": ("a.jsonl", b'{"prompt": "caf\xe9"}\n', r"a\.jsonl:1: the byte 0xe9 is no UTF-8\n"),
+    "Windows' letters, a list": ("a.json", b'[{"prompt": "caf\xe9"}]', r"a\.json: the byte 0xe9 is no UTF-8\n"),
+    "UTF-16 without a mark": ("a.csv", "prompt\na\n".encode("utf-16-le"), "in UTF-16"),
+    "UTF-32 without a mark": ("a.csv", "prompt\na\n".encode("utf-32-le"), "in UTF-32"),
+    "rows under a key": (
+        "a.json",
+        b'{"version": 1, "data": [{"prompt": "a"}]}',
+        r"under 'data'[\s\S]*jq '\.data' FILE",
+    ),
+    "splits in a file": ("a.json", b'{"train": [{"prompt": "a"}], "test": []}', "under 'train', 'test'"),
+    "columns of pandas": ("a.json", b'{"prompt": {"0": "a"}}', "under 'prompt'[\\s\\S]*orient='records'"),
+    "a key twice": ("a.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "a key is there twice, among 'prompt'"),
+    "a column twice": (
+        "a.csv",
+        b"prompt,answer,answer\na,b,c\n",
+        r"a\.csv:2: two columns have the same name\n  wanted: prompt, answer, answer",
+    ),
+    "a blank line before the names": (
+        "a.csv",
+        b"\nprompt,answer\na,b\n",
+        "wanted: a line of column names, as the first",
+    ),
     "an empty list": ("a.json", b"[]", "the file is empty"),
     "nothing": ("a.json", b"", "the file is empty"),
     "a list cut off": ("a.json", b'[{"prompt": "a"},', "is not JSON[\\s\\S]*a list of JSON objects"),
@@ -168,8 +282,16 @@ FILE_MISTAKES = {
     ),
     "a field too many": ("a.csv", b"prompt,answer\na,b,c\n", "csv:2: has not as many fields"),
     "an open quote": ("a.csv", b'prompt,answer\na,"b\n', "is not CSV"),
-    "a table of bytes": ("a.csv", b"prompt,answer\na,\xff\n", "is not CSV in UTF-8"),
-    "a huge field": ("a.csv", b"prompt,answer\na," + b"9" * 200_000 + b"\n", "is not CSV"),
+    "a table of bytes": (
+        "a.csv",
+        b"prompt,answer\na,\xff\n",
+        r"a\.csv:2: the byte 0xff is no UTF-8[\s\S]*fix: iconv -f CP1252",
+    ),
+    "a huge field": (
+        "a.csv",
+        b"prompt,answer\na," + b"9" * 200_000 + b"\n",
+        "more than 131,072 characters[\\s\\S]*fix: .*jsonl",
+    ),
 }
 
 
@@ -277,7 +399,7 @@ def test_what_the_hub_says_is_passed_on_in_one_line(install: Install) -> None:
 
 
 HUB_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no train": ({"tests": PROBLEMS}, "no split 'train', only: tests"),
+    "no train": ({"tests": PROBLEMS}, "no split 'train', only: tests\n  fix: write the split"),
     "empty": ({"train": []}, "the split is empty"),
     "another column": (
         {"train": [{"question": "?", "anser": "#### 1"}]},

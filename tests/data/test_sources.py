@@ -159,7 +159,7 @@ BROKEN = {
     "one row": ('{"prompt": "a"}\n', r"one row[\s\S]*--data.test-path"),
     "too deep": ("[" * 100_000, r"a\.jsonl:1: is not JSON"),
     "a huge number": ('{"prompt": ' + "9" * 10_000 + "}", r"a\.jsonl:1: is not JSON"),
-    "no text": ('{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', r"a\.jsonl:2: is not JSON"),
+    "no text": ('{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', r"a\.jsonl:2: the byte 0xff is no UTF-8"),
 }
 
 

@@ -5,6 +5,7 @@ was.
 import io
 import json
 import shutil
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -83,6 +84,17 @@ def test_no_exported_file_names_a_path_of_this_machine(trained: Path, exported: 
     config = json.loads((out / "peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "tiny-llama"
     assert "adapter_config.json calls the base 'tiny-llama'" in shown
+
+
+def test_a_tokenizer_that_gguf_cannot_hold_is_refused_before_the_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["covey.run.export"], "load_for", lambda *_: pytest.fail("the weights were read"))
+    words = ["export", "scratch:arithmetic-tiny", "--out", str(tmp_path / "x"), "--format", "gguf"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "no GGUF file can hold this tokenizer" in told
+    assert "fix: --format hf, which transformers" in told
 
 
 def test_the_card_tells_the_run(trained: Path, exported: tuple[Path, str]) -> None:

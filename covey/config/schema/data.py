@@ -30,8 +30,8 @@ class DataConfig(Config, section="data"):
     script made with `train(..., out=)` has python: only the script has its data.
     """
     path: Ignored[str | None] = None
-    """A .jsonl, .json, .csv or .parquet file; a folder with train and test of one kind (train.jsonl and test.jsonl), or
-    main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
+    """A .jsonl, .json, .csv, .tsv or .parquet file; a folder with train and test of one kind (train.jsonl and
+    test.jsonl), or main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
     """
     test_path: Ignored[str | None] = None
     """The held-out file beside a file. Without it the last tenth of `path` is held out."""

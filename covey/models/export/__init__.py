@@ -5,8 +5,16 @@ moved into place. This file only re-exports names.
 """
 
 from covey.models.export.files import Difference, check_new_folder
-from covey.models.export.gguf import write_gguf
+from covey.models.export.gguf import make_metadata, write_gguf
 from covey.models.export.hf import write_hf
 from covey.models.export.peft import no_adapters_error, write_peft
 
-__all__ = ["Difference", "check_new_folder", "no_adapters_error", "write_gguf", "write_hf", "write_peft"]
+__all__ = [
+    "Difference",
+    "check_new_folder",
+    "make_metadata",
+    "no_adapters_error",
+    "write_gguf",
+    "write_hf",
+    "write_peft",
+]

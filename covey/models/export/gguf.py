@@ -56,14 +56,8 @@ def write_gguf(
         WeightsError: the `gguf` package is not installed; GGUF has no name for the family, the tokenizer or a setting,
             or we know none; or what was written differs from the model.
     """
-    family, dtype = model.config.family, dtype or str(model.head_weight.dtype)
-    if family not in WRITTEN:
-        raise WeightsError(
-            f"GGUF files of the family {family!r} are not supported",
-            want="one of: " + ", ".join(WRITTEN),
-            fix="--format hf",
-        )
-    metadata = _architecture_metadata(model.config) | _vocabulary_metadata(tokenizer, model.config.vocab_size)
+    dtype = dtype or str(model.head_weight.dtype)
+    metadata = make_metadata(model.config, tokenizer)
     with new_folder(out, card) as folder:
         _write_file(folder / FILE_NAME, metadata, model, dtype)
         _check_written(GGUFCheckpoint(folder / FILE_NAME), model.config, tokenizer)
@@ -116,6 +110,21 @@ def _tensor_arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
 
 
 # --- metadata
+
+
+def make_metadata(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the metadata of a model's file.
+
+    Raises:
+        WeightsError: GGUF has no name for the family or for the tokenizer, or we know none.
+    """
+    if config.family not in WRITTEN:
+        raise WeightsError(
+            f"GGUF files of the family {config.family!r} are not supported",
+            want="one of: " + ", ".join(WRITTEN),
+            fix="--format hf",
+        )
+    return _architecture_metadata(config) | _vocabulary_metadata(tokenizer, config.vocab_size)
 
 
 def _architecture_metadata(c: ModelConfig) -> dict[str, Any]:
@@ -185,9 +194,9 @@ def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
             if name != "default" and (steps, whole, nfc) == (_without_offsets(theirs), split.ignore_merges, split.nfc):
                 return name
     raise WeightsError(
-        "GGUF has no name that we know for the way in which this tokenizer cuts text",
-        want="byte-level BPE that cuts like " + ", ".join(PRE_TOKENIZERS),
-        fix="--format hf; llama.cpp's own converter may know more",
+        "no GGUF file can hold this tokenizer: GGUF has no name that we know for the way in which it cuts text",
+        want="byte-level BPE that cuts like " + ", ".join(name for name in PRE_TOKENIZERS if name != "default"),
+        fix="--format hf, which transformers and llama.cpp's own converter read",
     )
 
 

@@ -102,7 +102,17 @@ def _dequantise(tensor: Any) -> np.ndarray:
 
 
 def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
-    arch = fields.text("general.architecture")
+    arch, kind = fields.text("general.architecture"), fields.text("general.type", "model")
+    parts = fields.count("split.count", 1, least=0)
+    if parts > 1 or kind != "model":
+        raise WeightsError(
+            f"this GGUF file is one of {parts} parts of a model"
+            if parts > 1
+            else f"this GGUF file is of type {kind!r}",
+            want="a whole model in one file",
+            fix="llama-gguf-split --merge FIRST WHOLE" if parts > 1 else "",
+            where=fields.where,
+        )
     if arch not in ARCHITECTURES:
         mixed = has_experts(arch, {"experts": fields.count(f"{arch}.expert_count", 0, least=0)})
         why = ": mixtures of experts are not" if mixed else ""

@@ -136,7 +136,13 @@ def _check_path(text: str) -> None:
     path = Path(text).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, works for an impossible name too
         if not (path / "config.json").is_file():
-            raise WeightsError("this folder has no config.json", want="a Hugging Face checkpoint folder", where=text)
+            files = sorted(map(str, path.glob("*.gguf")))
+            raise WeightsError(
+                "this folder has no config.json",
+                want="a Hugging Face checkpoint folder, or a .gguf file",
+                fix=f"give one file: {', '.join(files[:5])}" if files else "",
+                where=text,
+            )
     elif os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             raise WeightsError(

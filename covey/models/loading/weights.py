@@ -6,6 +6,7 @@ folder what its own devices hold (`stored_tensor`). Tensors of the checkpoint an
 to one, with equal shapes.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,8 @@ from covey.parallel.sharding import build_for_devices, shardings
 from covey.text.tokenizer import Tokenizer, read_json
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+log = logging.getLogger(__name__)
 
 PutArray = Callable[[str, np.ndarray], jax.Array]
 """Function that puts one tensor on its devices: (path, host array) → array of the same shape and type."""
@@ -124,7 +127,15 @@ def open_source(source: str | Path) -> tuple[sources.Resolved, Checkpoint]:
     from_scratch = resolved.origin.startswith(PREFIX)
     checkpoint: Checkpoint = ScratchCheckpoint(resolved.origin) if from_scratch else open_checkpoint(resolved.path)
     _check_vocabulary(checkpoint, str(resolved.path))
+    _tell_unread(resolved.path)
     return resolved, checkpoint
+
+
+def _tell_unread(path: Path) -> None:
+    """Log the weights in a folder that are not read: another set of files, a GGUF file, an adapter."""
+    names = {file.name for file in path.glob("*") if file.suffix in (".safetensors", ".gguf")}
+    if names and (unread := sorted(names - {file.name for file in checkpoint_files(path)})):
+        log.warning(f"{path} holds other weights too, which are not read: {', '.join(unread)}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

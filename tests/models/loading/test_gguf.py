@@ -375,6 +375,8 @@ def test_a_file_cut_short_is_never_used(make, keep: float):
             {"arch": "qwen22"},
             r"'qwen22' is not supported\n  wanted: one of: llama, qwen2, qwen3, phi3, olmo2, smollm3$",
         ),
+        ({"meta": {"split.count": 3}}, r"one of 3 parts of a model\n.*\n  fix: llama-gguf-split --merge"),
+        ({"meta": {"general.type": "adapter"}}, "this GGUF file is of type 'adapter'"),
         ({"meta": {"tokenizer.ggml.pre": "tekken"}}, "pre-tokenizer 'tekken' is unknown"),
         ({"meta": {"tokenizer.ggml.model": "llama"}}, "tokenizer 'llama' is not supported"),
         ({"meta": {"llama.expert_count": 8}}, "mixtures of experts"),

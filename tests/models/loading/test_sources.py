@@ -54,6 +54,10 @@ def test_a_folder_without_config_and_another_kind_of_file_are_refused(tmp_path: 
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"no config\.json"):
         sources.resolve_source(tmp_path)
+    for name in ("b-Q8.gguf", "a-Q4.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(WeightsError, match=r"fix: give one file: .*/a-Q4\.gguf, .*/b-Q8\.gguf"):
+        sources.resolve_source(tmp_path)
     with pytest.raises(WeightsError, match=r"must be a \.gguf"):
         sources.resolve_source(tmp_path / "weights.bin")
 

@@ -429,3 +429,15 @@ def test_the_text_part_is_read_under_the_names_of_the_hub_too(golden_folder: Cal
     assert not older.keys() & {name for name in tensors if name.startswith("model.language_model.")}
     safetensors.numpy.save_file(older, folder / "model.safetensors")
     assert_equal_state(weights.load(folder).model, newer)
+
+
+def test_weights_that_are_not_read_are_told(folder: Path, caplog: pytest.LogCaptureFixture):
+    """The trap: a folder with two sets of weights, a GGUF file or an adapter, one of which is used without a word."""
+    weights.open_source(folder)
+    assert not caplog.records
+    for name in ("model-Q4.gguf", "adapter_model.safetensors"):
+        (folder / name).touch()
+    weights.open_source(folder)
+    assert [record.message for record in caplog.records] == [
+        f"{folder} holds other weights too, which are not read: adapter_model.safetensors, model-Q4.gguf"
+    ]
