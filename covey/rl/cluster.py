@@ -390,7 +390,8 @@ class RLCluster(Keywords):
             CoveyError: `folder` is in use, or cannot be written.
             WeightsError: the actor's family cannot be written, or what was written differs from the actor.
         """
-        return resolve_name(WRITER)(self.actor, self.tokenizer, Path(folder))  # type: ignore[no-any-return]
+        write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
+        return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]
 
     @property
     def lends_stacks(self) -> bool:

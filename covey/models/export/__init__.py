@@ -6,7 +6,16 @@ moved into place. This file only re-exports names.
 
 from covey.models.export.files import Difference, check_new_folder
 from covey.models.export.gguf import write_gguf
-from covey.models.export.hf import write_hf
+from covey.models.export.hf import write_hf, write_settings, write_tokenizer
 from covey.models.export.peft import no_adapters_error, write_peft
 
-__all__ = ["Difference", "check_new_folder", "no_adapters_error", "write_gguf", "write_hf", "write_peft"]
+__all__ = [
+    "Difference",
+    "check_new_folder",
+    "no_adapters_error",
+    "write_gguf",
+    "write_hf",
+    "write_peft",
+    "write_settings",
+    "write_tokenizer",
+]
