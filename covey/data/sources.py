@@ -121,9 +121,9 @@ def _find_task(config: DataConfig) -> Task:
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     if config.task == FROM_PYTHON:
         raise DataError(
-            "a script gave this run its data and its model, and no command has them",
-            want="the script that began the run",
-            fix="run it again: learner.train(rows, out=FOLDER) resumes",
+            "a script gave this run its data, and no command has them",
+            want="to resume, the script that began the run: learner.train(rows, out=FOLDER)",
+            fix="to evaluate: covey eval RUN --data.task jsonl --data.path FILE --rewards NAME",
         )
     return TASKS[config.task]
 

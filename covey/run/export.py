@@ -39,7 +39,7 @@ from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
 from covey.registry import import_package
 from covey.report import REPORT, write_report
-from covey.run.folder import read_summary
+from covey.run.folder import model_folder, read_summary
 from covey.run.load_model import load_for
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -58,8 +58,14 @@ class Lineage:
         return cls(tuple(runs), base)
 
     def folder(self) -> Path | None:
-        """Local Hugging Face folder of the base; None when it came from a GGUF file."""
-        path = sources.resolve_source(self.base).path
+        """Local Hugging Face folder of the base; that of a run if the base is gone; None for a base in another form."""
+        kept = [folder for run in self.runs if (folder := model_folder(run)).is_dir()]
+        try:
+            path = sources.resolve_source(sources.adapter_base(self.base) or self.base).path
+        except WeightsError:
+            if not kept:
+                raise
+            return kept[0]
         return path if path.is_dir() else None
 
     def repository(self) -> str | None:

@@ -2,7 +2,8 @@
 
 These are `covey.GRPOLearner`, `covey.PPOLearner` and `covey.SFTLearner`: the learners of `rl` and `sft`, which know no
 run folders, with the run that `base.Run` makes around them. The folder has the same files as that of a command. Its
-recipe has the learner's settings; model and data are in the script alone, so only the script can resume the run.
+recipe has the learner's settings and the model that it loaded; data are in the script alone, so only the script can
+resume the run.
 """
 
 import re
@@ -18,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.config.base import check_keywords, suggest
-from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
 from covey.config.schema import (
     DataConfig,
     EvalConfig,
@@ -37,9 +38,11 @@ from covey.data.sources import read_rows
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
+from covey.models.lora import check_rank
 from covey.monitor.record import Observer, StepLines, total_steps
 from covey.parallel import channel, checks
 from covey.parallel.checks import check_shared_folder
+from covey.parallel.reshard import flatten
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -56,6 +59,7 @@ from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
+from covey.run.load_model import absolute_path, load_for, with_digest
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.responder import ResponderFactory
@@ -65,6 +69,9 @@ from covey.text.tokenizer import Tokenizer
 
 class _RLLearner(Learner):
     """RL learner with run folders."""
+
+    base = ""
+    """Origin of the weights that `train_grpo` loaded, with their digest."""
 
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
@@ -119,14 +126,16 @@ class _RLLearner(Learner):
         assert self.cluster.trainer is not None, "prepared above"
         models = [self.cluster.trainer.params, *self.cluster.inference.params.values()]
         self.initial_weights = self.initial_weights or _checksum(models)
-        return RLRun(recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows)})
+        run = RLRun(recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows)})
+        run.base = self.base or with_digest(self.cluster.source)
+        return run
 
     def _recipe(self, out: Path) -> Recipe:
         config = self.cluster.config
         return Recipe(
             name=_name(out),
             seed=config.rollout_config.seed,
-            model=_model_options(self.cluster.rollout.model),
+            model=_model_options(self.cluster.rollout.model, self.cluster.source, self.cluster.lora),
             data=DataConfig(task=FROM_PYTHON),
             rewards=tuple(function_names(self.reward_fns)),
             rollout=config.rollout_config,
@@ -241,7 +250,8 @@ def train_grpo(
     """Train a model by GRPO or one of its variants: load it into an `RLCluster`, and train it by a `GRPOLearner`.
 
     Args:
-        model: a folder, `hf:org/name`, or a name such as `smollm2-135m`: what `RLCluster.load` takes as `actor`.
+        model: a folder of a model or of a run, a PEFT adapter whose base can be loaded, `hf:org/name`, or a name such
+            as `smollm2-135m`.
         train_dataset: rows with a `prompt` and the columns that the reward functions need (a list of dicts, a
             `datasets.Dataset`, a table), or the path of a file of them (.jsonl, .json, .csv, .parquet).
         eval_dataset: held-out rows, in the same forms. They are evaluated before and after training, and every
@@ -285,7 +295,10 @@ def train_grpo(
         learner.history["reward"]
     """
     _check_options(options)
-    sources.check_source(model)
+    if not is_run(model):
+        sources.check_source(model)
+    if lora is not None:
+        check_rank(lora)
     with _naming("train_dataset"):
         rows = read_rows(train_dataset)
     functions = resolve_reward_fns(reward_funcs)
@@ -296,9 +309,12 @@ def train_grpo(
     with _naming("eval_dataset"):
         held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)
     config = ClusterConfig(role_to_mesh or {}, training_config or RLTrainingConfig(), rollout_config or RolloutConfig())
-    cluster = RLCluster.load(
-        actor=model, tokenizer=tokenizer, lora=lora, cluster_config=config, environments=environments, **options
+    actor, own_tokenizer, origin = _load_actor(model, lora or LoRAConfig(), config, options)
+    cluster = RLCluster(
+        actor=actor, tokenizer=tokenizer or own_tokenizer, cluster_config=config, environments=environments
     )
+    cluster.source, cluster.lora = absolute_path(model), lora
+    del actor
     learner = GRPOLearner(
         rl_cluster=cluster,
         reward_funcs=functions,
@@ -307,8 +323,17 @@ def train_grpo(
         reward_runner=reward_runner,
         observers=observers,
     )
+    learner.base = origin
     learner.train(rows, held_out, out=out)
     return learner
+
+
+def _load_actor(
+    source: str, lora: LoRAConfig, config: ClusterConfig, options: DecoderOptions
+) -> tuple[Decoder, Tokenizer, str]:
+    given: dict[str, Any] = {"dtype" if name == "param_dtype" else name: value for name, value in options.items()}
+    settings = ModelOptions(source=source, lora=lora, **given)
+    return load_for(AnyRecipe(seed=config.rollout_config.seed, model=settings), config.mesh(Role.ACTOR))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -341,9 +366,15 @@ def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
     return f"a model from Python, checksum {checksum:08x}"
 
 
-def _model_options(model: Decoder) -> ModelOptions:
+def _model_options(model: Decoder, source: str = "", lora: LoRAConfig | None = None) -> ModelOptions:
+    """Return what a run records of its model. One that a script gave as an object has no source, but its types and the
+    rank of its adapters.
+    """
     types: dict[str, Any] = {"dtype": str(model.head_weight.dtype), "compute_dtype": str(model.dtype)}
-    return ModelOptions(source=sources.FROM_PYTHON, **types)
+    adapters = flatten(nnx.state(model, nnx.LoRAParam))
+    ranks = [leaf.shape[-1] for name, leaf in adapters.items() if name.endswith(".a")]
+    lora = lora or LoRAConfig(rank=max(ranks, default=0))
+    return ModelOptions(source=source or sources.FROM_PYTHON, lora=lora, **types)
 
 
 def _name(out: Path) -> str:

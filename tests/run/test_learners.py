@@ -20,6 +20,7 @@ from covey import (
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
+    LoRAConfig,
     OptimizerConfig,
     PPOConfig,
     PPOLearner,
@@ -34,7 +35,8 @@ from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.cli.watch import watch
 from covey.config.metrics import CLOCKS
-from covey.errors import RecipeError, ResumeError, Stopped
+from covey.config.recipe import load_any
+from covey.errors import RecipeError, ResumeError, Stopped, WeightsError
 from covey.models.loading.weights import load
 from covey.monitor.record import History, StepRecord
 from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
@@ -343,3 +345,38 @@ def test_a_history_becomes_a_frame_or_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(CoveyError, match="pandas is not installed"):
         history.to_frame()
+
+
+def small(**more: Any) -> dict[str, Any]:
+    config = cluster_config_of(1, 0, 0)
+    return {
+        "train_dataset": ROWS[:2],
+        "reward_funcs": length,
+        "training_config": config.training_config,
+        "rollout_config": config.rollout_config,
+        "grpo_config": GRPOConfig(num_generations=2, beta=0.0),
+        **more,
+    }
+
+
+@pytest.mark.slow
+def test_commands_open_a_run_of_adapters_that_a_script_began(tmp_path: Path) -> None:
+    """Its recipe says what the script gave; the run and its exported adapter are models to train further."""
+    first, adapter = tmp_path / "first", tmp_path / "adapter"
+    train_grpo(model="scratch:arithmetic-tiny@1", lora=LoRAConfig(rank=2), out=first, **small())
+    model = load_any(first).model
+    assert (model.source, model.lora.rank) == ("scratch:arithmetic-tiny@1", 2)
+    assert main(["generate", str(first), "1+2=", "--rollout.max-new-tokens=2"]) == 0
+    assert main(["export", str(first), "--out", str(adapter), "--format", "peft"]) == 0
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "scratch:arithmetic-tiny@1"
+    again = train_grpo(model=str(adapter), **small())
+    second = train_grpo(model=str(first), out=tmp_path / "second", **small())
+    assert again.history["reward"] == second.history["reward"]
+    assert load_any(tmp_path / "second").model.source == str(first)
+
+
+def test_an_adapter_without_a_base_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "tiny"}')
+    with pytest.raises(WeightsError, match="no base that can be loaded: 'tiny'"):
+        train_grpo(model=str(tmp_path), **small())

@@ -18,6 +18,7 @@ from tokenizers import processors
 
 from covey.config.schema import RolloutConfig
 from covey.models import families
+from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export.files import (
     Difference,
@@ -70,7 +71,7 @@ def write_hf(
     dtype = dtype or str(model.head_weight.dtype)
     with new_folder(out, card) as folder:
         if jax.process_index() == 0:
-            write_settings(model, tokenizer, source, folder, dtype, sampling)
+            write_settings(model.config, tokenizer, source, folder, dtype, sampling)
         if lies_over_processes(model):
             _write_weights(model, folder, dtype, shard_size, write_jointly)
             return Difference(0.0, math.nan)
@@ -136,27 +137,28 @@ def _split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
 
 
 def write_settings(
-    model: Decoder,
+    described: ModelConfig,
     tokenizer: Tokenizer,
     source: Path | None,
     folder: Path,
     dtype: str,
     sampling: RolloutConfig | None = None,
 ) -> None:
-    """Write all files of a Hugging Face folder but its weights; arguments are those of `write_hf`."""
-    write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
+    """Write all files of a Hugging Face folder but its weights, config.json last; arguments are those of `write_hf`."""
+    config = _config(described, tokenizer, source, dtype)
     write_tokenizer(tokenizer, source, folder, sampling)
+    write_json(folder / "config.json", config)
 
 
-def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
+def _config(described: ModelConfig, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
-    written, ids = families.write_config(model.config), _special_token_ids(tokenizer)
+    written, ids = families.write_config(described), _special_token_ids(tokenizer)
     if source is not None:
         config = _without_paths(read_json(source / "config.json"))
-        if not is_whole(config) and families.read_config(config) == model.config:
+        if not is_whole(config) and families.read_config(config) == described:
             # Readers of before transformers 5 know no rope_parameters.
             older = {name: value for name, value in written.items() if name in OLDER_ROPE and config.get(name) is None}
-            config |= older if families.read_config(config | older) == model.config else {}
+            config |= older if families.read_config(config | older) == described else {}
             return config | _stops_of(ids) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     return written | ids | {"dtype": dtype}
 
