@@ -111,7 +111,7 @@ def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
 def test_the_sources_own_files_go_along(tiny: weights.LoadedModel, tmp_path: Path) -> None:
     source = shutil.copytree(TINY, tmp_path / "source")
     kept = json.loads((source / "config.json").read_text()) | {"a_field_of_theirs": [1, 2]}
-    code = {"auto_map": {"AutoConfig": "their_code.Config"}, "_name_or_path": "/home/them/model"}
+    code = {"auto_map": {"AutoConfig": "their_code.Config"}, "_name_or_path": "theirs/model"}
     (source / "config.json").write_text(json.dumps(kept | code))
     (source / "merges.txt").write_text("a b\n")
     settings = json.loads((source / "tokenizer_config.json").read_text())
