@@ -105,7 +105,7 @@ def iter_rows(config: DataConfig) -> Splits:
         DataError: the task is unknown or the path does not exist. While the rows are read: a file is no such file, or
             empty.
     """
-    task = _find_task(config)
+    task = find_task(config)
     train, test = task.examples(config) if isinstance(config, SFTDataConfig) else task.rows(config)
     system = _system_of(config, task)
     return _add_system(system, train), None if test is None else _add_system(system, test)
@@ -116,7 +116,8 @@ def num_held_out(rows: int) -> int:
     return max(1, rows // 10)
 
 
-def _find_task(config: DataConfig) -> Task:
+def find_task(config: DataConfig) -> Task:
+    """Return the task of the settings `config`; a DataError says what is wrong with them."""
     for problem in config.contradictions_in_recipe():
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     if config.task == FROM_PYTHON:

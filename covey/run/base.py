@@ -152,7 +152,10 @@ class Run(ABC, Generic[RecipeT]):
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Resume the run in the folder `out`; return the content of `summary.json`."""
         # The run keeps the type of products that it began with, on any machine.
-        return cls._run_in(recipe, out, load_any(out), partial(reopen_folder, step_files=cls.step_files))
+        began: Any = load_any(out)
+        if with_absolute_paths(began) == began:  # an older run may have been saved with relative ones
+            recipe = with_absolute_paths(recipe)
+        return cls._run_in(recipe, out, began, partial(reopen_folder, step_files=cls.step_files))
 
     @classmethod
     def _run_in(

@@ -253,7 +253,7 @@ def test_another_run_is_refused(
 def test_commands_say_that_the_script_has_the_data(
     straight: tuple[Path, GRPOLearner], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["train", "--resume"], ["eval"], ["chat"]):
+    for words in (["train", "--resume"], ["eval"]):
         assert main([*words, str(straight[0])]) == 2
         assert "script" in capsys.readouterr().err, words
 
