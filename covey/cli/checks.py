@@ -80,6 +80,8 @@ def check_run(recipe: Recipe | SFTRecipe) -> None:
 def checks_of(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
     """Yield the checks of a recipe that need neither a model nor JAX, the fastest first."""
     data = recipe.data
+    if data.task == FROM_PYTHON:
+        yield Check("data", "covey.data.sources:find_task", (data,))
     yield Check("model", "covey.cli.checks:check_source", (recipe.model.source,))
     if recipe.model.adapter:
         yield Check("adapter", "covey.cli.checks:check_adapter", (recipe.model.adapter,))

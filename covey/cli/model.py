@@ -3,12 +3,14 @@
 import re
 import sys
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from covey.cli.checks import check_not_recipe, check_one_process, check_run, check_source
 from covey.cli.commands import ChatOptions, ExportOptions, GenerateOptions
 from covey.cli.parse import Line, build_settings, list_recipes, missing_argument
 from covey.config import recipe
+from covey.config.schema import ModelOptions
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.files import has_file
@@ -30,7 +32,7 @@ def evaluate(line: Line) -> None:
             want="covey eval MODEL --recipe NAME",
             fix=list_recipes(line.command),
         )
-    check_run(settings)
+    check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
     from covey import run
     from covey.parallel import distributed
 

@@ -105,7 +105,7 @@ def iter_rows(config: DataConfig) -> Splits:
         DataError: the task is unknown or the path does not exist. While the rows are read: a file is no such file, or
             empty.
     """
-    task = _find_task(config)
+    task = find_task(config)
     train, test = task.examples(config) if isinstance(config, SFTDataConfig) else task.rows(config)
     system = _system_of(config, task)
     return _add_system(system, train), None if test is None else _add_system(system, test)
@@ -116,14 +116,15 @@ def num_held_out(rows: int) -> int:
     return max(1, rows // 10)
 
 
-def _find_task(config: DataConfig) -> Task:
+def find_task(config: DataConfig) -> Task:
+    """Return the task of the settings `config`; a DataError says what is wrong with them."""
     for problem in config.contradictions_in_recipe():
         raise DataError(problem.what, want=problem.want, where=f"data.{problem.key}")
     if config.task == FROM_PYTHON:
         raise DataError(
-            "a script gave this run its data and its model, and no command has them",
-            want="the script that began the run",
-            fix="run it again: learner.train(rows, out=FOLDER) resumes",
+            "a script gave this run its data, and no command has them",
+            want="to resume, the script that began the run: learner.train(rows, out=FOLDER)",
+            fix="to evaluate: covey eval RUN --data.task jsonl --data.path FILE --rewards NAME",
         )
     return TASKS[config.task]
 

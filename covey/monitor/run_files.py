@@ -9,7 +9,7 @@ BEFORE, AFTER = "before.jsonl", "after.jsonl"
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 REPORT = "report.html"
 TRACKING = "tracking-id"
-CHECKPOINTS, BAD = "checkpoints", "bad"
+CHECKPOINTS, BAD, MODEL = "checkpoints", "bad", "model"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
@@ -47,6 +47,9 @@ RUN_FILES = (
     RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
     RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
     RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
+    RunFile(
+        MODEL, "config and tokenizer of the model, whose weights are in checkpoints", optional=True, is_folder=True
+    ),
     RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),
     RunFile(TRACKING, "identifier of the run for trackers", optional=True),
     RunFile(TENSORBOARD, "metrics for TensorBoard", optional=True, is_folder=True),

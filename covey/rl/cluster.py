@@ -85,6 +85,7 @@ class RLCluster(Keywords):
         measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
+        source, lora: where the actor was loaded from, and its adapters, for the record of a run; "" for a model given.
         scorer, token_scorer: compute the actor's log-probs, and log-probs with entropies.
     """
 
@@ -101,7 +102,8 @@ class RLCluster(Keywords):
     ):
         self.config = cluster_config or ClusterConfig()
         sources = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
-        models, tokenizer_of_source = load_models(sources, self.config)
+        models, tokenizer_of_source, self.source = load_models(sources, self.config)
+        self.lora: LoRAConfig | None = None
         if (tokenizer := tokenizer or tokenizer_of_source) is None:
             raise RecipeError("RLCluster got a model but no tokenizer", fix="pass tokenizer=", where="RLCluster")
         on_devices = {role: self.config.place(model, role) for role, model in models.items() if model is not None}
@@ -159,11 +161,13 @@ class RLCluster(Keywords):
         _check_load_keywords({"lora": lora, **options})
         config = cluster_config or ClusterConfig()
         sources = {Role.ACTOR: actor, Role.REFERENCE: reference, Role.CRITIC: critic, Role.REWARD: reward}
-        models, tokenizer_of_source = load_models(sources, config, **options)
+        models, tokenizer_of_source, source = load_models(sources, config, **options)
         tokenizer = tokenizer or tokenizer_of_source
         if lora is not None:
             models[Role.ACTOR] = with_lora(models[Role.ACTOR], lora, seed=config.rollout_config.seed)
-        return cls(**models, tokenizer=tokenizer, cluster_config=config, environments=environments)
+        cluster = cls(**models, tokenizer=tokenizer, cluster_config=config, environments=environments)
+        cluster.source, cluster.lora = source, lora
+        return cluster
 
     def prepare(self, config: GRPOConfig, total_steps: int, surrogate: Surrogate | None = None) -> None:
         """Make the trainers, whose learning rates depend on the length of the run, and the models that the algorithm
@@ -390,7 +394,8 @@ class RLCluster(Keywords):
             CoveyError: `folder` is in use, or cannot be written.
             WeightsError: the actor's family cannot be written, or what was written differs from the actor.
         """
-        return resolve_name(WRITER)(self.actor, self.tokenizer, Path(folder))  # type: ignore[no-any-return]
+        write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
+        return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]
 
     @property
     def lends_stacks(self) -> bool:

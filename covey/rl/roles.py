@@ -146,7 +146,7 @@ def _devices(mesh: Mesh | None) -> set[jax.Device]:
 
 def load_models(
     models: Mapping[Role, Any], config: ClusterConfig, **options: Unpack[DecoderOptions]
-) -> tuple[dict[Role, Any], Tokenizer | None]:
+) -> tuple[dict[Role, Any], Tokenizer | None, str]:
     """Replace each source among `models` by the model that it names, on the mesh of its role.
 
     Args:
@@ -155,7 +155,7 @@ def load_models(
         options: see `models.loading.weights.load`.
 
     Returns:
-        the models, and the tokenizer of the actor's source; None when the actor was given as a model.
+        the models, and tokenizer and origin of the actor's source; None and "" when the actor was given as a model.
 
     Raises:
         WeightsError: a source is unavailable, incomplete, or not a supported model.
@@ -165,8 +165,10 @@ def load_models(
         for role, source in models.items()
         if isinstance(source, str)
     }
-    tokenizer = loaded[Role.ACTOR].tokenizer if Role.ACTOR in loaded else None
-    return {**models, **{role: each.model for role, each in loaded.items()}}, tokenizer
+    tokenizer, origin = (
+        (loaded[Role.ACTOR].tokenizer, loaded[Role.ACTOR].origin) if Role.ACTOR in loaded else (None, "")
+    )
+    return {**models, **{role: each.model for role, each in loaded.items()}}, tokenizer, origin
 
 
 LOADERS = {

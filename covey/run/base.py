@@ -28,6 +28,7 @@ from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
 from covey.errors import Stopped
 from covey.files import require_entry
+from covey.models.config import ModelConfig
 from covey.models.dtypes import AUTO, resolve_compute_dtype
 from covey.monitor.progress import Progress
 from covey.monitor.record import Observer, StepLines, StepRecord
@@ -41,11 +42,12 @@ from covey.parallel.wire import PeerLostError
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.inference import console_of_process
-from covey.run.load_model import check_same_weights
+from covey.run.load_model import check_same_weights, with_absolute_paths
 from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
 from covey.run.settings import check_same_recipe, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
+from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class Run(ABC, Generic[RecipeT]):
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
         tokenizer: tokenizer of the model.
         announce: called before the first step of a run that is not resumed.
+        base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
     """
 
     recipe: RecipeT
@@ -132,6 +135,7 @@ class Run(ABC, Generic[RecipeT]):
     announce: Announce | None = field(init=False, default=None)
     former_origin: str = field(init=False, default="")
     changed: Mapping[str, str] = field(init=False, default_factory=dict)
+    base: str = field(init=False, default="")
 
     headline: ClassVar[str] = "reward"
     answers: ClassVar[str] = SAMPLES
@@ -147,13 +151,17 @@ class Run(ABC, Generic[RecipeT]):
     @classmethod
     def start(cls, recipe: RecipeT, out: Path, announce: Announce | None = None) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
+        recipe = with_absolute_paths(recipe)
         return cls._run_in(recipe, out, recipe, create_folder, announce)
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Resume the run in the folder `out`; return the content of `summary.json`."""
         # The run keeps the type of products that it began with, on any machine.
-        return cls._run_in(recipe, out, load_any(out), partial(reopen_folder, step_files=cls.step_files))
+        began: Any = load_any(out)
+        if with_absolute_paths(began) == began:  # an older run may have been saved with relative ones
+            recipe = with_absolute_paths(recipe)
+        return cls._run_in(recipe, out, began, partial(reopen_folder, step_files=cls.step_files))
 
     @classmethod
     def _run_in(
@@ -207,6 +215,10 @@ class Run(ABC, Generic[RecipeT]):
     @abstractmethod
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         """Restore these values."""
+
+    @abstractmethod
+    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
+        """Return the config of the trained model and its tokenizer."""
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays of a checkpoint."""
@@ -287,6 +299,7 @@ class Run(ABC, Generic[RecipeT]):
         if self.folder.is_finished(self.total):
             return _report_finished(self.recipe, self.folder, self.progress)
         self.folder.update_recipe(self.recipe)
+        self.folder.write_model(*self.model_settings(), dtype=self.recipe.model.dtype)
         summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
         self.findings = FindingsLog(self.recipe, self.folder, summary)
@@ -353,7 +366,7 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.saved = self.learner.step
         self.phase("save")
         extra = {"data": self.loader.state(), "model": self.origin, "seconds": self._seconds()}
-        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe), "all_settings": True}
+        extra |= {**self.checkpoint_metadata(), "settings": settings_of(self.recipe), "base": self.base}
         self.folder.save(self.learner.step, self.arrays(), extra, self._score())
 
     def check_same_run(self, extra: Mapping[str, Any]) -> None:
@@ -427,12 +440,12 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
 def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
     saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
-    if is_from_python(recipe) and "all_settings" not in extra:
+    if is_from_python(recipe) and "base" not in extra:
         saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
     return check_same_settings(saved, now, folder.path, fix)
 
 
-NOT_OF_OLDER_SCRIPTS = ("rewards", "envs.", "reward_model", "reward_safety.", "critic")
+NOT_OF_OLDER_SCRIPTS = ("model.lora.", "rewards", "envs.", "reward_model", "reward_safety.", "critic")
 """Beginnings of the settings that older versions did not record of a script's run."""
 
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from covey import __version__
 from covey.config import processes
 from covey.config.algorithms import algorithm_of
-from covey.config.recipe import AnyRecipe, chain_of_runs
+from covey.config.recipe import AnyRecipe, Recipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo, escape_markdown, printable, show_log
@@ -39,7 +39,7 @@ from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
 from covey.registry import import_package
 from covey.report import REPORT, write_report
-from covey.run.folder import read_summary
+from covey.run.folder import model_folder, read_summary
 from covey.run.load_model import abstract_for, load_for
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -58,8 +58,14 @@ class Lineage:
         return cls(tuple(runs), base)
 
     def folder(self) -> Path | None:
-        """Local Hugging Face folder of the base; None when it came from a GGUF file."""
-        path = sources.resolve_source(self.base).path
+        """Local Hugging Face folder of the base; that of a run if the base is gone; None for a base in another form."""
+        kept = [folder for run in self.runs if (folder := model_folder(run)).is_dir()]
+        try:
+            path = sources.resolve_source(sources.adapter_base(self.base) or self.base).path
+        except WeightsError:
+            if not kept:
+                raise
+            return kept[0]
         return path if path.is_dir() else None
 
     def repository(self) -> str | None:
@@ -134,14 +140,23 @@ def _write(
     lineage: Lineage, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
 ) -> formats.Difference:
     card = model_card(lineage, "transformers" if kind == "hf" else kind)
+    recipe = load_recipe(lineage.runs[0]) if lineage.runs else None
+    sampling = recipe.rollout if isinstance(recipe, Recipe) else None
+    if kind == "gguf":
+        return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card, sampling=sampling)
+    source = lineage.folder()
     if kind == "peft":
         return formats.write_peft(
-            model, tokenizer.vocab_size, out, base=_base(lineage), inside=_module(lineage), card=card
+            model,
+            tokenizer.vocab_size,
+            out,
+            base=_base(lineage),
+            inside=_module(lineage),
+            card=card,
+            write_beside=lambda folder: formats.write_tokenizer(tokenizer, source, folder, sampling),
         )
-    if kind == "gguf":
-        return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card)
     return formats.write_hf(
-        model, tokenizer, out, source=lineage.folder(), dtype=dtype, shard_size=shard_size, card=card
+        model, tokenizer, out, source=source, dtype=dtype, shard_size=shard_size, card=card, sampling=sampling
     )
 
 

@@ -1,8 +1,9 @@
 """Folder of one run: the files in it, and the lock that keeps a second writer out.
 
 The folder holds the whole run: `recipe.yaml` its settings, `metrics.jsonl` the metrics, `before.jsonl` and
-`after.jsonl` the answers to held-out prompts, `checkpoints/` the state to resume from, `summary.json` the result. With
-several processes the first writes; all read when resuming. The lock is that of `checkpoints/`.
+`after.jsonl` the answers to held-out prompts, `model/` config and tokenizer, `checkpoints/` the state to resume from,
+`summary.json` the result. With several processes the first writes; all read when resuming. The lock is that of
+`checkpoints/`.
 """
 
 import json
@@ -22,13 +23,16 @@ import psutil
 from covey import __version__
 from covey.config.recipe import Recipe, SFTRecipe, load_any, to_yaml
 from covey.display import check_no_secrets
-from covey.errors import CoveyError, NumbersError, ResumeError
+from covey.errors import CoveyError, NumbersError, ResumeError, WeightsError
 from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
+from covey.models.config import ModelConfig
+from covey.models.export import write_settings
 from covey.monitor.record import StepRecord
-from covey.monitor.run_files import BAD, CHECKPOINTS, RECIPE, SUMMARY
+from covey.monitor.run_files import BAD, CHECKPOINTS, MODEL, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, sample_lines, write_answers, write_bad_batch, write_summary
 from covey.parallel import channel, distributed
 from covey.parallel.checks import versions
+from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import claim, release
 from covey.types import Group
@@ -128,6 +132,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             check_no_secrets(text)
             replace_file(self.path / RECIPE, text.encode())
 
+    def write_model(self, config: ModelConfig, tokenizer: Tokenizer, dtype: str) -> None:
+        """Write config and tokenizer of the model, so that the run is opened without the folder that it began with."""
+        folder = model_folder(self.path)
+        if not self.writes or has_file(folder, "config.json"):
+            return
+        folder.mkdir(exist_ok=True)
+        try:
+            write_settings(config, tokenizer, None, folder, dtype)
+        except WeightsError as error:  # a model of a script's own making
+            log.info(f"only the model that this run began with opens it: {error.what}")
+
     def save(self, step: int, state: Any, extra: Mapping[str, Any], score: float | None) -> None:
         """Start writing a checkpoint, after the lines before it are on the disk."""
         self.check_not_replaced()
@@ -142,6 +157,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if self.writes:
             file = write_bad_batch(self.path, step, groups, arrays)
             log.warning(f"{error.what}; its batch is kept: {file}.jsonl")
+
+
+def model_folder(run: Path) -> Path:
+    """Return the folder of a run's config and tokenizer, which need not exist; a link in it is refused."""
+    folder = folder_below(run, MODEL)
+    for file in folder.iterdir() if folder.exists() else ():
+        has_file(folder, file.name)
+    return folder
 
 
 @contextmanager

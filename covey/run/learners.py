@@ -2,7 +2,8 @@
 
 These are `covey.GRPOLearner`, `covey.PPOLearner` and `covey.SFTLearner`: the learners of `rl` and `sft`, which know no
 run folders, with the run that `base.Run` makes around them. The folder has the same files as that of a command. Its
-recipe has the learner's settings; model and data are in the script alone, so only the script can resume the run.
+recipe has the learner's settings and the model that it loaded; data are in the script alone, so only the script can
+resume the run.
 """
 
 import logging
@@ -20,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from covey.config.base import check_keywords, suggest
-from covey.config.recipe import Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe, is_from_python, is_run, load_any, validate
 from covey.config.schema import (
     DataConfig,
     EnvsConfig,
@@ -43,9 +44,11 @@ from covey.envs.runner import EnvironmentRunner
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
+from covey.models.lora import check_rank
 from covey.monitor.record import Observer, StepLines, total_steps
 from covey.parallel import channel, checks
 from covey.parallel.checks import check_shared_folder
+from covey.parallel.reshard import flatten
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -61,6 +64,7 @@ from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.base import Run, RunResources
 from covey.run.folder import create_folder, reopen_folder
+from covey.run.load_model import absolute_path, load_for, with_digest
 from covey.run.rl import RLRun, fit_data
 from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.responder import ResponderFactory
@@ -92,6 +96,9 @@ class _RLLearner(Learner):
             )
             validate(self._settings)
 
+    base = ""
+    """Origin of the weights that `train_grpo` loaded, with their digest."""
+
     initial_weights = ""
     """Checksum of the weights before the first step; empty until a run needs it."""
 
@@ -118,7 +125,11 @@ class _RLLearner(Learner):
         )
         loader = self.loader(train_ds if ready else rows)
         if out is not None:
-            recipe = replace(self._settings, name=_name(Path(out)), model=_model_options(self.cluster.rollout.model))
+            recipe = replace(
+                self._settings,
+                name=_name(Path(out)),
+                model=_model_options(self.cluster.rollout.model, self.cluster.source, self.cluster.lora),
+            )
             summary = _train_in_folder(
                 RLRun, self, recipe, Path(out), partial(self._make_run, recipe, loader, held_out, unfit)
             )
@@ -156,6 +167,7 @@ class _RLLearner(Learner):
         run = RLRun(
             recipe, resources, self, loader, held_out, self.initial_weights, {"prompts": len(loader.rows), **unfit}
         )
+        run.base = self.base or with_digest(self.cluster.source)
         run.former_origin = self._checksum_of_models() if resources.folder.resuming else ""
         return run
 
@@ -274,7 +286,8 @@ def train_grpo(
     """Train a model by GRPO or one of its variants: load it into an `RLCluster`, and train it by a `GRPOLearner`.
 
     Args:
-        model: a folder, `hf:org/name`, or a name such as `smollm2-135m`: what `RLCluster.load` takes as `actor`.
+        model: a folder of a model or of a run, a PEFT adapter whose base can be loaded, `hf:org/name`, or a name such
+            as `smollm2-135m`.
         train_dataset: rows with a `prompt` and the columns that the reward functions need (a list of dicts, a
             `datasets.Dataset`, a table), or the path of a file of them (.jsonl, .json, .csv, .parquet).
         eval_dataset: held-out rows, in the same forms. They are evaluated before and after training, and every
@@ -318,7 +331,10 @@ def train_grpo(
         learner.history["reward"]
     """
     _check_options(options)
-    sources.check_source(model)
+    if not is_run(model):
+        sources.check_source(model)
+    if lora is not None:
+        check_rank(lora)
     functions = resolve_reward_fns(reward_funcs)
     with _naming("train_dataset"):
         rows = read_rows(train_dataset)
@@ -327,9 +343,12 @@ def train_grpo(
         held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)
     config = ClusterConfig(role_to_mesh or {}, training_config or RLTrainingConfig(), rollout_config or RolloutConfig())
     validate(_settings_of(config, grpo_config, functions, environments, reward_runner, eval_config))
-    cluster = RLCluster.load(
-        actor=model, tokenizer=tokenizer, lora=lora, cluster_config=config, environments=environments, **options
+    actor, own_tokenizer, origin = _load_actor(model, lora or LoRAConfig(), config, options)
+    cluster = RLCluster(
+        actor=actor, tokenizer=tokenizer or own_tokenizer, cluster_config=config, environments=environments
     )
+    cluster.source, cluster.lora = absolute_path(model), lora
+    del actor
     learner = GRPOLearner(
         rl_cluster=cluster,
         reward_funcs=functions,
@@ -338,6 +357,7 @@ def train_grpo(
         reward_runner=reward_runner,
         observers=observers,
     )
+    learner.base = origin
     learner.train(rows, held_out, out=out)
     return learner
 
@@ -377,6 +397,14 @@ def _warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:
         )
 
 
+def _load_actor(
+    source: str, lora: LoRAConfig, config: ClusterConfig, options: DecoderOptions
+) -> tuple[Decoder, Tokenizer, str]:
+    given: dict[str, Any] = {"dtype" if name == "param_dtype" else name: value for name, value in options.items()}
+    settings = ModelOptions(source=source, lora=lora, **given)
+    return load_for(AnyRecipe(seed=config.rollout_config.seed, model=settings), config.mesh(Role.ACTOR))
+
+
 def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse a keyword that neither `train_grpo` nor the loading of a model has, before anything is read."""
     known = ["model", "train_dataset", *(train_grpo.__kwdefaults__ or ()), *DecoderOptions.__annotations__]
@@ -407,9 +435,15 @@ def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
     return f"a model from Python, checksum {checksum:08x}"
 
 
-def _model_options(model: Decoder) -> ModelOptions:
+def _model_options(model: Decoder, source: str = "", lora: LoRAConfig | None = None) -> ModelOptions:
+    """Return what a run records of its model. One that a script gave as an object has no source, but its types and the
+    rank of its adapters.
+    """
     types: dict[str, Any] = {"dtype": str(model.head_weight.dtype), "compute_dtype": str(model.dtype)}
-    return ModelOptions(source=sources.FROM_PYTHON, **types)
+    adapters = flatten(nnx.state(model, nnx.LoRAParam))
+    ranks = [leaf.shape[-1] for name, leaf in adapters.items() if name.endswith(".a")]
+    lora = lora or LoRAConfig(rank=max(ranks, default=0))
+    return ModelOptions(source=source or sources.FROM_PYTHON, lora=lora, **types)
 
 
 def _name(out: Path) -> str:

@@ -16,15 +16,17 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.recipe import AnyRecipe, chain_of_runs
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import AnyRecipe, Recipe, RecipeT, SFTRecipe, chain_of_runs, is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.config.schema import MeshConfig, ModelOptions
-from covey.errors import ResumeError
-from covey.files import folder_below, require_entry
+from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions
+from covey.errors import ResumeError, WeightsError
+from covey.files import folder_below, has_file, require_entry
 from covey.models import scratch
+from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.dtypes import resolve_compute_dtype
-from covey.models.loading import cache, peft, weights
+from covey.models.loading import cache, peft, sources, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
@@ -32,6 +34,7 @@ from covey.monitor.run_files import CHECKPOINTS
 from covey.parallel import channel, checks, mesh_from_config
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
+from covey.run.folder import RunFolder, model_folder
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
@@ -93,16 +96,69 @@ def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
     Raises:
         WeightsError: the source is not available, is incomplete, or is not a supported model.
     """
-    options, seed, (_, source) = recipe.model, recipe.seed, chain_of_runs(recipe.model.source)
-    checkpoint = weights.open_source(scratch.with_seed(source, seed))[1]
+    options, seed, (runs, source) = recipe.model, recipe.seed, chain_of_runs(recipe.model.source)
+    config, tokenizer = (runs and settings_of_run(runs[0])) or _settings_of(scratch.with_seed(source, seed))
     switches = decoder_options(options) | {"compute_dtype": resolve_compute_dtype(options.compute_dtype, platform)}
-    model = abstract_decoder(checkpoint.config, parse_format(options.quantize, options.quantize_block), **switches)
+    model = abstract_decoder(config, parse_format(options.quantize, options.quantize_block), **switches)
     if options.adapter:
         adapted = partial(peft.load_adapter, folder=options.adapter, dropout=options.lora.dropout, seed=seed)
         model = nnx.eval_shape(adapted, model)
     if options.lora.rank:
         model = nnx.eval_shape(partial(with_lora, config=options.lora, seed=seed), model)
-    return model, checkpoint.tokenizer
+    return model, tokenizer
+
+
+def _settings_of(source: str) -> tuple[ModelConfig, Tokenizer]:
+    checkpoint = weights.open_source(sources.adapter_base(source) or source)[1]
+    return checkpoint.config, checkpoint.tokenizer
+
+
+def settings_of_run(run: Path) -> tuple[ModelConfig, Tokenizer] | None:
+    """Return config and tokenizer of a run's model, as its folder has them; None for an older run, which lacks them."""
+    folder = model_folder(run)
+    return weights.read_settings(folder) if has_file(folder, "config.json") else None
+
+
+def load_to_train(recipe: Recipe | SFTRecipe, mesh: Mesh | None, folder: RunFolder) -> tuple[Decoder, Tokenizer, str]:
+    """Load the model that the run in `folder` begins with, as `load_for` does. Where it is not available any more, a
+    resumed run that trains every weight is loaded from its checkpoint, unless it also needs the first weights.
+    """
+    try:
+        return load_for(recipe, mesh)
+    except WeightsError:
+        needs_first = isinstance(recipe, Recipe) and algorithm_of(recipe.grpo).needs_reference
+        if folder.last is None or needs_first or not _is_whole(recipe.model) or settings_of_run(folder.path) is None:
+            raise
+    model, tokenizer, _ = _load_run(folder.path, recipe.model, mesh)
+    _, extra = folder.saves.restore(folder.last, target={}, subset=True)
+    return model, tokenizer, require_entry(extra, "model", str)
+
+
+def _is_whole(options: ModelOptions) -> bool:
+    """Return whether the checkpoints of a run have every weight of its model."""
+    return not (options.adapter or options.lora.rank or options.quantize != "none")
+
+
+def with_absolute_paths(recipe: RecipeT) -> RecipeT:
+    """Return `recipe` with the absolute paths of the files and folders that it names, so that its run is opened from
+    anywhere. Several processes may have them in different places, and keep what was given.
+    """
+    if jax.process_count() > 1:
+        return recipe
+
+    def absolute(section: Any, *names: str) -> Any:
+        paths = {name: absolute_path(path) for name in names if (path := getattr(section, name, None))}
+        return replace(section, **paths)
+
+    model, data = absolute(recipe.model, "source", "adapter"), absolute(recipe.data, "path", "test_path")
+    return absolute(replace(recipe, model=model, data=data), "reward_model", "critic")  # type: ignore[no-any-return]
+
+
+def absolute_path(source: str) -> str:
+    """Return the absolute path of a source that is one; other sources, such as the name of a model, stay."""
+    path = Path(source).expanduser()
+    named = source in sources.NAMED_MODELS and not is_run(source)
+    return os.path.abspath(path) if not named and os.path.exists(path) else source
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:
@@ -138,6 +194,10 @@ def load_source(
     use_compilation_cache()
     if chain_of_runs(source)[0]:
         model, tokenizer, origin = _load_trained(options, source, mesh)
+    elif base := sources.adapter_base(source):
+        adapted = replace(options, quantize="none", lora=LoRAConfig(), adapter=source)
+        model, tokenizer, origin = load_source(adapted, base, seed, mesh, announce)
+        model = _merged(model, options)
     else:
         if announce:
             log.info(f"loading {source}")
@@ -215,22 +275,28 @@ def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tupl
     """Load a run as a model source: with the compute options of `options`, and with its own adapters merged."""
     options_of_run = replace(load_recipe(folder).model, **_compute_options(options))
     model, tokenizer, origin = _load_run(Path(folder), options_of_run, mesh)
-    return (
-        merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block)),
-        tokenizer,
-        origin,
-    )
+    return _merged(model, options), tokenizer, origin
+
+
+def _merged(model: Decoder, options: ModelOptions) -> Decoder:
+    return merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block))
 
 
 def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
     log.info(f"loading {folder}, a run that began with {options.source}")
-    model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh, announce=False)
+    settings, whole = settings_of_run(folder), _is_whole(options)
+    if settings is not None and whole:
+        model, tokenizer, base = weights.load_blank(settings[0], mesh, **decoder_options(options)), settings[1], ""
+    else:
+        model, tokenizer, base = load_source(options, options.source, load_recipe(folder).seed, mesh, announce=False)
+    tokenizer = tokenizer if settings is None else settings[1]
     with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
         step = channel.broadcast(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
-    check_same_weights(require_entry(extra, "model", str), base, folder)
+    if base:
+        check_same_weights(extra.get("base") or require_entry(extra, "model", str), base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
     return nnx.merge(graph, trained, rest), tokenizer, origin

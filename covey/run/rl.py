@@ -19,6 +19,7 @@ from covey.data.loader import PromptLoader
 from covey.data.rows import Row
 from covey.envs.runner import open_environments
 from covey.files import require_entry
+from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
 from covey.models.lora import with_lora, without_lora
@@ -39,8 +40,9 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import count_plain, fit_rows
-from covey.run.load_model import check_same_weights, decoder_options, load_for, with_digest
+from covey.run.load_model import check_same_weights, decoder_options, load_to_train, with_digest
 from covey.sampling.noise import DRAW_VERSION
+from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
@@ -86,7 +88,7 @@ class RLRun(Run[Recipe]):
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
-        model, tokenizer, origin = load_for(recipe, mesh)
+        model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
         values, other_models = load_value_models(recipe, model, mesh)
         cluster = RLCluster(
             actor=model,
@@ -111,6 +113,9 @@ class RLRun(Run[Recipe]):
         self.trained, self.tokenizer = learner.cluster, learner.cluster.tokenizer
         self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer, recipe.envs.environment)}
         return total
+
+    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
+        return self.learner.cluster.rollout.model.config, self.learner.cluster.tokenizer
 
     def measure(self, name: str) -> dict[str, Any]:
         evaluation = self.learner.evaluate(self.held_out, self.progress.advance)

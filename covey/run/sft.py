@@ -12,6 +12,7 @@ from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
 from covey.files import require_entry
+from covey.models.config import ModelConfig
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
@@ -27,8 +28,9 @@ from covey.run.inference import (
     count_plain,
     select_answerable,
 )
-from covey.run.load_model import available_mesh, load_for
+from covey.run.load_model import available_mesh, load_for, load_to_train
 from covey.sft.learner import SFTLearner
+from covey.text.tokenizer import Tokenizer
 
 
 def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class SFTRun(Run[SFTRecipe]):
 
     @classmethod
     def from_recipe(cls, recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> Self:
-        model, tokenizer, origin = load_for(recipe, mesh)
+        model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
         learner = SFTLearner(
             model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
         )
@@ -98,6 +100,9 @@ class SFTRun(Run[SFTRecipe]):
         self.trained, self.tokenizer = self.learner.prepare(total), self.learner.tokenizer
         self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer)}
         return total
+
+    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
+        return self.learner.program_model.config, self.learner.tokenizer
 
     def measure(self, name: str) -> dict[str, Any]:
         answered = {} if self.worker is None else self._answer(name, self.worker)

@@ -21,7 +21,7 @@ from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
 from covey.monitor.trackers import Tracked
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.report import write_report
-from covey.run.folder import read_summary
+from covey.run.folder import model_folder, read_summary
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import FolderStore, is_locked, take_lock
@@ -56,6 +56,7 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("bad/00000007.jsonl", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
     ("bad/00000007.npz", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
     (TRACKING, lambda run: Tracked(run, {}).identity()),
+    ("model/tokenizer.json", model_folder),
 ]
 
 

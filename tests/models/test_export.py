@@ -18,7 +18,7 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from covey.config.schema import LoRAConfig
+from covey.config.schema import LoRAConfig, RolloutConfig
 from covey.errors import CoveyError, WeightsError
 from covey.models import families
 from covey.models.config import RopeScaling
@@ -111,16 +111,56 @@ def test_shards_are_no_larger_than_asked_and_the_index_knows_each(
 def test_the_sources_own_files_go_along(tiny: weights.LoadedModel, tmp_path: Path) -> None:
     source = shutil.copytree(TINY, tmp_path / "source")
     kept = json.loads((source / "config.json").read_text()) | {"a_field_of_theirs": [1, 2]}
-    (source / "config.json").write_text(json.dumps(kept))
+    code = {"auto_map": {"AutoConfig": "their_code.Config"}, "_name_or_path": "theirs/model"}
+    (source / "config.json").write_text(json.dumps(kept | code))
     (source / "merges.txt").write_text("a b\n")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | code))
     write_hf(tiny.model, tiny.tokenizer, tmp_path / "out", source=source, card="# A card\n")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == kept | {"dtype": "float32"}
-    tokens = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt")
-    for name in (*tokens, "generation_config.json"):
+    older = {"rope_theta": 30000.0, "rope_scaling": None, "eos_token_id": [2, 0], "dtype": "float32"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == kept | older
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == settings
+    for name in ("tokenizer.json", "chat_template.jinja", "merges.txt"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     assert (tmp_path / "out" / "README.md").read_text() == "# A card\n"
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     assert len(modes) == 1  # safetensors alone would lock others out
+
+
+def test_an_export_stops_and_samples_as_the_run_did(tiny: weights.LoadedModel, tmp_path: Path) -> None:
+    """The base names one stop token and penalties; the run stopped at two, and sampled its own way."""
+    source = shutil.copytree(TINY, tmp_path / "source")
+    named = {"eos_token_id": 2, "repetition_penalty": 1.05, "temperature": 0.6, "bos_token_id": 0}
+    (source / "generation_config.json").write_text(json.dumps(named))
+    template = "{{ messages[0]['content'] }}"
+    ours = Tokenizer(tiny.tokenizer.inner, eos_id=2, stop_ids=[0, 9], bos_id=tiny.tokenizer.bos_id)
+    ours.add_bos, ours.chat_template = tiny.tokenizer.add_bos, template
+    sampling = RolloutConfig(temperature=0.7, top_k=5, max_new_tokens=12)
+    write_hf(tiny.model, ours, tmp_path / "out", source=source, sampling=sampling)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    used = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "max_new_tokens": 12}
+    assert generation == used | {"eos_token_id": [2, 0, 9], "bos_token_id": 0, "pad_token_id": ours.pad_id}
+    again = Tokenizer.from_folder(tmp_path / "out")
+    assert (again.stop_ids, again.chat_template) == ((0, 2, 9), template)
+    write_hf(tiny.model, ours, tmp_path / "plain", source=source)
+    generation = json.loads((tmp_path / "plain" / "generation_config.json").read_text())
+    assert generation == named | {"eos_token_id": [2, 0, 9], "pad_token_id": ours.pad_id}
+    write_hf(tiny.model, ours, tmp_path / "greedy", sampling=RolloutConfig(temperature=0.0))
+    generation = json.loads((tmp_path / "greedy" / "generation_config.json").read_text())
+    assert generation["do_sample"] is False
+    assert "temperature" not in generation
+
+
+def test_scaled_rope_is_named_for_older_readers(tiny: weights.LoadedModel, tmp_path: Path) -> None:
+    source = shutil.copytree(TINY, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    parameters = {"rope_theta": 30000.0, **scaling}
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": parameters}))
+    loaded = weights.load(source)
+    write_hf(loaded.model, loaded.tokenizer, tmp_path / "out", source=source)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rope_parameters"], config["rope_theta"], config["rope_scaling"]) == (parameters, 30000.0, scaling)
 
 
 @pytest.mark.parametrize("bos", [False, True])

@@ -24,6 +24,7 @@ from covey import (
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
+    LoRAConfig,
     OptimizerConfig,
     PPOConfig,
     PPOLearner,
@@ -43,7 +44,8 @@ from covey.cli.watch import watch
 from covey.config import recipe
 from covey.config.base import in_sections, without_check
 from covey.config.metrics import CLOCKS
-from covey.errors import RecipeError, ResumeError, Stopped
+from covey.config.recipe import load_any
+from covey.errors import RecipeError, ResumeError, Stopped, WeightsError
 from covey.models.loading.weights import load
 from covey.monitor.record import History, StepRecord
 from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
@@ -273,7 +275,7 @@ def test_another_run_is_refused(
 def test_commands_say_that_the_script_has_the_data(
     straight: tuple[Path, GRPOLearner], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["train", "--resume"], ["eval"], ["chat"]):
+    for words in (["train", "--resume"], ["eval"]):
         assert main([*words, str(straight[0])]) == 2
         assert "script" in capsys.readouterr().err, words
 
@@ -420,7 +422,7 @@ def test_the_settings_of_each_recipe_get_the_same_verdicts_in_a_script(
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    monkeypatch.setattr("covey.rl.cluster.load_models", load_nothing)
+    monkeypatch.setattr("covey.run.learners.load_for", load_nothing)
     ready, refused = recipe.read_built_in(name), 0
     plays = bool(ready.envs.environment or ready.envs.tools)  # else a script has no place for the settings of one
     for setting, value in [("seed", 5), *WRONG] if plays else [("seed", 5), *WRONG[:-2]]:
@@ -516,7 +518,7 @@ def test_a_script_is_resumed_with_its_settings_or_told_what_differs(
     shutil.copytree(out, older)
     (saved,) = older.glob("checkpoints/0*")
     meta = json.loads((saved / "meta.json").read_text())
-    del meta["extra"]["all_settings"]  # an older version had recorded neither
+    del meta["extra"]["base"]  # an older version had recorded neither
     meta["extra"]["settings"] |= {"envs.environment": None, "envs.max_turns": 8, "rewards": ["echo", "length"]}
     write_meta(saved, json.dumps(meta))
 
@@ -562,3 +564,38 @@ def test_the_best_checkpoint_is_that_of_the_metric_in_force(tmp_path: Path) -> N
     last.train(ROWS, ROWS[:2], out=tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"] == 3  # of 3 and 4: it decays
     assert (last.history["eval/samples"], last.evaluations["after"]["samples"]) == ([1], 2)
+
+
+def small(**more: Any) -> dict[str, Any]:
+    config = cluster_config_of(1, 0, 0)
+    return {
+        "train_dataset": ROWS[:2],
+        "reward_funcs": length,
+        "training_config": config.training_config,
+        "rollout_config": config.rollout_config,
+        "grpo_config": GRPOConfig(num_generations=2, beta=0.0),
+        **more,
+    }
+
+
+@pytest.mark.slow
+def test_commands_open_a_run_of_adapters_that_a_script_began(tmp_path: Path) -> None:
+    """Its recipe says what the script gave; the run and its exported adapter are models to train further."""
+    first, adapter = tmp_path / "first", tmp_path / "adapter"
+    train_grpo(model="scratch:arithmetic-tiny@1", lora=LoRAConfig(rank=2), out=first, **small())
+    model = load_any(first).model
+    assert (model.source, model.lora.rank) == ("scratch:arithmetic-tiny@1", 2)
+    assert main(["generate", str(first), "1+2=", "--rollout.max-new-tokens=2"]) == 0
+    assert main(["export", str(first), "--out", str(adapter), "--format", "peft"]) == 0
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "scratch:arithmetic-tiny@1"
+    again = train_grpo(model=str(adapter), **small())
+    second = train_grpo(model=str(first), out=tmp_path / "second", **small())
+    assert again.history["reward"] == second.history["reward"]
+    assert load_any(tmp_path / "second").model.source == str(first)
+
+
+def test_an_adapter_without_a_base_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "tiny"}')
+    with pytest.raises(WeightsError, match="no base that can be loaded: 'tiny'"):
+        train_grpo(model=str(tmp_path), **small())

@@ -30,6 +30,7 @@ from covey.run import inference
 from covey.run.inference import sample_training_prompts
 from covey.run.load_model import available_mesh, check_same_weights, load_source
 from covey.run.rl import RLRun, role_meshes
+from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
 
@@ -312,3 +313,27 @@ def test_which_weights_continue_a_run(then: str, now: str, accepted: bool) -> No
         return
     with pytest.raises(ResumeError, match=re.escape(repr(then))):
         check_same_weights(then, now, Path("run"))
+
+
+@pytest.mark.slow
+def test_a_run_is_opened_and_resumed_without_the_folder_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began with relative paths in another working directory, and its checkpoint has every weight."""
+    shutil.copytree(TINY, tmp_path / "base")
+    shutil.copy(LETTERS[1].partition("=")[2], tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    small = (Path(TINY).parents[2] / "faults" / "small_run.txt").read_text().split()
+    given = ["model.source=base", *small, "data.task=jsonl", "data.path=rows.jsonl", "grpo.beta=0"]
+    run.train(recipe.load("quickstart", [*given, "training.max_steps=2"]), Path("out"))
+    learnt = arrays(run.open_model("out")[0])
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model, tokenizer = run.open_model("../out")
+    own = Tokenizer.from_folder(TINY)
+    assert tokenizer.stop_ids == own.stop_ids
+    assert tokenizer.chat_template == own.chat_template
+    assert {name: x.tobytes() for name, x in arrays(model).items()} == {n: x.tobytes() for n, x in learnt.items()}
+    summary = run.resume(Path("../out"), ["training.max_steps=3"])
+    assert summary["steps"] == 3

@@ -24,7 +24,7 @@ from covey.config.schema import RolloutConfig
 from covey.parallel import flatten
 from covey.plan import plan
 from covey.rl import rollout as rollout_worker
-from covey.run import inference, load_model, preview, rl, sft
+from covey.run import inference, load_model, preview, sft
 from covey.run.load_model import load_for
 from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
@@ -108,7 +108,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, inference, export, rl, sft):
+    for module in (load_model, inference, export, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     for module in (plan, preview):
         monkeypatch.setattr(module, "abstract_for", printing("abstract_for", module.abstract_for))

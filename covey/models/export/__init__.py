@@ -6,7 +6,7 @@ moved into place. This file only re-exports names.
 
 from covey.models.export.files import Difference, check_new_folder
 from covey.models.export.gguf import make_metadata, write_gguf
-from covey.models.export.hf import write_hf
+from covey.models.export.hf import write_hf, write_settings, write_tokenizer
 from covey.models.export.peft import no_adapters_error, write_peft
 
 __all__ = [
@@ -17,4 +17,6 @@ __all__ = [
     "write_gguf",
     "write_hf",
     "write_peft",
+    "write_settings",
+    "write_tokenizer",
 ]

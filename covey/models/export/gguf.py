@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from covey.config.schema import RolloutConfig
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.config import ModelConfig
@@ -39,7 +40,13 @@ SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute,
 
 
 def write_gguf(
-    model: Decoder, tokenizer: Tokenizer, out: Path, *, dtype: str | None = None, card: str = ""
+    model: Decoder,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    card: str = "",
+    sampling: RolloutConfig | None = None,
 ) -> Difference:
     """Write `model`, adapters merged, as `model.gguf` in a folder.
 
@@ -47,6 +54,7 @@ def write_gguf(
         out: the folder, new or empty.
         dtype: float32 or bfloat16; the type in memory by default.
         card: text of README.md.
+        sampling: that of training, which llama.cpp then has by default.
 
     Returns:
         The difference between the logits of the written model, read back, and those of `model`.
@@ -58,6 +66,9 @@ def write_gguf(
     """
     dtype = dtype or str(model.head_weight.dtype)
     metadata = make_metadata(model.config, tokenizer)
+    if sampling is not None:
+        metadata |= {f"general.sampling.{name}": getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
+        metadata["general.sampling.temp"] = sampling.temperature
     with new_folder(out, card) as folder:
         _write_file(folder / FILE_NAME, metadata, model, dtype)
         _check_written(GGUFCheckpoint(folder / FILE_NAME), model.config, tokenizer)

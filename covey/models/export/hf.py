@@ -1,7 +1,8 @@
 """Export to a Hugging Face folder that transformers loads: weights with the adapters merged, config, tokenizer,
 generation config, model card.
 
-If the model was loaded from such a folder, the folder's config and tokenizer files are copied unchanged.
+If the model was loaded from such a folder, the folder's config and tokenizer files are copied. What the run used
+replaces what they say: stop tokens, chat template, sampling. Nothing names code or a path that is not exported.
 """
 
 import math
@@ -15,7 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer as Inner
 from tokenizers import processors
 
+from covey.config.schema import RolloutConfig
 from covey.models import families
+from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.export.files import (
     Difference,
@@ -45,6 +48,7 @@ def write_hf(
     dtype: str | None = None,
     shard_size: int = SHARD_SIZE,
     card: str = "",
+    sampling: RolloutConfig | None = None,
 ) -> Difference:
     """Write `model` as a Hugging Face folder.
 
@@ -54,6 +58,7 @@ def write_hf(
         dtype: float32 or bfloat16; the type in memory by default.
         shard_size: maximum bytes per file of weights; a larger tensor has a file of its own.
         card: text of README.md.
+        sampling: that of training, for generation_config.json; that of `source` by default.
 
     Returns:
         The difference between the logits of the written model, read back, and those of `model`. If the model's arrays
@@ -66,8 +71,7 @@ def write_hf(
     dtype = dtype or str(model.head_weight.dtype)
     with new_folder(out, card) as folder:
         if jax.process_index() == 0:
-            write_json(folder / "config.json", _config(model, tokenizer, source, dtype))
-            _write_tokenizer(tokenizer, source, folder)
+            write_settings(model.config, tokenizer, source, folder, dtype, sampling)
         if lies_over_processes(model):
             _write_weights(model, folder, dtype, shard_size, write_jointly)
             return Difference(0.0, math.nan)
@@ -132,13 +136,36 @@ def _split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
 # --- config
 
 
-def _config(model: Decoder, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
+def write_settings(
+    described: ModelConfig,
+    tokenizer: Tokenizer,
+    source: Path | None,
+    folder: Path,
+    dtype: str,
+    sampling: RolloutConfig | None = None,
+) -> None:
+    """Write all files of a Hugging Face folder but its weights, config.json last; arguments are those of `write_hf`."""
+    config = _config(described, tokenizer, source, dtype)
+    write_tokenizer(tokenizer, source, folder, sampling)
+    write_json(folder / "config.json", config)
+
+
+def _config(described: ModelConfig, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
+    written, ids = families.write_config(described), _special_token_ids(tokenizer)
     if source is not None:
-        config = read_json(source / "config.json")
-        if not is_whole(config) and families.read_config(config) == model.config:
-            return dict(config) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
-    return families.write_config(model.config) | _special_token_ids(tokenizer) | {"dtype": dtype}
+        config = _without_paths(read_json(source / "config.json"))
+        if not is_whole(config) and families.read_config(config) == described:
+            # Readers of before transformers 5 know no rope_parameters.
+            older = {name: value for name, value in written.items() if name in OLDER_ROPE and config.get(name) is None}
+            config |= older if families.read_config(config | older) == described else {}
+            return config | _stops_of(ids) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    return written | ids | {"dtype": dtype}
+
+
+def _without_paths(config: Fields) -> Fields:
+    """Return a config without the names of code and folders that an export does not have."""
+    return {name: value for name, value in config.items() if name not in ("auto_map", "_name_or_path")}
 
 
 def _special_token_ids(tokenizer: Tokenizer) -> Fields:
@@ -150,18 +177,51 @@ def _special_token_ids(tokenizer: Tokenizer) -> Fields:
     }
 
 
+def _stops_of(ids: Fields) -> Fields:
+    return {"eos_token_id": ids["eos_token_id"]}
+
+
+def _generation_config(tokenizer: Tokenizer, before: Fields, sampling: RolloutConfig | None) -> Fields:
+    """Return generation_config.json: the one `before`, with the stop tokens and the sampling that were used. Penalties
+    and the like, which no training by Covey has, are then left out.
+    """
+    ids = _special_token_ids(tokenizer)
+    if sampling is None:
+        return ids | before | _stops_of(ids)
+    names = ("temperature", "top_p", "top_k", "min_p") if sampling.temperature else ()
+    used: Fields = {"do_sample": bool(sampling.temperature), "max_new_tokens": sampling.max_new_tokens}
+    kept = {name: value for name, value in before.items() if name in ids}
+    return ids | kept | _stops_of(ids) | used | {name: getattr(sampling, name) for name in names}
+
+
 # --- tokenizer
 
 
-def _write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path, sampling: RolloutConfig | None) -> None:
+    """Write the files of the tokenizer, and generation_config.json; arguments are those of `write_hf`."""
+    before = {} if source is None else read_json(source / "generation_config.json", missing={})
+    source = source if source is not None and _is_of(tokenizer, source) else None
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if source is None:
         _with_bos(tokenizer).save(str(folder / "tokenizer.json"))
-        write_json(folder / "tokenizer_config.json", _tokenizer_config(tokenizer))
-    if not (folder / "generation_config.json").exists():
-        write_json(folder / "generation_config.json", _special_token_ids(tokenizer))
+    settings = read_json(folder / "tokenizer_config.json", missing=_tokenizer_config(tokenizer))
+    if source is not None and Tokenizer.from_folder(source).chat_template != tokenizer.chat_template:
+        for name in ("chat_template.jinja", "chat_template.json"):
+            (folder / name).unlink(missing_ok=True)
+        settings["chat_template"] = tokenizer.chat_template
+    write_json(folder / "tokenizer_config.json", _without_paths(settings))
+    write_json(folder / "generation_config.json", _generation_config(tokenizer, before, sampling))
+
+
+def _is_of(tokenizer: Tokenizer, source: Path) -> bool:
+    """Return whether the folder `source` has this tokenizer, apart from its chat template and stop tokens."""
+    own = Tokenizer.from_folder(source)
+    return (
+        all(getattr(own, name) == getattr(tokenizer, name) for name in ("eos_id", "bos_id", "add_bos"))
+        and own.inner.to_str() == tokenizer.inner.to_str()
+    )
 
 
 def _with_bos(tokenizer: Tokenizer) -> Inner:
@@ -189,6 +249,8 @@ def _tokenizer_config(tokenizer: Tokenizer) -> Fields:
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "generation_config.json",
+    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 """Names of the files that are copied from a Hugging Face folder."""
+OLDER_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+"""Fields of config.json that rope_parameters replace."""

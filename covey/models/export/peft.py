@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -24,7 +25,14 @@ Parts = list[Linear]
 
 
 def write_peft(
-    model: Decoder, vocabulary: int, out: Path, *, base: str, inside: str = "model", card: str = ""
+    model: Decoder,
+    vocabulary: int,
+    out: Path,
+    *,
+    base: str,
+    inside: str = "model",
+    card: str = "",
+    write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> Difference:
     """Write the adapters of `model`, in float32.
 
@@ -34,6 +42,7 @@ def write_peft(
         base: name of the base model in adapter_config.json: a repository, or the name of a local one.
         inside: module of the decoder in the base: `hf_config.MODULE` where the base is a model with images.
         card: text of README.md.
+        write_beside: writes further files, such as those of the tokenizer, into the folder that it gets.
 
     Returns:
         The difference between the logits of base and adapter, read back, and those of `model`. If the model's arrays
@@ -53,6 +62,7 @@ def write_peft(
             if jax.process_index() == 0:
                 write_json(folder / CONFIG_FILE, _config(adapted, targets, base))
                 write_safetensors(folder / TENSORS_FILE, tensors)
+                write_beside(folder)
         if lies_over_processes(model):
             return Difference(0.0, math.nan)
         return compare_logits(model, load_adapter(without_lora(model), folder), vocabulary, "float32", out)

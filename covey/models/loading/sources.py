@@ -15,6 +15,7 @@ Neither JAX nor NumPy here: a wrong path is reported before they are imported.
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -92,7 +93,35 @@ def check_source(source: str | Path) -> None:
         WeightsError: no such path or name, a folder without config.json, a file of another kind, a malformed `hf:` or
             `scratch:`.
     """
-    _find_resolver(str(source))
+    _find_resolver(adapter_base(source) or str(source))
+
+
+def adapter_base(source: str | Path) -> str:
+    """Return the source of the base that the PEFT adapter in the folder `source` names; "" if that is no such folder.
+
+    Raises:
+        WeightsError: the adapter names no model that can be found.
+    """
+    file = Path(source).expanduser() / "adapter_config.json"
+    if not file.is_file() or file.with_name("config.json").is_file():
+        return ""
+    try:
+        named = json.loads(file.read_bytes())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        named = None
+    if isinstance(named, str):
+        if named in NAMED_MODELS or named.startswith(("hf:", "pypi:", "scratch:")) or Path(named).is_absolute():
+            return named
+        if (file.parent / named).is_dir():
+            return str(file.parent / named)
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", named, re.A):
+            return f"hf:{named}"
+    raise WeightsError(
+        f"this adapter names no base that can be loaded: {named!r}",
+        want="a folder with config.json, or an adapter whose base_model_name_or_path is a path or org/name",
+        fix=f"--model.source BASE --model.adapter {source} of covey train; or write the path of the base into the file",
+        where=str(file),
+    )
 
 
 def resolve_source(source: str | Path) -> Resolved:

@@ -108,6 +108,21 @@ def load(
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, resolved.origin)
 
 
+def read_settings(folder: Path) -> tuple[ModelConfig, Tokenizer]:
+    """Return config and tokenizer of a folder that need not have weights."""
+    where = str(folder / "config.json")
+    described = hf_config.text_config(read_json(folder / "config.json"), where)
+    return families.read_config(described, where), Tokenizer.from_folder(folder)
+
+
+def load_blank(config: ModelConfig, mesh: Mesh | None, **options: Any) -> Decoder:
+    """Return the model of `config` with zeros in place of weights, which a checkpoint replaces."""
+    options["compute_dtype"] = resolve_compute_dtype(options["compute_dtype"])
+    model = abstract_decoder(config, **options)
+    zeros = ((path, np.zeros(leaf.shape, np.float32)) for path, leaf in flatten(nnx.state(model)).items())
+    return fill_parameters(model, zeros, make_put(model, mesh))
+
+
 def tensors_for(checkpoint: Checkpoint, mesh: Mesh | None) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
     """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, those of a folder
     are read slice by slice when they are put there.

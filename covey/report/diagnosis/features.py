@@ -4,9 +4,7 @@ In: rows of `metrics.jsonl`, or a run that was read from its folder. Out: featur
 `MetricHistory` of a metric (`kl.last.mean`), or of the `RunHistory` itself (`run.only_reward`). A run that was resumed
 has one history: its file continues.
 
-The error of a mean comes from the differences of successive rows, which a slow trend does not enlarge; that of the
-reward is at least what the spread of the completions says. So a threshold in standard errors means the same for a run
-of 8 completions per step and for one of 800.
+The error of a mean comes from the differences of successive rows, which a slow trend does not enlarge.
 """
 
 import math
