@@ -8,6 +8,7 @@ ARG UID=1000
 
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE /src/
 COPY covey /src/covey
+COPY plugins /src/plugins
 RUN pip install --no-cache-dir -c /src/constraints.txt "/src[${EXTRAS}]" && rm -r /src
 RUN useradd --uid "${UID}" --home-dir /covey --create-home covey && mkdir /data && chown covey /data
 

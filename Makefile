@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Its JAX is that for CPU, of the version that Covey is measured with.
 TUNIX ?= google-tunix==0.1.7 jax==0.10.2 jaxlib==0.10.2 flax==0.12.8 qwix==0.1.8 transformers==5.12.1
 # Tests compile on one core each, and some wait for processes that they started: one worker more than there are cores. A
-# file stays with one worker, because its tests share what was compiled. Files run in the order of tests/conftest.py, which
+# file stays with one worker, because its tests share what was compiled. Files run in the order of conftest.py, which
 # puts those that take long first. Quick tests wait for little, and collecting them takes each worker eight seconds.
 DIST := --dist loadfile --no-loadscope-reorder
 WORKERS ?= -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) $(DIST)
@@ -33,7 +33,7 @@ DOCS := zensical mkdocstrings-python ruff
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
+.PHONY: help quickstart tiny install schema test test-quick test-core aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,9 @@ test: .venv/ready-dev ## the whole test suite, and lint beside it, whose output 
 
 test-quick: .venv/ready-dev ## the tests that take less than a second each
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
+
+test-core: .venv/ready-dev ## the tests of covey/ with every plugin hidden
+	PYTHONPATH=tests/core_alone $(BIN)/python -m pytest tests $(WORKERS) $(ARGS)
 
 aot: .venv-aot/ready ## compile programs for TPUs that are not there, and look at what the compiler made of them (ARGS="-k attention")
 	.venv-aot/bin/python -m pytest -m aot tests/aot $(ARGS)

@@ -23,8 +23,8 @@ from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.errors import CoveyError
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
-from covey.plan.roofline import machine_peaks
 from covey.types import Completion, FinishReason, Group
+from covey_plan.roofline import machine_peaks
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
-from covey.plan import roofline
-from covey.plan.work import Span, decoding
 from covey.sampling.logits import SamplingParams
 from covey.sampling.programs import Programs, Slots
 from covey.sampling.scheduler import length_bucket
+from covey_plan import roofline
+from covey_plan.work import Span, decoding
 
 BATCHES = (8, 32)
 """Batch sizes that are decoded besides the number of slots of the size."""

@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.soak import CLOCKS, last_arrays
 from covey.config import recipe
-from covey.launch.local import Attempt, LocalOptions
 from covey.monitor.run_files import CHECKPOINTS, METRICS, SAMPLES
 from covey.monitor.writer import read_rows
+from covey_hosts.local import Attempt, LocalOptions
 
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}
 """Name → processes, and devices of each."""

@@ -29,9 +29,9 @@ from covey.packing.rows import (
     tree_attention,
     unpack,
 )
-from covey.plan import work
-from covey.plan.roofline import machine_peaks
 from covey.types import Group
+from covey_plan import work
+from covey_plan.roofline import machine_peaks
 
 
 def measure(settings: Settings) -> Result:

@@ -13,10 +13,10 @@ from benchmarks.common import Result, Settings, interleaved
 from benchmarks.decode import limits
 from benchmarks.sizes import Size
 from covey.config.schema import RolloutConfig
-from covey.plan import work
-from covey.plan.roofline import machine_peaks
 from covey.sampling.engine import Engine, Request, generate
 from covey.types import Completion
+from covey_plan import work
+from covey_plan.roofline import machine_peaks
 
 
 def measure(settings: Settings) -> Result:

@@ -22,13 +22,13 @@ from covey.packing.rows import (
     shape_of,
     split_micro_batches,
 )
-from covey.plan import work
-from covey.plan.roofline import machine_peaks
 from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.sampling.logits import SamplingParams
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group
+from covey_plan import work
+from covey_plan.roofline import machine_peaks
 
 
 def measure(settings: Settings) -> Result:

@@ -105,6 +105,17 @@ class Registry:
             )
 
 
+def offered(group: str, name: str) -> Any:
+    """Return the object that an installed package offers as `name` by the group `group` of entry points.
+
+    Raises:
+        CoveyError: no package offers it.
+    """
+    for point in entry_points(group=group, name=name):
+        return point.load()
+    raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
+
+
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:
     """Import a module of a package that Covey can do without.
 

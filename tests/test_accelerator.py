@@ -14,7 +14,7 @@ from benchmarks.accelerator.checks import CHECKS, Check, Context
 from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
 from covey.cli import doctor
 from covey.config import recipe
-from covey.plan import roofline
+from covey_plan import roofline
 
 DESCRIBED = {"identity": {"covey": "0.1.0", "platform": "gpu", "device": "a card", "devices": 1}, "machine": {}}
 

@@ -18,20 +18,21 @@ import grimp
 import pytest
 
 import covey
-from covey.cli import launch
 from covey.cli import main as cli
 from covey.cli.commands import COMMANDS
 from covey.cli.parse import Line, build_settings
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = sorted((ROOT / "covey").rglob("*.py"))
+PLUGINS = sorted(file.parent for file in ROOT.glob("plugins/*/__init__.py"))
+PACKAGE = [f for folder in (ROOT / "covey", *PLUGINS) for f in sorted(folder.rglob("*.py")) if "tests" not in f.parts]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def module_name(file):
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[parts[0] == "plugins" :]).removesuffix(".__init__")
 
 
 # --- the package
@@ -69,7 +70,7 @@ def test_a_member_that_is_named_exists_in_the_same_layer_or_below():
     def height(module):
         return next(heights[name] for name in heights if module == name or module.startswith(name + "."))
 
-    named = re.compile(r"""(["'])(covey(?:\.\w+)+:\w+)\1""")
+    named = re.compile(r"""(["'])(covey\w*(?:\.\w+)+:\w+)\1""")
     edges = {(module_name(file), name) for file in PACKAGE for _, name in named.findall(file.read_text())}
     assert len(edges) > 40
     for module, name in edges:
@@ -120,8 +121,10 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     )
     wanted = [*PACKAGE, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
     assert len(wanted) > len(PACKAGE) + 20
-    assert {str(file.relative_to(ROOT)) for file in wanted} - held == set()
-    assert {name.split("/")[0] for name in held} == {"covey", f"covey-{covey.__version__}.dist-info"}
+    assert {str(file.relative_to(ROOT)).removeprefix("plugins/") for file in wanted} - held == set()
+    folders = {"covey", f"covey-{covey.__version__}.dist-info", *(folder.name for folder in PLUGINS)}
+    assert {name.split("/")[0] for name in held} == folders
+    assert not [name for name in held if "/tests/" in name]
 
 
 def test_the_typed_program_runs():
@@ -145,7 +148,7 @@ def test_constraints_lie_within_the_declared_ranges():
 def test_nothing_names_a_folder_of_somebodys_machine():
     pattern = re.compile(r"(?<![\w.~])/(?:work|root|home|opt|Users)/\w")
     kinds = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json")
-    folders = ("covey", "tests", "docs", "benchmarks", "examples", "tools", ".github")
+    folders = ("covey", "plugins", "tests", "docs", "benchmarks", "examples", "tools", ".github")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in kinds]
     files += [f for f in ROOT.iterdir() if f.is_file() and (f.suffix in kinds or f.name in ("Makefile", "run"))]
     found = {str(f.relative_to(ROOT)): pattern.findall(f.read_text()) for f in files if f != Path(__file__)}
@@ -187,8 +190,8 @@ def check(words):
     if not isinstance(line, Line):  # help
         return
     sources = [line.options["--recipe"]] if "--recipe" in line.options else line.arguments
-    if line.command.is_prefix:
-        launch.parse(line)
+    if line.command.prefix_of:
+        resolve_name("covey_hosts.command:parse")(line)
     elif any(issubclass(cls, recipe.AnyRecipe) for cls in line.command.classes):
         if "NAME_OR_YAML" in line.command.arguments or "--recipe" in line.options:
             recipe.load_any(sources[0], line.settings) if sources else None
@@ -241,6 +244,9 @@ def test_the_page_lists_each_folder_and_files_that_exist():
     rows = re.findall(r"^\| `(\w+)/` \| (.*?) \|", ARCHITECTURE, re.M)
     folders = [file.parent.name for file in (ROOT / "covey").glob("*/__init__.py")]
     assert sorted(folder for folder, _ in rows) == sorted(folders)
+    plugins = re.findall(r"^\| `(covey_\w+)` \|", ARCHITECTURE, re.M)
+    assert sorted(plugins) == [folder.name for folder in PLUGINS]
+    assert all((folder / "README.md").is_file() for folder in PLUGINS)
     files = [ROOT / "covey" / folder / name for folder, named in rows for name in re.findall(r"`([^`]+)`", named)]
     assert [str(file) for file in files if not file.exists()] == []
 

@@ -36,7 +36,7 @@ from covey.config import recipe
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.loading.weights import load
-from covey.plan import roofline
+from covey_plan import roofline
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -356,8 +356,8 @@ def test_a_run_of_an_earlier_call_is_not_taken_for_the_killed_one(tmp_path, monk
 
 LAUNCHER = """
 import sys
-from covey.launch import LocalOptions, launch, local
-from covey.launch.local import TrainingCommand
+from covey_hosts import LocalOptions, launch, local
+from covey_hosts.local import TrainingCommand
 local.NOTICE_SECONDS = 0.1
 last = "import os, sys, time\\nwhile not os.path.exists('process-1-restart-2.log'): time.sleep(0.02)"
 command = TrainingCommand(("train", "recipe"), "run")

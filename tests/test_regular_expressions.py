@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from covey.config import metrics, strict_yaml
-from covey.launch import jobs
 from covey.parallel import distributed
+from covey_hosts import jobs
 
-PACKAGE = Path(__file__).parents[1] / "covey"
+ROOT = Path(__file__).parents[1]
 MODES = {
     "fullmatch": "fullmatch",
     "match": "match",
@@ -36,7 +36,7 @@ BOUNDARY = "a word boundary lets a word begin at one place"
 REVIEWED = {
     "covey/envs/tool_calls.py": {'"(?:[^': "no escaped quote begins a text, so each is read at most twice"},
     "covey/envs/schemas.py": dict.fromkeys(("^(.*?)", r"\n\s*Args", r"\n\s*Returns", r"\(choices"), OWN_DOCSTRING),
-    "covey/plan/hlo.py": dict.fromkeys((r"\b\w+\[", r"\b(\w+)\["), BOUNDARY),
+    "plugins/covey_plan/hlo.py": dict.fromkeys((r"\b\w+\[", r"\b(\w+)\["), BOUNDARY),
     "covey/rewards/numbers.py": {"\n    (?:(?<!": "all behind a number is optional, and its digits are not given back"},
 }
 """Expressions that the check refuses, by file and beginning, each with the reason why it may stay."""
@@ -273,7 +273,10 @@ def uses() -> list[Use]:
 
 def find_uses() -> Iterator[Use]:
     """Yield every regular expression in the package."""
-    nodes = {path: [*ast.walk(ast.parse(path.read_text("utf-8")))] for path in sorted(PACKAGE.rglob("*.py"))}
+    files = sorted(
+        file for file in [*ROOT.glob("covey/**/*.py"), *ROOT.glob("plugins/**/*.py")] if "tests" not in file.parts
+    )
+    nodes = {path: [*ast.walk(ast.parse(path.read_text("utf-8")))] for path in files}
     calls = [
         (path, node, node.func)
         for path, inside in nodes.items()
@@ -291,7 +294,7 @@ def find_uses() -> Iterator[Use]:
             continue
         named = by_name.get(names.get(node, ""), {"search", "fullmatch"})
         modes = frozenset(named if method.attr == "compile" else {MODES[method.attr]})
-        where = f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
+        where = f"{path.relative_to(ROOT)}:{node.lineno}"
         yield Use(where, _text(node.args[0]), modes, _flags(node), ast.unparse(node.args[0]))
 
 

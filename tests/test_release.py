@@ -99,7 +99,7 @@ def test_the_dockerfile_copies_what_is_there() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {line[1:] for line in ignored if line.startswith("!")} == set(copied)
     built = {"pyproject.toml", PROJECT["readme"], *(name for name in PROJECT["license-files"] if "/" not in name)}
-    assert built | {"covey", "constraints.txt"} == set(copied)
+    assert built | {"covey", "plugins", "constraints.txt"} == set(copied)
 
 
 def test_the_image_is_of_a_tested_python_for_a_user_without_rights(capsys: Any) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from covey.launch import JOBS, JobOptions
-from covey.launch.local import TrainingCommand
+from covey_hosts import JOBS, JobOptions
+from covey_hosts.local import TrainingCommand
 
 RUN = "/shared/runs/a b"
 COMMAND = TrainingCommand(("train", "mine.yaml", "--out", RUN), RUN)

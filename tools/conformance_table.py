@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.conformance.results import PASS, Cell, expectation, heading
 from covey.display import escape_markdown
+from covey_conformance.results import PASS, Cell, expectation, heading
 from tools.written_part import with_part, write
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -18,9 +18,6 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
-    "conformance": "does a trainer compute the equation?",
-    "launch": "several processes, here or on a cluster",
-    "plan": "what a run needs, from its compiled programs",
     "run": "a run folder: start, resume, export",
     "board": "all runs of a folder as a local web page",
     "report": "a run as one HTML page",

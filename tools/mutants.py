@@ -72,15 +72,15 @@ TESTS = {
     ),
     "covey/models/spans.py": (
         "tests/models/test_blockwise.py",
-        "tests/models/test_kernels.py",
+        "plugins/covey_kernels/tests/test_kernels.py",
         "tests/packing/test_rows.py",
     ),
     "covey/models/span_attention.py": (
         "tests/models/test_blockwise.py",
-        "tests/models/test_kernels.py",
+        "plugins/covey_kernels/tests/test_kernels.py",
         "tests/packing/test_rows.py",
-        "tests/models/test_kernels.py::test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device",
-        "tests/models/test_kernels.py::test_values_and_gradients_are_those_of_plain_attention",
+        "plugins/covey_kernels/tests/test_kernels.py::test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device",
+        "plugins/covey_kernels/tests/test_kernels.py::test_values_and_gradients_are_those_of_plain_attention",
     ),
     "covey/models/lora.py": (
         "tests/models/test_lora.py",
@@ -350,7 +350,7 @@ def _prepare(copy: Path) -> None:
     """Import the modules that every child needs, as the tests' conftest would, and let them share compiled programs."""
     sys.path[0] = str(copy)
     sys.dont_write_bytecode = True
-    conftest = copy / "tests" / "conftest.py"
+    conftest = copy / "conftest.py"
     text = conftest.read_text(encoding="utf-8")
     conftest.write_text(text.replace('assert "jax" not in sys.modules', "assert True"), encoding="utf-8")
     os.environ |= {
@@ -440,9 +440,9 @@ def _text(module: str) -> str:
 
 
 def _copy(folder: Path) -> Path:
-    for name in ("covey", "tests", "docs", "examples", "benchmarks"):
+    for name in ("covey", "plugins", "tests", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "Makefile"):
+    for name in ("pyproject.toml", "conftest.py", "README.md", "Makefile"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 

@@ -198,7 +198,7 @@ def lowered(recipe: str, settings: Sequence[str], platform: str) -> dict[str, st
 
     from covey.config.recipe import Recipe, load_any
     from covey.parallel import make_mesh
-    from covey.plan import plan
+    from covey_plan import plan
 
     ready = load_any(recipe, settings)
     sizes = ready.model.mesh

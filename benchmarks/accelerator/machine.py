@@ -17,10 +17,10 @@ from covey.cli import doctor
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError
 from covey.parallel.mesh import mesh_from_config
-from covey.plan.compiled import peak_memory
-from covey.plan.machines import CPU, MACHINES, Machine, Target
-from covey.plan.roofline import machine_peaks
-from covey.plan.topologies import Places
+from covey_plan.compiled import peak_memory
+from covey_plan.machines import CPU, MACHINES, Machine, Target
+from covey_plan.roofline import machine_peaks
+from covey_plan.topologies import Places
 
 KINDS = {
     "TPU v5 lite": "v5e",

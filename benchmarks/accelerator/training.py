@@ -18,14 +18,14 @@ from benchmarks.step import FirstStep, number_words
 from covey.config.recipe import Recipe
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack
-from covey.plan.lengths import Lengths
-from covey.plan.plan import TOTAL_STEPS, Plan, outline_of, plan_programs
-from covey.plan.topologies import Places
-from covey.plan.work import decoding
 from covey.rl.cluster import RLCluster
-from covey.rl.programs import RLPrograms
 from covey.rl.roles import ClusterConfig, Role
 from covey.types import Group
+from covey_plan.lengths import Lengths
+from covey_plan.plan import TOTAL_STEPS, Plan, outline_of, plan_programs
+from covey_plan.programs import RLPrograms
+from covey_plan.topologies import Places
+from covey_plan.work import decoding
 
 REPEAT = 3
 """Number of steps that are measured behind the first, which compiles."""

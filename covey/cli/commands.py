@@ -1,19 +1,22 @@
 """The table of commands. The parser, the help, the completion and the suggestions for mistakes are made from it.
 
-A row names its function as `module:function`, which is imported when the command is executed, so that help and
-mistakes are answered at once.
+Installed packages add rows to it by entry points of the group `covey.commands`, each a `Command`. A row names its
+function as `module:function`, which is imported when the command is executed, so that help and mistakes are answered at
+once.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cached_property
+from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 from covey.config import recipe
 from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
-from covey.launch import JobOptions, LocalOptions
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ANY = 10_000
@@ -103,7 +106,8 @@ class Command(NamedTuple):
         settings: classes of the settings that it takes and that its help lists.
         settings_of: commands whose settings it takes too.
         usages: lines of usage, where they are not simply the arguments, options and settings.
-        is_prefix: whether another command with its options follows.
+        prefix_of: commands of which one follows with its options.
+        values: values of placeholders in the usage that stand for no files, for completion.
     """
 
     name: str
@@ -119,7 +123,8 @@ class Command(NamedTuple):
     settings: tuple[type[Config], ...] = ()
     settings_of: tuple[str, ...] = ()
     usages: tuple[str, ...] = ()
-    is_prefix: bool = False
+    prefix_of: tuple[str, ...] = ()
+    values: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     @property
     def synopsis(self) -> str:
@@ -147,15 +152,36 @@ class Command(NamedTuple):
     @property
     def flags(self) -> Sequence[str]:
         """Flags of the command's own options."""
-        paths = (path for cls in self.settings if self.is_prefix for path in leaves(cls))
+        paths = (path for cls in self.settings if self.prefix_of for path in leaves(cls))
         return (*(option.flag for option in self.options), *("--" + path.replace("_", "-") for path in paths))
+
+
+class Commands(Mapping[str, Command]):
+    """Commands by name: Covey's own in the order of the overview, then those of installed packages, which are imported
+    when a name that is not Covey's own is looked up.
+    """
+
+    def __init__(self, own: Iterable[Command]):
+        self._own = {command.name: command for command in own}
+
+    @cached_property
+    def _all(self) -> dict[str, Command]:
+        return self._own | {point.name: point.load() for point in entry_points(group="covey.commands")}
+
+    def __getitem__(self, name: str) -> Command:
+        return self._own[name] if name in self._own else self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
 
 
 JSON = Option("--json", help="the same as one line of JSON")
 
-COMMANDS: dict[str, Command] = {
-    command.name: command
-    for command in (
+COMMANDS = Commands(
+    (
         Command(
             "train", "covey.cli.train:train", "NAME_OR_YAML", "train as a recipe says",
             """\
@@ -359,81 +385,6 @@ The settings are those of covey train. A reward model is not asked, and the pena
             settings_of=("train",),
         ),
         Command(
-            "plan", "covey.cli.dry_run:plan", "NAME_OR_YAML", "what a run needs, on this or another machine",
-            """\
-Says what a run of a recipe needs, without its weights: memory by part, flops and bytes by phase, the least and the
-expected seconds of a step, what moves between devices, and the first setting to change where it does not fit.
-What follows from shapes alone is printed first: the arrays on a device, tokens of a step, checkpoints on the disk. Then
-all programs of the run are compiled for the machine, which need not be there; a large model takes minutes.""",
-            """\
-examples
-  covey plan quickstart
-  covey plan quickstart --quick
-  covey plan quickstart --here
-  covey plan gsm8k-gemma2 --on v5e:2x2
-  covey plan gsm8k-gemma2 --on h100:1 --mesh.tp 1 --model.source FOLDER
-  covey plan gsm8k-gemma2 --on v5e:2x2 --samples runs/mine
-  covey plan gsm8k-gemma2 --on v5e:2x2 --advise
-  covey plan gsm8k-gemma2 --on h100:4 --price-per-hour 2.5
-  covey plan sft-smollm2 --data.path mine.jsonl --lora.rank 0 --json
-
-The settings are those of covey train and covey sft. Of the model only its config.json, its tokenizer and the names in
-its files are read. docs/calibration.md holds plans against published runs.""",
-            options=(
-                Option(
-                    "--on",
-                    "MACHINE",
-                    "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8, or h100:2x8 for two processes of 8 GPUs. "
-                    "TPUs need the extra 'plan', H100s the plugin for CUDA. The recipe's mesh has as many devices",
-                ),
-                JSON,
-                Option("--quick", help="stop after what follows from shapes, and compile nothing"),
-                Option(
-                    "--advise",
-                    help="plan every mesh of the machine's devices, and tell the settings of the fastest; as many "
-                    "compilations as there are meshes",
-                ),
-                Option("--here", help="run two steps too, and compare this machine's memory with the plan's"),
-                Option("--prompt-tokens", "N", "mean length of a prompt; the longest allowed when not given"),
-                Option(
-                    "--completion-tokens",
-                    "N",
-                    "mean length of a completion; 35 % of the longest allowed when not given. Any token may be the "
-                    "last with the same probability. With several numbers, lengths that are equally frequent",
-                ),
-                Option("--samples", "RUN", "take the lengths from a run folder, or from its samples.jsonl"),
-                Option("--price-per-hour", "PRICE", "tell what the run costs, at this price of an hour of one device"),
-            ),
-            settings_of=("train", "sft"),
-        ),
-        Command(
-            "launch", "covey.cli.launch:launch_command", "PLACE ... train",
-            "train with several processes, here or on a cluster",
-            """\
-Trains with several processes (docs/scaling.md). 'local' starts them on this machine: process 0 writes to the terminal,
-the others to a file each. When one fails, all are stopped within half a minute, the first that failed is named, and
-its last lines are shown. The other places write a job file for review and say how to submit it; nothing is submitted.
-In place of the recipe may be --resume RUN; 'sft' is launched as 'train' is. 'eval' divides the prompts, and 'export'
-the weights. -n N is short for --processes N.""",
-            """\
-examples
-  covey launch local -n 2 train quickstart --prompts-per-step 8
-  covey launch local -n 4 --gpus-per-process 2 --max-restarts 3 train mine.yaml --out runs/mine
-  covey launch slurm --nodes 2 --time 12:00:00 --dry-run train gsm8k-nanochat --data.path FOLDER --out runs/a
-  covey launch k8s --nodes 4 --image IMAGE --volume data --workdir /workspace --dry-run train mine.yaml --out runs/a
-  covey launch skypilot --nodes 2 --accelerator H100 --volume data --dry-run train mine.yaml --out /shared/runs/a""",
-            missing="no place is given to launch on",
-            options=(Option("--dry-run", help="print the job file instead of writing it"),),
-            settings=(LocalOptions, JobOptions),
-            usages=(
-                "covey launch local [options] train NAME_OR_YAML [--setting value ...]",
-                "covey launch local [options] eval RUN_OR_MODEL [--recipe NAME] [--setting value ...]",
-                "covey launch local [options] export RUN_OR_MODEL --out FOLDER [--setting value ...]",
-                "covey launch slurm|k8s|tpu-vm|skypilot [options] train NAME_OR_YAML --out FOLDER [--setting ...]",
-            ),
-            is_prefix=True,
-        ),
-        Command(
             "report", "covey.cli.compare:report", "RUN ...", "one HTML page of a run, or of several compared",
             """\
 Writes a run as one HTML page that needs no network: curves, held-out results before and after, completions, recipe.
@@ -511,22 +462,6 @@ examples
             options=(JSON,),
         ),
         Command(
-            "conformance", "covey.cli.conformance:conformance", "", "does a trainer compute its equations?",
-            """\
-Puts one tiny model and the same rows to Covey and to other trainers, and compares the gradients with a float64 oracle;
-and checks invariances, masks, sampler, advantages, turns, optimizer and files. Others are trl and tunix ('make
-conformance' installs them), or your own adapter, one Python file, which is executed (docs/conformance.md).""",
-            "examples\n  covey conformance --against trl,tunix --html page.html\n  covey conformance --only gradient",
-            least=0,
-            most=0,
-            options=(
-                Option("--against", "TRAINER", "trl, tunix or an adapter's path; several with commas between them"),
-                Option("--only", "CHECK", "one check, or the checks of one group, such as gradient"),
-                Option("--python", "PYTHON", "Python that executes adapters that are files; Covey's when not given"),
-                Option("--html", "FILE", "write one HTML page that needs no network, with equations and sources"), JSON,
-            ),
-        ),
-        Command(
             "push", "covey.cli.model:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
             """\
 Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
@@ -596,5 +531,4 @@ and how to get what is missing.""",
             most=0,
         ),
     )
-}  # fmt: skip
-"""Map from the name of a command to its row, in the order of the overview."""
+)  # fmt: skip

@@ -15,9 +15,6 @@ from covey.config.base import leaves
 from covey.config.kinds import without_none
 from covey.config.overrides import resolve
 from covey.errors import CoveyError, nearest
-from covey.launch import JOBS
-from covey.launch.local import VERBS
-from covey.plan.machines import EXAMPLES
 from covey.rewards.registry import REGISTRY
 
 FILES = "FILES"
@@ -30,8 +27,8 @@ PATHS = (
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
 """Settings whose value is the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
-VALUES = {"": (), "N": (), "PLACE": ("local", *JOBS), "MACHINE": EXAMPLES, "bash|zsh|fish": SHELLS}
-"""Values of placeholders in the usage of a command that stand for no files."""
+VALUES = {"": (), "N": (), "bash|zsh|fish": SHELLS}
+"""Values of placeholders in the usage of any command that stand for no files."""
 
 
 def completion(line: Line) -> None:
@@ -61,7 +58,7 @@ def flags_of(command: Command) -> dict[str, Sequence[str]]:
             if path not in recipe.HIDDEN:
                 flag = "--" + path.replace("_", "-")
                 flags[flag] = tuple(dict.fromkeys((*flags.get(flag, ()), *_values(path, kind))))
-    launched = [option for verb in VERBS for option in COMMANDS[verb].options if command.is_prefix and option.value]
+    launched = [option for verb in command.prefix_of for option in COMMANDS[verb].options if option.value]
     return flags | {option.flag: values_of(option.value, command) for option in (*command.options, *launched)}
 
 
@@ -69,7 +66,7 @@ def values_of(placeholder: str, command: Command) -> Sequence[str]:
     """Return the values that may stand in the place of `placeholder` in the usage of a command."""
     if placeholder in ("NAME_OR_YAML", "[NAME]"):
         return (*command.recipes, FILES if placeholder == "NAME_OR_YAML" else "copy")
-    return VALUES.get(placeholder, (FILES,))
+    return command.values.get(placeholder, VALUES.get(placeholder, (FILES,)))
 
 
 def _switches(command: Command) -> Sequence[str]:

@@ -22,6 +22,7 @@ from covey.cli.parse import before_dashes, read_line
 from covey.config.processes import LAUNCHER, PEER_LOST
 from covey.display import echo
 from covey.errors import CoveyError, Stopped, nearest
+from covey.registry import offered
 
 Action = Callable[[], int | None]
 """Call that a command line describes. It returns the exit code; None is success."""
@@ -46,9 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     if LAUNCHER in os.environ:
-        from covey.launch.local import stop_with_launcher  # late: other processes need it not
-
-        stop_with_launcher(os.environ)
+        offered("covey.processes", "stop_with_launcher")(os.environ)
     try:
         code = parse(sys.argv[1:] if words is None else words)()
         sys.stdout.flush()

@@ -70,7 +70,7 @@ def read_line(command: Command, words: Sequence[str]) -> Line:
     Raises:
         CoveyError: there are too few or too many arguments, or options that the command does not have.
     """
-    if command.is_prefix:
+    if command.prefix_of:
         return Line(command, list(words), {}, [])
     _check_owners(command, before_dashes(words))
     switches = {option.flag for option in command.options if not option.value}
@@ -130,8 +130,8 @@ def _check_owners(command: Command, words: Sequence[str]) -> None:
         CoveyError: it has none; the error names the commands that do.
     """
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
-        owners = [name for name, other in COMMANDS.items() if flag in other.flags]
-        if owners and command.name not in owners and not _is_setting(command, flag):
+        known = flag in command.flags or _is_setting(command, flag)
+        if owners := [] if known else [name for name, other in COMMANDS.items() if flag in other.flags]:
             raise CoveyError(
                 f"{flag} is no option of covey {command.name}",
                 want=f"covey {command.name} --help",

@@ -18,6 +18,7 @@ from covey.cli.parse import Line, missing_argument
 from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError
+from covey.registry import offered
 
 if TYPE_CHECKING:
     from covey.run.base import Run
@@ -30,9 +31,7 @@ def train(line: Line) -> None:
     kind: Any = recipe.METHODS["sft" if line.command.name == "sft" else "rl"]  # one of the two
     folder = line.options.get("--resume")
     if "--dry-run" in line.options:
-        from covey.cli.dry_run import dry_run  # late: a run does not need it
-
-        dry_run(kind, line)
+        offered("covey.switches", "dry-run")(kind, line)
     elif "--json" in line.options:
         raise CoveyError("--json without --dry-run", fix="leave it out: a run writes metrics.jsonl and summary.json")
     elif folder is not None:
@@ -63,9 +62,7 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
 
 
 def _announce(run: "Run[Any]", before: Mapping[str, Any]) -> None:
-    from covey.plan.expect import announce  # late: it needs JAX
-
-    announce(run, before)
+    offered("covey.outputs", "expected")(run, before)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ run attention again.
 
 import math
 from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,9 +22,10 @@ from covey.models.decoder import Decoder
 from covey.models.layers import mark_product
 from covey.models.spans import NO_WINDOW, Spans, distinct_windows
 from covey.parallel.sharding import DEFAULT_RULES, num_row_shards, row_sharding
+from covey.registry import offered
 
-KERNELS = {"tpu": "tpu", "cuda": "gpu"}
-"""Platform → module of its kernels, imported when first used; other platforms compute attention blockwise."""
+KERNELS = ("tpu", "cuda")
+"""Platforms whose attention is a kernel, which a package offers (`covey.attention`); others attend blockwise."""
 ROW_MULTIPLE = 128
 """Kernels run on rows whose length is a multiple of this; others are padded."""
 
@@ -37,10 +37,8 @@ def span_attention(model: Decoder, spans: Spans, positions: Int[Array, "B T"], *
         model: the decoder that will call it, on its platform; its sliding windows are measured in `positions`.
         interpret: run a kernel as an ordinary program, on any platform: for tests.
     """
-    kernel = KERNELS.get(model.platform)
-    if kernel is not None:
-        module = import_module(f"covey.models.kernels.{kernel}")
-        return _kernel_attention(module, model, spans, positions, interpret)
+    if model.platform in KERNELS:
+        return _kernel_attention(offered("covey.attention", model.platform), model, spans, positions, interpret)
     windows = distinct_windows(model.config.windows)
     per_window = _stack([spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows])
 

@@ -253,7 +253,7 @@ def _devices_by_process(devices: Sequence[jax.Device] | None = None) -> list[lis
 
 def platform_of(place: Mesh | Sharding) -> str:
     """Return the platform for which programs on these devices are built: `cpu`, `tpu`, `gpu`, or `cuda` for NVIDIA GPUs
-    of compute capability 8.0 or more, for which `models.kernels` are written. The devices may be those of a description
+    of compute capability 8.0 or more, for which `covey_kernels` are written. The devices may be those of a description
     of a topology (`jax.experimental.topologies`), which are not there.
     """
     device: Any = next(iter(place.devices.flat if isinstance(place, Mesh) else place.device_set))

@@ -73,7 +73,7 @@ class RLCluster(Keywords):
         environments: runs the environment in which the model acts (`covey.EnvironmentRunner`), whose reward is one more
             reward function; None for completions of one turn.
 
-    A cluster of models of shapes (`abstract_decoder`) runs nothing; `rl.programs` asks it for its programs.
+    A cluster of models of shapes (`abstract_decoder`) makes programs and runs nothing.
 
     A source in place of a model is loaded as by `RLCluster.load`. On accelerators the cluster copies the layers of the
     models given into stacks (`models.layer_stack`): drop other references to them, or their memory stays in use.

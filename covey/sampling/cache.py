@@ -21,7 +21,6 @@ A paged cache has one block a layer as well, whose first axis is that of pages: 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +36,7 @@ from covey.models.layers import apply_softcap
 from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
 from covey.parallel.sharding import sharding_of
+from covey.registry import offered
 from covey.sampling.scheduler import SMALLEST_BLOCK, block_lengths
 
 APPEND_SIZES = (16, 64, 256)
@@ -217,7 +217,7 @@ def _kernel_attention(
     interpret: bool,
 ) -> Attend:
     """Return `decode_attention` by a kernel that reads the tokens of each active slot; of another, one block."""
-    kernel = import_module(f"covey.models.kernels.{KERNELS[model.platform]}_decode")
+    kernel = offered("covey.decoding", model.platform)
     mesh, end = model.mesh, jnp.where(active, length + 1, 1)
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:

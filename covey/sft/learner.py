@@ -1,8 +1,8 @@
 """The loop of supervised fine-tuning.
 
 Each step takes examples, tokenizes them, lays them out as rows and updates the model. Observers log, print and save the
-results. If the model has LoRA adapters, only those are trained. `SFTPrograms` names the programs of a learner,
-whose model may be of shapes, on devices that need not be there.
+results. If the model has LoRA adapters, only those are trained. The model may be of shapes, on devices that need not be
+there: then the learner makes its programs, and nothing else.
 """
 
 import time
@@ -21,12 +21,11 @@ from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
-from covey.packing.bins import compile_cost, most_rows, row_length_bucket
-from covey.packing.rows import Rows, abstract_rows, padding_fraction, rows_at_a_time
+from covey.packing.bins import compile_cost
+from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import checks, distributed, order
 from covey.parallel.mesh import check_even_mesh, default_mesh
-from covey.parallel.programs import Program
-from covey.parallel.sharding import num_row_shards, place_model, rows_placement
+from covey.parallel.sharding import place_model
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,
@@ -203,36 +202,3 @@ class SFTLearner(Keywords):
         self.history.rows.append(record.metrics)
         for observer in self.observers:
             observer(record)
-
-
-class SFTPrograms:
-    """Programs of supervised training, by what they do.
-
-    Args:
-        learner: holds the model, of arrays or of shapes.
-        total_steps: optimizer updates of the whole run.
-    """
-
-    def __init__(self, learner: SFTLearner, total_steps: int):
-        self.learner, self.trainer = learner, learner.prepare(total_steps)
-        self.model = learner.program_model
-        self.called = self.largest  # a run calls all of them
-
-    def loss(self, count: int, length: int) -> Program:
-        """Return the program of the held-out loss of `count` rows of `length` tokens."""
-        return self.learner.held_out.program(self.trainer.params, count, length)
-
-    def gradients(self, count: int, length: int) -> Program:
-        """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
-        rows = abstract_rows(count, length, rows_placement(self.trainer.params))
-        return self.trainer.programs.gradients_program(rows)
-
-    def apply(self) -> Program:
-        """Return the program of the optimizer's update."""
-        return self.trainer.programs.apply_program()
-
-    def largest(self) -> list[Program]:
-        """Return the programs of the largest shapes that the settings provide for."""
-        config, length = self.learner.config, row_length_bucket(self.learner.config.row_length)
-        rows = most_rows(length, config.max_tokens_per_micro_batch, num_row_shards(self.learner.mesh)), length
-        return [self.loss(*rows), self.gradients(*rows), *self.trainer.programs.reduce_programs(), self.apply()]

@@ -20,10 +20,10 @@ from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.sharding import place_model
-from covey.plan.hlo import Program
-from covey.plan.topologies import H100
 from covey.sampling.logits import SamplingParams
 from covey.sampling.programs import Programs
+from covey_plan.hlo import Program
+from covey_plan.topologies import H100
 
 SLOTS, LAYERS, VOCABULARY = 64, 2, 1024
 ROLLOUT = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)

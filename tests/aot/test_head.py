@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from covey.losses.logprobs import HeadConfig, chunked_logps, frozen_head_logps, vocab_block_size
-from covey.plan.hlo import Program
+from covey_plan.hlo import Program
 
 M = 1024
 GEMMA2_2B, LLAMA3_8B = (256_000, 2304, 30.0), (128_256, 4096, None)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import recipe
-from covey.plan.machines import parse_target
-from covey.plan.plan import make_plan
+from covey_plan.machines import parse_target
+from covey_plan.plan import make_plan
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 

@@ -37,7 +37,10 @@ LISTED_BLOCKS = {
     ("docs/api/train_grpo.md", "train_grpo("): "README.md has the same call",
     ("docs/environment-libraries.md", "import reasoning_gym"): PEER,
     ("docs/environment-libraries.md", "import textarena"): PEER,
-    ("docs/conformance.md", "def group_advantages("): "tests/conformance/test_defects.py executes the file",
+    (
+        "docs/conformance.md",
+        "def group_advantages(",
+    ): "test_defects.py of covey_conformance executes the file",
     (
         "docs/environment-libraries.md",
         "import verifiers",

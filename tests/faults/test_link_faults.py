@@ -16,7 +16,6 @@ from covey.cli.main import main
 from covey.cli.watch import watch
 from covey.errors import ResumeError
 from covey.files import open_below, replace_file
-from covey.launch.local import Attempt, LocalOptions
 from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
 from covey.monitor.trackers import Tracked
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
@@ -113,10 +112,11 @@ def test_stacks_are_not_written_through_a_link(folder: Path, mine: Path, caplog:
 
 
 def test_logs_of_processes_are_not_written_through_a_link(tmp_path: Path, mine: Path) -> None:
+    local = pytest.importorskip("covey_hosts.local")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "process-1.log").symlink_to(mine)
     with pytest.raises(ResumeError, match=r"process-1\.log: a link is in the way"):
-        Attempt(["true"], LocalOptions(), tmp_path / "logs", 0).__enter__()
+        local.Attempt(["true"], local.LocalOptions(), tmp_path / "logs", 0).__enter__()
     assert mine.read_text() == SECRET
 
 

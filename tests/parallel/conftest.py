@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from covey.config.processes import ADDRESS, COUNT, NUMBER
-from covey.launch.local import free_port
 from covey.parallel import channel, distributed
 from covey.parallel.channel import Channel
 
@@ -118,3 +117,9 @@ class Processes:
 @pytest.fixture(scope="session")
 def processes() -> Processes:
     return Processes()
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

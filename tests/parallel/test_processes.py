@@ -133,7 +133,7 @@ MOMENTA = {"matrix": 0.95, "embedding": 0.8, "unembedding": 0.8}
 LAUNCHER = """
 import json, sys
 from covey.cli.main import main
-from covey.launch import local
+from covey_hosts import local
 local.launch.__defaults__ = (json.loads(sys.argv[1]),)
 sys.exit(main(sys.argv[2:]))
 """
@@ -502,6 +502,7 @@ def launched(
     """The folder in which the launcher started two processes of two devices each to `work`, and what it showed. It goes
     on behind the mistake, until process 1 gets a signal.
     """
+    pytest.importorskip("covey_hosts")
     out = tmp_path_factory.mktemp("two")
     (out / "fragile.py").write_text(FRAGILE)
     program, words = [sys.executable, __file__, model, str(out)], [*nanochat, str(out / "run")]

@@ -22,9 +22,8 @@ from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import RolloutConfig
 from covey.parallel import flatten
-from covey.plan import plan
 from covey.rl import rollout as rollout_worker
-from covey.run import inference, load_model, preview, sft
+from covey.run import inference, load_model, sft
 from covey.run.load_model import load_for
 from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
@@ -110,8 +109,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (load_model, inference, export, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
-    for module in (plan, preview):
-        monkeypatch.setattr(module, "abstract_for", printing("abstract_for", module.abstract_for))
+    monkeypatch.setattr(load_model, "abstract_for", printing("abstract_for", load_model.abstract_for))
     return names
 
 
@@ -155,8 +153,10 @@ def test_what_a_user_writes_is_shown_with_the_variables(
 
 @pytest.mark.parametrize(("make", "tools"), [(rl_recipe, ()), (rl_recipe, TOOLS), (sft_recipe, ())])
 def test_a_preview_shows_the_prompt_of_the_run(
-    make: Callable[..., Any], tools: tuple[str, ...], loads: list[str]
+    make: Callable[..., Any], tools: tuple[str, ...], loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    preview = pytest.importorskip("covey_plan.preview")
+    monkeypatch.setattr(preview, "abstract_for", load_model.abstract_for)
     found = preview.preview(make(*tools))
     wanted = prints(ROW, "calculator" if tools else "")
     assert wanted.fullmatch(read(np.array(found.tokens)))
@@ -164,7 +164,9 @@ def test_a_preview_shows_the_prompt_of_the_run(
     assert loads == ["abstract_for"]
 
 
-def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -> None:
+def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = pytest.importorskip("covey_plan.plan")
+    monkeypatch.setattr(plan, "abstract_for", load_model.abstract_for)
     plan.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
     plan.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
     run.export(TINY, tmp_path / "export", "hf", None, 10**9)
@@ -174,12 +176,12 @@ def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -
 
 def test_nothing_else_reads_a_model_under_a_recipe() -> None:
     """A new use is found here: it calls `load_for`, or `abstract_for`."""
-    root = TESTS.parent / "covey"
+    folders = (*(TESTS.parent / "covey" / name for name in ("run", "cli")), *(TESTS.parent / "plugins").iterdir())
     lower = {"load_source", "open_source", "open_checkpoint", "from_folder"}
     calls = {
         (file.stem, node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
-        for folder in ("run", "cli", "plan")
-        for file in (root / folder).glob("*.py")
+        for folder in folders
+        for file in folder.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
     }

@@ -1,6 +1,0 @@
-"""Start a training command as several processes: on this machine, or as a job file for a cluster."""
-
-from covey.launch.jobs import JOBS, JobOptions
-from covey.launch.local import LocalOptions, launch
-
-__all__ = ["JOBS", "JobOptions", "LocalOptions", "launch"]

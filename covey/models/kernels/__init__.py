@@ -1,1 +1,0 @@
-"""Attention kernels for accelerators; `models.span_attention` chooses among them."""
