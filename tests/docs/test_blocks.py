@@ -53,7 +53,7 @@ LISTED_BLOCKS = {
     ("docs/grpo-in-one-file.md", "def grpo_step("): "tests/test_one_file.py executes the file",
     ("docs/measurements.md", "preferred_element_type"): "two lines of a remark on what XLA compiles, without imports",
     ("docs/mistakes.md", ""): "files with mistakes, which tests/cli/test_mistakes.py writes",
-    ("docs/scaling.md", "devices[4:8]"): "needs eight devices; tests/rl/test_cluster.py has roles on separate meshes",
+    ("docs/mesh.md", "devices[4:8]"): "needs eight devices; tests/rl/test_cluster.py has roles on separate meshes",
 }
 """Reason by page and by a part of the block."""
 
