@@ -18,7 +18,7 @@ SETTINGS: Mapping[str, Any] = {
     "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 8, "b1": 0.9, "b2": 0.99, "eps": 0.01, "weight_decay": 0.0,
     "max_grad_norm": 0.0, "dtype": "float32", "lora_rank": 0, "lora_alpha": 0.0, "as_released": False,
 }  # fmt: skip
-"""Settings with which a trainer is loaded where a check sets no others; docs/conformance.md explains each."""
+"""Settings with which a trainer is loaded where a check sets no others; docs/conformance-adapter.md explains each."""
 LENGTHS = ((3, (5, 3, 2, 12)), (5, (1, 7, 4, 9)))
 """Tokens of each prompt, and of its completions, one of which is cut off at 12."""
 ADVANTAGES = (0.9, -1.2, 0.6, 1.1, -0.7, 1.3, -0.4, 0.8)

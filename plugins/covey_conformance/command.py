@@ -17,7 +17,7 @@ COMMAND = Command(
     """\
 Puts one tiny model and the same rows to Covey and to other trainers, and compares the gradients with a float64 oracle;
 and checks invariances, masks, sampler, advantages, turns, optimizer and files. Others are trl and tunix ('make
-conformance' installs them), or your own adapter, one Python file, which is executed (docs/conformance.md).""",
+conformance' installs them), or your own adapter, one Python file, which is executed (docs/conformance-adapter.md).""",
     "examples\n  covey conformance --against trl,tunix --html page.html\n  covey conformance --only gradient",
     least=0,
     most=0,

@@ -212,7 +212,7 @@ def make_trainer(name: str, scratch: Path, python: str = "") -> Trainer:
     adapter = HERE / "adapters" / f"{name}.py" if name in KNOWN else Path(name).expanduser()
     if adapter.suffix != ".py" or not adapter.is_file():
         want = f"{', '.join(KNOWN)}, or the path of an adapter, a .py file"
-        raise CoveyError(f"there is no trainer {name!r}", want=want, fix="docs/conformance.md says how to write one")
+        raise CoveyError(f"there is no trainer {name!r}", want=want, fix="docs/conformance-adapter.md shows how")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(scratch / "programs"), **os.environ}["JAX_COMPILATION_CACHE_DIR"]
     env = {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2",

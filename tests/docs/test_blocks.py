@@ -37,10 +37,7 @@ LISTED_BLOCKS = {
     ("docs/api/train_grpo.md", "train_grpo("): "README.md has the same call",
     ("docs/environment-libraries.md", "import reasoning_gym"): PEER,
     ("docs/environment-libraries.md", "import textarena"): PEER,
-    (
-        "docs/conformance.md",
-        "def group_advantages(",
-    ): "test_defects.py of covey_conformance executes the file",
+    ("docs/conformance-adapter.md", "def group_advantages("): "test_defects.py of covey_conformance executes the file",
     (
         "docs/environment-libraries.md",
         "import verifiers",
