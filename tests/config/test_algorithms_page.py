@@ -1,4 +1,4 @@
-"""`docs/algorithms.md` says what `PRESETS` says: every row, every deviation, every key."""
+"""`docs/algorithms.md` says what `PRESETS` says: every row, deviation and key. The functions of the guide work."""
 
 import re
 from dataclasses import fields
@@ -16,7 +16,8 @@ from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, GUIDE = ((DOCS / name).read_text() for name in ("algorithms.md", "choose-algorithm.md"))
 
 
 def table(heading: str) -> list[dict[str, str]]:
@@ -87,13 +88,13 @@ def test_every_setting_and_every_function_is_explained() -> None:
     texts = {"paper", "deviations", "when", "name"}
     settings = ({f.name for f in fields(Algorithm)} | {f.name for f in fields(GRPOConfig)}) - texts
     names = {*settings, *ADVANTAGES, *RATIOS, *SURROGATES, *AGGREGATES, *KLS} - {"algorithm", "reward_weights"}
-    assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE)) == []
+    assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE + GUIDE)) == []
 
 
 def test_the_functions_of_the_page_work() -> None:
     """The surrogate in a loss with its gradient, the advantages of a table with gaps."""
     page: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE, re.S)[0], page)
+    exec(re.findall(r"```python\n(.*?)```", GUIDE, re.S)[0], page)
     ones = jnp.ones((1, 2))
     inputs = LossInputs(advantage=ones, weight=ones, rollout_logps=-ones, beta=0 * ones[:, :1], old_logps=-ones)
 
