@@ -81,11 +81,12 @@ docs-mkdocs: .venv-docs/ready ## build the same site by mkdocs-material, which i
 	$(call install,.venv-docs,mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --site-dir build/site-mkdocs
 
-lint: .venv/ready-dev ## ruff (rules and formatting), mypy, and the contract on imports
+lint: .venv/ready-dev ## ruff (rules and formatting), mypy, the contract on imports, and the limits on sizes (tools/gates.toml)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/package_stats.py --gates
 
 bench: .venv/ready ## measure; each part ends in one line of JSON
 	$(BIN)/python -m benchmarks $(ARGS)
