@@ -47,9 +47,7 @@ RUN_FILES = (
     RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
     RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
     RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
-    RunFile(
-        MODEL, "config and tokenizer of the model, whose weights are in checkpoints", optional=True, is_folder=True
-    ),
+    RunFile(MODEL, "config and tokenizer of the model, whose weights are in checkpoints", is_folder=True),
     RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),
     RunFile(TRACKING, "identifier of the run for trackers", optional=True),
     RunFile(TENSORBOARD, "metrics for TensorBoard", optional=True, is_folder=True),

@@ -442,7 +442,15 @@ def _check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mappin
     saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
     if is_from_python(recipe) and "base" not in extra:
         saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
+    for name in saved.keys() & {"envs.environment", "envs.tools"} if is_from_python(recipe) else ():
+        # The same class is one of `__main__` or of a named module, by how the script was started.
+        saved |= {name: now[name]} if _members(saved[name]) == _members(now[name]) else {}
     return check_same_settings(saved, now, folder.path, fix)
+
+
+def _members(names: Any) -> list[str]:
+    """Return the names of classes and functions without their modules."""
+    return [str(name).rpartition(":")[2] for name in (names if isinstance(names, list) else [names])]
 
 
 NOT_OF_OLDER_SCRIPTS = ("model.lora.", "rewards", "envs.", "reward_model", "reward_safety.", "critic")

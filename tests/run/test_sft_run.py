@@ -143,7 +143,7 @@ def test_a_run_learns_and_its_folder_tells_it(
     assert json.loads((out / "summary.json").read_text()) == summary
     assert summary["after"]["loss"] < summary["before"]["loss"] - 1
     assert summary["steps"] == 30
-    counts = {"rows": 81, "distinct": 15, "held_out": 9, "held_out_in_training": 9}
+    counts = {"rows": 81, "distinct": 15, "held_out": 9, "held_out_in_training": 9, "plain": 27}
     assert summary["data"] == {"examples": 81, "dropped": 0, "truncated": 0, **counts}
     assert summary["before"]["examples"] == 9
     names = {name for line in (out / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}

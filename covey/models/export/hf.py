@@ -31,6 +31,7 @@ from covey.models.export.files import (
 )
 from covey.models.export.sharded import lies_over_processes, write_jointly
 from covey.models.loading import weights
+from covey.models.loading.config_fields import with_older_rope
 from covey.models.loading.hf_config import Fields, is_whole
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -152,15 +153,13 @@ def write_settings(
 
 def _config(described: ModelConfig, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
-    written, ids = families.write_config(described), _special_token_ids(tokenizer)
+    ids = _special_token_ids(tokenizer)
     if source is not None:
         config = _without_paths(read_json(source / "config.json"))
         if not is_whole(config) and families.read_config(config) == described:
-            # Readers of before transformers 5 know no rope_parameters.
-            older = {name: value for name, value in written.items() if name in OLDER_ROPE and config.get(name) is None}
-            config |= older if families.read_config(config | older) == described else {}
-            return config | _stops_of(ids) | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
-    return written | ids | {"dtype": dtype}
+            own = {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+            return with_older_rope(config) | _stops_of(ids) | own
+    return with_older_rope(families.write_config(described)) | ids | {"dtype": dtype}
 
 
 def _without_paths(config: Fields) -> Fields:
@@ -252,5 +251,3 @@ TOKENIZER_FILES = (
     "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 """Names of the files that are copied from a Hugging Face folder."""
-OLDER_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
-"""Fields of config.json that rope_parameters replace."""

@@ -213,6 +213,23 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return grown(weights[0]) / grown(weights[1]) if weights[0] and weights[1] else grown(1.0)
 
 
+def with_older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with its `rope_parameters` also in the fields of transformers 4: a reader that knows only these
+    would take the default base of the rotation, and no scaling.
+
+    >>> with_older_rope({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})["rope_scaling"]
+    {'rope_type': 'linear', 'factor': 2.0}
+    """
+    rope, local = rope_settings(config), (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    older = {
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": scaling if rope_kind(scaling) != "default" else None,
+        "rope_local_base_freq": local.get("rope_theta"),
+    }
+    return {**config, **{name: x for name, x in older.items() if x is not None and config.get(name) is None}}
+
+
 def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Write the inverse of `read_rope_scaling`."""
     if scaling is None:
