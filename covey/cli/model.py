@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Container, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from covey.cli.checks import check_not_recipe, check_one_process, check_run, check_source
@@ -32,12 +32,26 @@ def evaluate(line: Line) -> None:
             want="covey eval MODEL --recipe NAME",
             fix=list_recipes(line.command),
         )
+    if recipe.is_run(source):
+        _check_own_model(source, recipe.load_any(str(chosen)).model, settings.model)
     check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
     from covey import run
     from covey.parallel import distributed
 
     with distributed.start():
         run.evaluate(source, settings)
+
+
+def _check_own_model(run: str, recorded: ModelOptions, wanted: ModelOptions) -> None:
+    """Refuse other settings of the model than the recipe's: a run is loaded as its own recipe says, on any mesh."""
+    before, after = (recipe.flatten(asdict(options), "model.") for options in (recorded, wanted))
+    changed = [name for name, value in after.items() if value != before[name] and not name.startswith("model.mesh.")]
+    if changed:
+        raise CoveyError(
+            f"{', '.join(changed)} beside a run, which is loaded as its own recipe says",
+            fix=f"leave it out; or write the model with covey export {run} --out FOLDER, and evaluate that",
+            where=run,
+        )
 
 
 def rollout(line: Line) -> None:

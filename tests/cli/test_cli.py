@@ -187,6 +187,18 @@ def test_eval_takes_the_recipe_of_the_run_or_the_named_one(calls):
     assert (second, named.evaluation.prompts) == (MODEL, 7)
 
 
+def test_eval_refuses_settings_of_the_model_of_a_run(calls, capsys):
+    run_folder("run")
+    for words in (
+        ["--model.adapter", "mine"],
+        ["--model.source", "other"],
+        ["--recipe", "quickstart", "--lora.rank=3"],
+    ):
+        assert "beside a run, which is loaded as its own recipe says" in refused(capsys, "eval", "run", *words)
+    assert cli.main(["eval", "run", "--model.mesh.data", "2"]) == 0
+    assert len(calls) == 1
+
+
 def test_generate_and_chat_start_from_the_rollout_of_the_run(calls, capsys):
     run_folder("run", "--rollout.temperature", "0.7")
     assert cli.main(["generate", "run", "a=b --hello", "--n", "2", "--max-new-tokens", "9", "--seed", "3"]) == 0
