@@ -165,11 +165,13 @@ def _check_path(text: str) -> None:
     path = Path(text).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, works for an impossible name too
         if not (path / "config.json").is_file():
-            files = sorted(map(str, path.glob("*.gguf")))
+            exportable = any((path / name).is_file() for name in ("recipe.yaml", "adapter_config.json"))  # run, adapter
             raise WeightsError(
                 "this folder has no config.json",
                 want="a Hugging Face checkpoint folder, or a .gguf file",
-                fix=f"give one file: {', '.join(files[:5])}" if files else "",
+                fix=f"give one file: {', '.join(files[:5])}"
+                if (files := sorted(map(str, path.glob("*.gguf"))))
+                else f"write it as a checkpoint: covey export {text} --out FOLDER" * exportable,
                 where=text,
             )
     elif os.path.isfile(path):

@@ -50,6 +50,13 @@ def test_a_mistyped_path_names_its_neighbour(tmp_path: Path):
         sources.resolve_source(tmp_path / "checkpoint-30")
 
 
+@pytest.mark.parametrize("name", ["recipe.yaml", "adapter_config.json"])
+def test_a_run_or_an_adapter_in_the_place_of_a_checkpoint_is_told_to_be_exported(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    with pytest.raises(WeightsError, match=rf"fix: .*covey export {tmp_path} --out FOLDER"):
+        sources.resolve_source(tmp_path)
+
+
 def test_a_folder_without_config_and_another_kind_of_file_are_refused(tmp_path: Path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"no config\.json"):
