@@ -30,7 +30,7 @@ from covey.models.loading import cache, peft, sources, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
-from covey.monitor.run_files import CHECKPOINTS
+from covey.monitor.run_files import CHECKPOINTS, RECIPE
 from covey.parallel import channel, checks, mesh_from_config
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
@@ -286,6 +286,13 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
     """Load the run's model at its last checkpoint. The origin names the checkpoint by digest, not by the run's path."""
     log.info(f"loading {folder}, a run that began with {options.source}")
     settings, whole = settings_of_run(folder), _is_whole(options)
+    if not whole and os.path.isabs(options.source) and not os.path.exists(options.source):
+        raise WeightsError(
+            f"the checkpoints of this run are adapters, and their base {options.source} is gone",
+            want="the model that the run began with",
+            fix=f"put it back, or write its new place as model.source into {folder / RECIPE}",
+            where=str(folder),
+        )
     if settings is not None and whole:
         model, tokenizer, base = weights.load_blank(settings[0], mesh, **decoder_options(options)), settings[1], ""
     else:

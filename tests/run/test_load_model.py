@@ -18,7 +18,7 @@ from covey import run
 from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
-from covey.errors import RecipeError, ResumeError
+from covey.errors import RecipeError, ResumeError, WeightsError
 from covey.models.decoder import Decoder
 from covey.models.export import write_gguf
 from covey.models.loading import weights
@@ -313,6 +313,13 @@ def test_which_weights_continue_a_run(then: str, now: str, accepted: bool) -> No
         return
     with pytest.raises(ResumeError, match=re.escape(repr(then))):
         check_same_weights(then, now, Path("run"))
+
+
+def test_adapters_whose_base_is_gone_say_so(tmp_path: Path) -> None:
+    settings = recipe.load("quickstart", [f"model.source={tmp_path / 'base'}", "model.lora.rank=2"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(settings))
+    with pytest.raises(WeightsError, match=r"the checkpoints of this run are adapters, and their base .*base is gone"):
+        run.open_model(str(tmp_path))
 
 
 @pytest.mark.slow
