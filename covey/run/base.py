@@ -118,7 +118,7 @@ class Run(ABC, Generic[RecipeT]):
         trained: the cluster or the trainer, whose arrays are those of a checkpoint.
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
-        tokenizer: tokenizer of the model.
+        tokenizer, model_config: of the model that is trained.
         announce: called before the first step of a run that is not resumed.
         base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
     """
@@ -131,7 +131,8 @@ class Run(ABC, Generic[RecipeT]):
     origin: str
     counts: Mapping[str, int]
     trained: Any = field(init=False)
-    tokenizer: Any = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
+    model_config: ModelConfig = field(init=False)
     announce: Announce | None = field(init=False, default=None)
     former_origin: str = field(init=False, default="")
     changed: Mapping[str, str] = field(init=False, default_factory=dict)
@@ -216,10 +217,6 @@ class Run(ABC, Generic[RecipeT]):
     def load_metadata(self, extra: Mapping[str, Any], step: int) -> None:
         """Restore these values."""
 
-    @abstractmethod
-    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
-        """Return the config of the trained model and its tokenizer."""
-
     def arrays(self) -> dict[str, Any]:
         """Return the arrays of a checkpoint."""
         return self.trained.state()  # type: ignore[no-any-return]
@@ -299,7 +296,7 @@ class Run(ABC, Generic[RecipeT]):
         if self.folder.is_finished(self.total):
             return _report_finished(self.recipe, self.folder, self.progress)
         self.folder.update_recipe(self.recipe)
-        self.folder.write_model(*self.model_settings(), dtype=self.recipe.model.dtype)
+        self.folder.write_model(self.model_config, self.tokenizer, dtype=self.recipe.model.dtype)
         summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
         self.findings = FindingsLog(self.recipe, self.folder, summary)

@@ -19,7 +19,6 @@ from covey.data.loader import PromptLoader
 from covey.data.rows import Row
 from covey.envs.runner import open_environments
 from covey.files import require_entry
-from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
 from covey.models.lora import with_lora, without_lora
@@ -42,7 +41,6 @@ from covey.run.base import Run, RunResources
 from covey.run.inference import count_plain, fit_rows
 from covey.run.load_model import check_same_weights, decoder_options, load_to_train, with_digest
 from covey.sampling.noise import DRAW_VERSION
-from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 DRAWN = "drawn_ahead"
@@ -110,12 +108,10 @@ class RLRun(Run[Recipe]):
         learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
-        self.trained, self.tokenizer = learner.cluster, learner.cluster.tokenizer
+        self.trained = cluster = learner.cluster
+        self.tokenizer, self.model_config = cluster.tokenizer, cluster.rollout.model.config
         self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer, recipe.envs.environment)}
         return total
-
-    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
-        return self.learner.cluster.rollout.model.config, self.learner.cluster.tokenizer
 
     def measure(self, name: str) -> dict[str, Any]:
         evaluation = self.learner.evaluate(self.held_out, self.progress.advance)

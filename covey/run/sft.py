@@ -12,7 +12,6 @@ from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import show_log
 from covey.files import require_entry
-from covey.models.config import ModelConfig
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord, total_steps
 from covey.monitor.run_files import AFTER, METRICS
@@ -30,7 +29,6 @@ from covey.run.inference import (
 )
 from covey.run.load_model import available_mesh, load_for, load_to_train
 from covey.sft.learner import SFTLearner
-from covey.text.tokenizer import Tokenizer
 
 
 def evaluate(source: str, recipe: SFTRecipe) -> dict[str, Any]:
@@ -97,12 +95,10 @@ class SFTRun(Run[SFTRecipe]):
 
     def prepare(self) -> int:
         total = total_steps(self.recipe.training, len(self.loader))
-        self.trained, self.tokenizer = self.learner.prepare(total), self.learner.tokenizer
+        self.trained = self.learner.prepare(total)
+        self.tokenizer, self.model_config = self.learner.tokenizer, self.learner.program_model.config
         self.counts = {**self.counts, "plain": count_plain(self.loader.rows, self.tokenizer)}
         return total
-
-    def model_settings(self) -> tuple[ModelConfig, Tokenizer]:
-        return self.learner.program_model.config, self.learner.tokenizer
 
     def measure(self, name: str) -> dict[str, Any]:
         answered = {} if self.worker is None else self._answer(name, self.worker)
