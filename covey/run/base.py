@@ -469,7 +469,7 @@ def _read_history(folder: Path) -> list[dict[str, float]]:
 
 
 def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
-    """Return what is saved of a run that a signal ended, and how it goes on."""
+    """Return the line that says which step of a stopped run is saved, and how the run goes on."""
     by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
     saved = f"step {stopped.step} is saved; {'the same call goes on' if is_from_python(recipe) else by_command}"
     return f"stopped by {stopped.signal}; {'nothing is saved' if stopped.step is None else saved}"

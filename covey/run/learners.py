@@ -436,8 +436,8 @@ def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
 
 
 def _model_options(model: Decoder, source: str = "", lora: LoRAConfig | None = None) -> ModelOptions:
-    """Return what a run records of its model. One that a script gave as an object has no source, but its types and the
-    rank of its adapters.
+    """Return the settings that a run records of its model. One that a script gave as an object has no source, but its
+    types and the rank of its adapters.
     """
     types: dict[str, Any] = {"dtype": str(model.head_weight.dtype), "compute_dtype": str(model.dtype)}
     adapters = flatten(nnx.state(model, nnx.LoRAParam))

@@ -199,14 +199,15 @@ def _generation_config(tokenizer: Tokenizer, before: Fields, sampling: RolloutCo
 def write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path, sampling: RolloutConfig | None) -> None:
     """Write the files of the tokenizer, and generation_config.json; arguments are those of `write_hf`."""
     before = {} if source is None else read_json(source / "generation_config.json", missing={})
-    source = source if source is not None and _is_of(tokenizer, source) else None
+    own = None if source is None else Tokenizer.from_folder(source)
+    source = source if own is not None and _is_same(own, tokenizer) else None
     for name in TOKENIZER_FILES:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if source is None:
         _with_bos(tokenizer).save(str(folder / "tokenizer.json"))
     settings = read_json(folder / "tokenizer_config.json", missing=_tokenizer_config(tokenizer))
-    if source is not None and Tokenizer.from_folder(source).chat_template != tokenizer.chat_template:
+    if source is not None and own is not None and own.chat_template != tokenizer.chat_template:
         for name in ("chat_template.jinja", "chat_template.json"):
             (folder / name).unlink(missing_ok=True)
         settings["chat_template"] = tokenizer.chat_template
@@ -214,12 +215,11 @@ def write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path, sam
     write_json(folder / "generation_config.json", _generation_config(tokenizer, before, sampling))
 
 
-def _is_of(tokenizer: Tokenizer, source: Path) -> bool:
-    """Return whether the folder `source` has this tokenizer, apart from its chat template and stop tokens."""
-    own = Tokenizer.from_folder(source)
+def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers are equal, apart from their chat templates and stop tokens."""
     return (
-        all(getattr(own, name) == getattr(tokenizer, name) for name in ("eos_id", "bos_id", "add_bos"))
-        and own.inner.to_str() == tokenizer.inner.to_str()
+        all(getattr(one, name) == getattr(other, name) for name in ("eos_id", "bos_id", "add_bos"))
+        and one.inner.to_str() == other.inner.to_str()
     )
 
 

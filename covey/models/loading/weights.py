@@ -171,7 +171,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def check_loadable(source: str, role: str) -> None:
-    """Check what loading checks of a checkpoint at a path without its weights: config, vocabulary, head, and the names,
+    """Check a checkpoint at a path as loading does, without reading weights: config, vocabulary, head, and the names,
     types and shapes of all tensors.
 
     Args:
