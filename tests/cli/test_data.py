@@ -113,6 +113,7 @@ def test_plain_text_for_a_model_with_a_chat_template_is_named_before_the_run(cap
     title = "20 prompts are plain text, and the model has a chat template"
     assert [one["title"] for one in summary(capsys, *words)[1]["findings"]] == [title]
     assert title not in [one["title"] for one in summary(capsys, *words[:-3], "Be brief.", *words[-2:])[1]["findings"]]
+    pytest.importorskip("covey_plan")
     assert cli.main(["train", *words, "--dry-run"]) == 0
     told = capsys.readouterr().err
     assert told.startswith("18 prompts are plain text, and the model has a chat template: a chat model that gets")
