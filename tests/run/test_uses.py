@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
 export = import_module("covey.run.export")  # the package has a function of this name
+PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 READER = Tokenizer.from_folder(TINY)
@@ -95,7 +97,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions that were asked for a model; its tokenizer has the template that prints its variables."""
+    """Names of the functions that were asked for a model; its tokenizer has the template that prints its variables.
+
+    All that take a function by its name are imported before it is patched: a module that is first imported later would
+    keep the patched one for the rest of the process.
+    """
     names: list[str] = []
 
     def printing(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +115,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (load_model, inference, export, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
-    monkeypatch.setattr(load_model, "abstract_for", printing("abstract_for", load_model.abstract_for))
+    shapes = printing("abstract_for", load_model.abstract_for)
+    for module in (load_model, *PLANNING):
+        monkeypatch.setattr(module, "abstract_for", shapes)
     return names
 
 
@@ -153,10 +161,9 @@ def test_what_a_user_writes_is_shown_with_the_variables(
 
 @pytest.mark.parametrize(("make", "tools"), [(rl_recipe, ()), (rl_recipe, TOOLS), (sft_recipe, ())])
 def test_a_preview_shows_the_prompt_of_the_run(
-    make: Callable[..., Any], tools: tuple[str, ...], loads: list[str], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], tools: tuple[str, ...], loads: list[str]
 ) -> None:
     preview = pytest.importorskip("covey_plan.preview")
-    monkeypatch.setattr(preview, "abstract_for", load_model.abstract_for)
     found = preview.preview(make(*tools))
     wanted = prints(ROW, "calculator" if tools else "")
     assert wanted.fullmatch(read(np.array(found.tokens)))
@@ -164,9 +171,8 @@ def test_a_preview_shows_the_prompt_of_the_run(
     assert loads == ["abstract_for"]
 
 
-def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -> None:
     plan = pytest.importorskip("covey_plan.plan")
-    monkeypatch.setattr(plan, "abstract_for", load_model.abstract_for)
     plan.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
     plan.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
     run.export(TINY, tmp_path / "export", "hf", None, 10**9)
