@@ -74,7 +74,6 @@ ROWS = (
     Row("8 slots", {"slots": 8}),
     Row("64 slots", {"slots": 64}),
     Row("chunk 1", {"decode_chunk": 1}),
-    Row("pages", {"page_size": 16, "num_pages": 64}),  # two thirds of what 32 slots need
     Row("data 2", mesh=(2, 1, 1)),
     Row("tp 2", mesh=(1, 1, 2)),
     Row("two processes", processes=2),

@@ -13,12 +13,9 @@ few sizes that depend on the number of tokens alone. So the bits of a slot depen
 
 On accelerators a layer has one block of the cache's final length, in the order in which the kernel reads it
 (`CacheLayout`); the kernel reads each slot's own tokens only.
-
-A paged cache has one block a layer as well, whose first axis is that of pages: a table names those of each slot, see
-`paged_cache`. A block of slots is read as one in which every slot has a page of its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +34,7 @@ from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
 from covey.parallel.sharding import sharding_of
 from covey.registry import offered
-from covey.sampling.scheduler import SMALLEST_BLOCK, block_lengths
+from covey.sampling.scheduler import block_lengths
 
 APPEND_SIZES = (16, 64, 256)
 """Numbers of tokens that are appended together, padding included."""
@@ -130,43 +127,39 @@ def decode_attention(
     model: Decoder,
     length: Int[Array, "S"],
     active: Bool[Array, "S"],
-    pages: Int[Array, "S n"] | None = None,
     *,
     interpret: bool = False,
 ) -> Attend:
     """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it.
 
     Blocks beyond the longest `active` slot are skipped. The output of a slot that is not active has no meaning.
-    `pages` is the table of a paged cache, and `interpret` that of `span_attention`.
+    `interpret` is that of `span_attention`.
     """
     if model.platform in KERNELS:
-        return _kernel_attention(model, length, active, pages, interpret)
+        return _kernel_attention(model, length, active, interpret)
     longest = jnp.where(active, length, 0).max()
 
     def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
-        cache = _write_tokens(cache, k, v, length, pages)
+        cache = _write_tokens(cache, k, v, length)
         parts, start = [], 0
-        for size, block in _read(cache, pages):
-            positions = start + jnp.arange(size)[None, :]
+        for block in cache:
+            positions = start + jnp.arange(block.length)[None, :]
             visible = positions <= length[:, None]
             if window is not None:
                 visible = visible & (length[:, None] - positions < window)
             attend_block = partial(_attend_block, q[:, 0], block, visible, softcap)
             skip_block = partial(_skip_block, q[:, 0], cache[0].keys.shape[1])
             parts.append(jax.lax.cond(start <= longest, attend_block, skip_block) if start else attend_block())
-            start += size
+            start += block.length
         return _combine(parts).reshape(q.shape).astype(q.dtype), cache
 
     return attend
 
 
 def _write_tokens(
-    cache: LayerCache, k: Float[Array, "S 1 K W"], v: Float[Array, "S 1 K W"], at: Int[Array, "S"], pages: Array | None
+    cache: LayerCache, k: Float[Array, "S 1 K W"], v: Float[Array, "S 1 K W"], at: Int[Array, "S"]
 ) -> LayerCache:
     """Write a key and a value of each slot at position `at`."""
-    if pages is not None:
-        page, place = place_in_pages(pages, cache[0].length, at)
-        return [_write(cache[0], k[:, 0], v[:, 0], place, page)]
     starts = np.cumsum([0, *(block.length for block in cache)])
     return [
         _write(block, k[:, 0], v[:, 0], at - start, jnp.arange(len(at)))
@@ -174,46 +167,10 @@ def _write_tokens(
     ]
 
 
-def place_in_pages(pages: Int[Array, "S n"], size: int, at: Int[Array, "S"]) -> tuple[Int[Array, "S"], Int[Array, "S"]]:
-    """Return the page of `size` positions in which position `at` of each slot is, and its place there: behind the end
-    of the last one for a position behind all pages.
-    """
-    number = jnp.minimum(at // size, pages.shape[1] - 1)
-    return jnp.take_along_axis(pages, number[:, None], 1)[:, 0], at - number * size
-
-
-def gather_pages(block: Block, pages: Int[Array, "S n"]) -> Block:
-    """Return the positions of each slot, [S, ...], from its pages."""
-
-    def gather(x: Array, axis: int) -> Array:
-        moved = jnp.moveaxis(x[pages], 1, axis)  # the number of the page comes before the position in it
-        return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
-
-    return block.map(gather)
-
-
-def _read(cache: LayerCache, pages: Int[Array, "S n"] | None) -> Iterator[tuple[int, Callable[[], Block]]]:
-    """Return the length of each block of a cache and a function that returns it: of pages as many together as make a
-    block where each slot has its own, so that both are computed alike.
-    """
-    if pages is None:
-        yield from ((block.length, partial(_same, block)) for block in cache)
-        return
-    size, start = cache[0].length, 0
-    for length in block_lengths(pages.shape[1] * size, max(SMALLEST_BLOCK, size)):
-        yield length, partial(gather_pages, cache[0], pages[:, start // size : (start + length) // size])
-        start += length
-
-
-def _same(block: Block) -> Block:
-    return block
-
-
 def _kernel_attention(
     model: Decoder,
     length: Int[Array, "S"],
     active: Bool[Array, "S"],
-    pages: Int[Array, "S n"] | None,
     interpret: bool,
 ) -> Attend:
     """Return `decode_attention` by a kernel that reads the tokens of each active slot; of another, one block."""
@@ -225,11 +182,9 @@ def _kernel_attention(
         start = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
 
         def run(q: Array, k: Array, v: Array, keys: Array, values: Array, indices: Any) -> tuple[Array, ...]:
-            length, start, end, pages = indices
-            pages = jnp.arange(len(length))[:, None] if pages is None else pages  # one page a slot
-            page, place = place_in_pages(pages, block.length, length)
-            keys, values = kernel.write(keys, values, k, v, page, place, interpret)
-            tables = kernel.decode_tables(start, end, pages, block.length)
+            length, start, end = indices
+            keys, values = kernel.write(keys, values, k, v, length, interpret)
+            tables = kernel.decode_tables(start, end, block.length)
             return kernel.decode(q, keys, values, tables, softcap, interpret), keys, values
 
         if not mesh.empty:
@@ -238,7 +193,7 @@ def _kernel_attention(
             specs = (heads, new, new, heads, heads, rows)
             run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(heads,) * 3, check_vma=False)
         grouped = q.reshape(len(q), block.keys.shape[1], -1, q.shape[-1]).astype(block.keys.dtype)
-        out, keys, values = run(grouped, k[:, 0], v[:, 0], block.keys, block.values, (length, start, end, pages))
+        out, keys, values = run(grouped, k[:, 0], v[:, 0], block.keys, block.values, (length, start, end))
         return out.reshape(q.shape).astype(q.dtype), [Block(keys, values, block.layout)]
 
     return attend
@@ -285,9 +240,8 @@ class BlockAttention(NamedTuple):
 
 
 def _attend_block(
-    q: Float[Array, "S H W"], read: Callable[[], Block], visible: Bool[Array, "S B"], softcap: float | None
+    q: Float[Array, "S H W"], block: Block, visible: Bool[Array, "S B"], softcap: float | None
 ) -> BlockAttention:
-    block = read()
     (slots, _, width), kv_heads = q.shape, block.keys.shape[1]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)

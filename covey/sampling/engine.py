@@ -36,15 +36,13 @@ import numpy as np
 from flax import nnx
 
 from covey.config.schema import RolloutConfig, SamplingConfig
-from covey.errors import CoveyError, DataError, RecipeError, WeightsError
+from covey.errors import CoveyError, DataError, WeightsError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.span_attention import KERNELS
 from covey.parallel.programs import abstract, is_abstract
-from covey.parallel.reshard import flatten, mesh_of
-from covey.parallel.sharding import num_row_shards
+from covey.parallel.reshard import flatten
 from covey.sampling import noise, sequence
-from covey.sampling.cache import LANES, CacheLayout
+from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import ModelRunner, SamplerStats
 from covey.sampling.programs import Drawn, Programs
@@ -104,25 +102,6 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
     if len(wrong := tokens[(tokens < 0) | (tokens >= model.vocab_size)]):
         want = f"tokens from 0 to {model.vocab_size - 1}, which the model knows"
         raise DataError(f"the prompt of {name} has the token {wrong[0]}", want=want)
-
-
-def check_pages(config: RolloutConfig, platform: str, parts: int) -> None:
-    """Check that a cache, if it is paged, serves a model on this platform, where a mesh divides slots into `parts`.
-
-    Errors: RecipeError for slots that a mesh divides, and for pages shorter than the blocks that a kernel reads.
-    """
-    if config.page_size is None:
-        return
-    what = f"rollout.page_size is {config.page_size}"
-    if parts > 1:
-        raise RecipeError(
-            f"{what}, and the mesh of the rollout divides slots into {parts} parts",
-            want="null, or a mesh with tp alone: every slot may have any page, so they lie on the same devices",
-            where="rollout.page_size",
-        )
-    if platform in KERNELS and config.page_size % LANES:
-        want = f"null, or a power of two from {LANES} on: kernels read so many tokens at a time"
-        raise RecipeError(what, want=want, where="rollout.page_size")
 
 
 class Finished(NamedTuple):
@@ -194,8 +173,6 @@ class Engine:
         runs_ahead: bool | None = None,
     ):
         graph, params = nnx.split(model)
-        self._platform, self._num_row_shards = model.platform, num_row_shards(mesh_of(params))
-        check_pages(config, self._platform, self._num_row_shards)
         self.stop_ids, self.max_waiting, self.version = tuple(sorted(stop_ids)), max_waiting, 0
         self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
         self.scheduler = Scheduler(config, may_resize=CacheLayout.of(model).divided, fixed_shapes=fixed_shapes)
@@ -237,7 +214,6 @@ class Engine:
     def configure(self, config: RolloutConfig) -> None:
         """Change the settings of an engine without requests, and begin new statistics."""
         self._check_idle("an engine without requests, for new settings")
-        check_pages(config, self._platform, self._num_row_shards)
         self.scheduler.config, self.runner.stats = config, SamplerStats()
 
     def update_weights(self, params: Any, version: int | None = None) -> None:
@@ -334,14 +310,13 @@ class Engine:
         """Give slots to what can go on, and fit batch and cache to it."""
         self._make_keys()
         if self.scheduler.fit():
-            self.runner.allocate(len(self.scheduler.slots), self.scheduler.cache_length, self.scheduler.table)
+            self.runner.allocate(len(self.scheduler.slots), self.scheduler.cache_length)
         self._take_responses(block=self.scheduler.stalled)
-        self._park(self.scheduler.swap_out())
-        for slot, sample in self.scheduler.swap_in().items():
-            self.runner.swap_in(slot, self._sequence(sample).swapped)
-            self._sequence(sample).swapped = None
-        if self.scheduler.lacks_pages(1 + len(self._launched)):  # who is parked has been read
-            self._read(0)
+        for slot, one in self._in_slots(self.scheduler.swap_out()).items():
+            one.swapped = self.runner.swap_out(slot)
+        for slot, one in self._in_slots(self.scheduler.swap_in()).items():
+            self.runner.swap_in(slot, one.swapped)
+            one.swapped = None
         while (slots := self.scheduler.resize()) is not None:
             self.runner.resize(slots, self.scheduler.cache_length)
 
@@ -356,21 +331,8 @@ class Engine:
         drawn = self.runner.insert(admitted, self._in_slots(samples))
         return Launched(samples, drawn, self.version, decodes=False, began=began)
 
-    def _park(self, samples: Mapping[int, Sample]) -> None:
-        """Keep the keys and values in these slots for the samples that leave them."""
-        for slot, sample in samples.items():
-            self._sequence(sample).swapped = self.runner.swap_out(slot)
-        drawing = {slot: sample for slot, sample in samples.items() if sample not in self.scheduler.paused}
-        for one in self._in_slots(drawing).values():
-            if one.response is None:
-                one.response = np.zeros(0, np.int32)  # it goes on where it was
-        self.runner.halt(drawing)
-
     def _decode(self) -> Launched:
         """Append the responses of the samples in slots, and decode a chunk of steps."""
-        parked, copies = self.scheduler.reserve(1 + len(self._launched))
-        self._park(parked)
-        self.runner.copy_pages(copies)
         samples = self.scheduler.active
         active = self._in_slots(samples)
         self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
@@ -437,8 +399,7 @@ class Engine:
             resumed.branch(response.kept)
         resumed.append(tokens)
         resumed.response = response
-        kept = response.kept if isinstance(response, NewBranch) else None
-        self.scheduler.resume(sample, resumed.length - before, kept)
+        self.scheduler.resume(sample, resumed.length - before)
 
     def _finish(self, sample: Sample) -> None:
         """Free the slot of a sample and let the next step return its completion."""

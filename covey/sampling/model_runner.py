@@ -13,8 +13,6 @@ import numpy as np
 
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.page_table import Copy, PageTable
-from covey.sampling.paged_cache import PageWrites
 from covey.sampling.programs import Drawn, Programs, Slots, empty_slots
 from covey.sampling.responder import NewBranch
 from covey.sampling.scheduler import Admission
@@ -91,7 +89,6 @@ class ModelRunner:
         params: the decoder's state; None without weights.
         slots: state of each slot.
         cache_length: number of tokens for which each slot has room.
-        table: pages of the slots; None unless the cache is paged.
     """
 
     def __init__(self, programs: Programs, params: Any):
@@ -102,29 +99,15 @@ class ModelRunner:
     def release(self) -> None:
         """Free the cache and forget all slots."""
         self.slots, self.cache, self.cache_length = empty_slots(0), list[LayerCache](), 0
-        self.table: PageTable | None = None
-        self._pages: np.ndarray | None = None
         self.prefix: Prefix | None = None
         self.prefix_lengths = np.zeros(0, np.int32)
 
-    def allocate(self, slots: int, cache_length: int, table: PageTable | None = None) -> None:
+    def allocate(self, slots: int, cache_length: int) -> None:
         """Empty all slots, and make a cache unless that which is there has these sizes."""
-        old, new = (None if each is None else each.sizes for each in (self.table, table))
-        if (slots, cache_length, new) != (len(self.slots.token), self.cache_length, old):
+        if (slots, cache_length) != (len(self.slots.token), self.cache_length):
             self.release()
-            if new is None:
-                self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
-            else:
-                self.cache = self.programs.empty_pages(self.params, new)
+            self.cache = self.programs.empty_cache(self.params, slots, 0, cache_length)
         self.slots, self.cache_length = self.programs.place_slots(self.params, empty_slots(slots)), cache_length
-        self.table = table
-
-    def _current_pages(self) -> np.ndarray | None:
-        """Return a copy of the table of a paged cache for the next program, which may read it later. Until that runs,
-        the copy before names the pages with what slots hold, also of those that the scheduler has freed since.
-        """
-        self._pages = None if self.table is None else self.table.rows.copy()
-        return self._pages
 
     def prefill(self, prompts: Collection[np.ndarray], shape: tuple[int, int]) -> None:
         """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
@@ -139,17 +122,15 @@ class ModelRunner:
         """Insert prefilled prompts and draw the first tokens of the sequences in these slots."""
         entering = empty_slots(len(self.slots.token))
         inserted, prompt = np.zeros_like(entering.active), np.zeros_like(entering.length)
-        for slot, row, *_ in admitted:
+        for slot, row, _ in admitted:
             one = sequences[slot]
             inserted[slot], prompt[slot], entering.key[slot], entering.limit[slot] = True, row, one.key, one.turn_end
         entering.length[:] = self.prefix_lengths[prompt]
-        sampling_params, writes = self._sampling_params(sequences), self._page_writes(admitted)
-        return self._insert((inserted, prompt, entering), writes, sampling_params)
+        return self._insert((inserted, prompt, entering), self._sampling_params(sequences))
 
     def _insert(
         self,
         samples: tuple[np.ndarray, np.ndarray, Slots],
-        writes: PageWrites | None,
         sampling_params: SamplingParams | TracedSamplingParams,
     ) -> Drawn:
         """Insert samples, which are `inserted`, `prompt` and `entering` of `programs.draw_first`."""
@@ -159,31 +140,13 @@ class ModelRunner:
         if programs.compiled_sampling_params is not None:
             if isinstance(sampling_params, SamplingParams):
                 sampling_params = TracedSamplingParams.of(sampling_params)
-            self.cache, self.slots, drawn = programs.admit(
-                self.cache, self.slots, prefix, *samples, sampling_params, writes
-            )
+            self.cache, self.slots, drawn = programs.admit(self.cache, self.slots, prefix, *samples, sampling_params)
             return drawn
-        if writes is None:
-            for blocks, new in zip(self.cache, prefix.cache, strict=True):
-                pairs = zip(blocks, new, strict=False)
-                blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in pairs]
-        else:
-            self.cache = programs.insert_pages(self.cache, prefix.cache, writes)
+        for blocks, new in zip(self.cache, prefix.cache, strict=True):
+            pairs = zip(blocks, new, strict=False)
+            blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in pairs]
         self.slots, drawn = programs.draw_first(self.slots, prefix.logits, *samples, sampling_params)
         return drawn
-
-    def _page_writes(self, admitted: Collection[Admission]) -> PageWrites | None:
-        """Return the pages of a paged cache to fill, in arrays whose size follows that of the prompts."""
-        if self.table is None:
-            return None
-        assert self.prefix is not None, "prompts are prefilled before they are inserted"
-        self._current_pages()  # those of samples that are parked before the next program are among them
-        fills = [(page, one.row, part) for one in admitted for page, part in one.pages]
-        padded = sum(block.length for block in self.prefix.cache[0])
-        page, row, part = np.zeros((3, len(self.slots.token) * self.table.sizes.num_pages(padded)), np.int32)
-        for number, fill in enumerate(fills):
-            page[number], row[number], part[number] = fill
-        return PageWrites(page, row, part, np.int32(len(fills)))
 
     def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
         """Return the settings that these sequences share; where they differ, the numbers of each slot."""
@@ -199,7 +162,7 @@ class ModelRunner:
         settings = {"sampling_params": self.programs.as_decoded(self._sampling_params(sequences)), "pause_id": pause_id}
         drawn: Drawn
         self.cache, self.slots, drawn = self.programs.decode(
-            self.params, self.cache, self.slots, self._current_pages(), steps=steps, **settings
+            self.params, self.cache, self.slots, steps=steps, **settings
         )
         self.stats.chunks += 1
         return drawn
@@ -262,36 +225,18 @@ class ModelRunner:
         for row, (slot, (start, piece)) in enumerate(pieces.items()):
             padded[row, : len(piece)] = piece
             slots[row], starts[row], counts[row] = slot, start, len(piece)
-        arguments = slots, padded, starts, counts, np.int32(len(pieces)), self._current_pages()
+        arguments = slots, padded, starts, counts, np.int32(len(pieces))
         self.cache = self.programs.append(self.params, self.cache, *arguments)
         self.stats.appended_tokens += int(counts.sum())
 
     def swap_out(self, slot: int) -> list[LayerCache]:
-        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit; of a paged cache in
-        the host's memory, since its pages are needed.
-        """
-        if self._pages is None:
-            copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
-        else:
-            copy = jax.device_get(self.programs.take_pages(self.cache, self._pages[slot]))
+        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit."""
+        copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
         return copy
 
     def swap_in(self, slot: int, cache: list[LayerCache]) -> None:
         """Restore the cache of a slot in a free one, before `resume`; the whole must not have been resized since."""
-        if (pages := self._current_pages()) is None:
-            self.cache = self.programs.put(self.cache, cache, np.int32(slot))
-        else:
-            rows = jax.device_put(cache, jax.tree.map(lambda x: x.sharding, self.cache))
-            self.cache = self.programs.put_pages(self.cache, rows, pages[slot])
-
-    def copy_pages(self, copies: Collection[Copy]) -> None:
-        """Make these copies of pages."""
-        if copies:
-            assert self.table is not None
-            source, target = np.zeros((2, self.table.sizes.total), np.int32)
-            for number, one in enumerate(copies):
-                source[number], target[number] = one
-            self.cache = self.programs.copy_pages(self.cache, source, target, np.int32(len(copies)))
+        self.cache = self.programs.put(self.cache, cache, np.int32(slot))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
         """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those

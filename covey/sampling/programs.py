@@ -3,7 +3,6 @@
 They are pure functions; `Programs` holds those compiled for a decoder, and `ModelRunner` calls them.
 """
 
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,8 +36,6 @@ from covey.sampling.cache import (
 )
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.noise import token_keys
-from covey.sampling.page_table import PageSizes
-from covey.sampling.paged_cache import PageWrites, copy_pages, insert_pages, put_pages, take_pages
 from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
@@ -112,10 +109,6 @@ class Programs:
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
-        self.insert_pages = jax.jit(insert_pages, donate_argnums=0)
-        self.copy_pages = jax.jit(copy_pages, donate_argnums=0)
-        self.take_pages = jax.jit(take_pages)
-        self.put_pages = jax.jit(put_pages, donate_argnums=0)
         static = ("steps", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
 
@@ -131,11 +124,10 @@ class Programs:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
         model = nnx.merge(self.graph, params)
         layout = CacheLayout.of(model)
-        return _empty_blocks(model, params, slots, layout.block_lengths(end)[len(layout.block_lengths(start)) :])
-
-    def empty_pages(self, params: Any, sizes: PageSizes) -> list[LayerCache]:
-        """Create each layer's pages."""
-        return _empty_blocks(nnx.merge(self.graph, params), params, sizes.total, [sizes.size])
+        lengths, c = layout.block_lengths(end)[len(layout.block_lengths(start)) :], model.config
+        make = _empty_block(_sharding(params, (slots, c.num_kv_heads, 1, 1)))
+        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
+        return [[make(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
 
     def place_slots(self, params: Any, slots: Slots) -> Slots:
         """Put slots of the host onto the devices, as the programs return them."""
@@ -150,25 +142,21 @@ class Programs:
         return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
 
     def insert_programs(
-        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int, config: RolloutConfig
+        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
     ) -> list[Program]:
         """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with fixed
-        shapes, the program `admit`. `config` says whether the cache is paged.
+        shapes, the program `admit`.
         """
         prefill = self.prefill_program(params, prompts, prompt_length)
         prefilled = jax.eval_shape(prefill.function, *prefill.args)
-        prefix, sizes = _placed(prefilled.cache, params), PageSizes.of(config, slots, cache_length)
-        cache = self._abstract_cache(params, slots, cache_length, sizes)
-        writes = None if sizes is None else _abstract_writes(slots * sizes.num_pages(prompt_length))
+        prefix, cache = _placed(prefilled.cache, params), self._abstract_cache(params, slots, cache_length)
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
         if self.compiled_sampling_params is not None:
             logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
             numbers = TracedSamplingParams.of(self.compiled_sampling_params)
-            samples = inserted, number, abstract(empty_slots(slots)), numbers, writes
+            samples = inserted, number, abstract(empty_slots(slots)), numbers
             args = cache, _abstract_slots(params, slots), Prefix(prefix, logits), *samples
             return [Program("admit", self.admit, args)]
-        if writes is not None:
-            return [Program("insert", self.insert_pages, (cache, prefix, writes))]
         blocks = {(old.length, new.length): (old, new) for old, new in zip(cache[0], prefix[0], strict=False)}
         return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
 
@@ -176,30 +164,14 @@ class Programs:
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        sizes = PageSizes.of(config, slots, cache_length)
-        cache = self._abstract_cache(params, slots, cache_length, sizes)
-        pages = None if sizes is None else jax.ShapeDtypeStruct((slots, sizes.per_slot), jnp.int32)
+        cache = self._abstract_cache(params, slots, cache_length)
         sampling_params = self.as_decoded(SamplingParams.from_config(config))
         settings = {"steps": config.decode_chunk, "sampling_params": sampling_params, "pause_id": pause_id}
-        return Program(
-            "decode", self.decode, (abstract(params), cache, _abstract_slots(params, slots), pages), settings
-        )
+        return Program("decode", self.decode, (abstract(params), cache, _abstract_slots(params, slots)), settings)
 
-    def _abstract_cache(
-        self, params: Any, slots: int, cache_length: int, sizes: PageSizes | None = None
-    ) -> list[LayerCache]:
-        if sizes is not None:
-            return _placed(jax.eval_shape(lambda: self.empty_pages(params, sizes)), params)
+    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
         return _placed(cache, params)
-
-
-def _empty_blocks(model: Decoder, params: Any, rows: int, lengths: Sequence[int]) -> list[LayerCache]:
-    """Create each layer's blocks of these lengths for so many slots, or pages."""
-    c, layout = model.config, CacheLayout.of(model)
-    make = _empty_block(_sharding(params, (rows, c.num_kv_heads, 1, 1)))
-    shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-    return [[make(layout, rows, length, *shape) for length in lengths] for _ in range(c.num_layers)]
 
 
 @cache
@@ -220,11 +192,6 @@ def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] 
 
 def _abstract_slots(params: Any, slots: int) -> Slots:
     return abstract(empty_slots(slots), _sharding(params, (), ()))
-
-
-def _abstract_writes(most: int) -> PageWrites:
-    numbers = jax.ShapeDtypeStruct((most,), jnp.int32)
-    return PageWrites(numbers, numbers, numbers, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _replicated(tree: Tree, like: Array) -> Tree:
@@ -301,15 +268,9 @@ def admit(
     prompt: Int[Array, "S"],
     entering: Slots,
     sampling_params: TracedSamplingParams,
-    writes: PageWrites | None = None,
 ) -> tuple[list[LayerCache], Slots, Drawn]:
-    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token, see `draw_first`.
-    Of a paged cache, fill the pages that `writes` names.
-    """
-    if writes is None:
-        admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
-    else:
-        admitted = insert_pages(cache, prefix.cache, writes)
+    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token: `draw_first`."""
+    admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
     started, drawn = draw_first(stop_ids, slots, prefix.logits, inserted, prompt, entering, sampling_params)
     return keep_sharding(admitted, cache[0][0].keys), started, drawn
 
@@ -323,32 +284,23 @@ def append(
     start: Int[Array, "S"],
     count: Int[Array, "S"],
     rows: Int[Array, ""],
-    pages: Int[Array, "S n"] | None = None,
 ) -> list[LayerCache]:
     """Write the keys and values of the first `count` of the `tokens` of a row to the positions of its slot from `start`
-    on, for each of the first `rows`. `pages` is the table of a paged cache.
+    on, for each of the first `rows`.
     """
     model = nnx.merge(graph, params)
-    in_place = pages is None and cache[0][0].layout.divided
+    in_place = cache[0][0].layout.divided
 
     def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
         positions = start[row] + jnp.arange(tokens.shape[1])
         # XLA for TPUs writes tokens to a copy of an array in another order: of the slot, not of the whole cache.
-        held, slot = (cache, slots[row]) if in_place else (_take(cache, slots[row], pages), jnp.int32(0))
+        held, slot = (cache, slots[row]) if in_place else (take_slot(cache, slots[row]), jnp.int32(0))
         attend = append_attention(slot, positions, count[row])
         _, held = model(tokens[row][None], positions[None], attend, held)
-        if pages is not None:
-            appended = put_pages(cache, held, pages[slots[row]], start[row], start[row] + count[row])
-        else:
-            appended = held if in_place else put_slot(cache, held, slots[row])
-        return keep_sharding(appended, model.embed.embedding[...])
+        return keep_sharding(held if in_place else put_slot(cache, held, slots[row]), model.embed.embedding[...])
 
     appended: list[LayerCache] = jax.lax.fori_loop(0, rows, append_row, cache)
     return appended
-
-
-def _take(cache: list[LayerCache], slot: Int[Array, ""], pages: Int[Array, "S n"] | None) -> list[LayerCache]:
-    return take_slot(cache, slot) if pages is None else take_pages(cache, pages[slot])
 
 
 def decode(
@@ -357,7 +309,6 @@ def decode(
     params: Any,
     cache: list[LayerCache],
     slots: Slots,
-    pages: Int[Array, "S n"] | None = None,
     *,
     steps: int,
     sampling_params: SamplingParams | TracedSamplingParams,
@@ -366,9 +317,6 @@ def decode(
     """Run up to `steps` decode steps; return the cache, the slots and what they drew.
 
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
-
-    Args:
-        pages: table of a paged cache, with the pages of all positions to which slots come in these steps.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
     model = nnx.merge(graph, params)
@@ -385,7 +333,7 @@ def decode(
         step, cache, slots, draws = carry
         length, active = slots.length, slots.active
         token, position = slots.token[:, None], length[:, None]
-        hidden, cache = model(token, position, decode_attention(model, length, active, pages), cache)
+        hidden, cache = model(token, position, decode_attention(model, length, active), cache)
         keys = token_keys(slots.key, slots.num_tokens)
         drawn = draw_sharded(model.logits(hidden[:, 0]), keys, sampling_params)
         count = slots.num_tokens + active

@@ -10,10 +10,6 @@ batch and cache as they begin: a free slot costs them next to nothing, and a pro
 not fit waits until none is begun. In a run of training, whose evaluations have other numbers of prompts than its
 steps, all sizes follow the settings there.
 
-A paged cache (`page_table`) is bounded by the tokens that are there: a sample begins when there are pages for its
-prompt, and takes further ones before each chunk. When they run out, the last samples are parked, and come back before
-others begin. The first sample is never parked, and one alone always fits: something always goes on.
-
 The first functions hold the limits on the lengths of a prompt and its completion, and the sizes of buffers.
 
 Plain Python without JAX: the device follows what is decided here (see `model_runner`).
@@ -22,14 +18,12 @@ Plain Python without JAX: the device follows what is decided here (see `model_ru
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from covey.config.schema import RolloutConfig
 from covey.errors import DataError, RecipeError
-from covey.sampling.page_table import Copy, PageSizes, PageTable
 
 SMALLEST_BLOCK = 128
 """Number of positions in a block of the KV cache, unless the cache ends before."""
@@ -41,8 +35,6 @@ MIN_CACHE_LENGTH = 64
 """Smallest size of the KV cache in tokens per slot."""
 MIN_CACHE_TOKENS = 16384
 """Size of the KV cache in tokens over all slots that is not divided into steps of growth."""
-SPARE_CHUNKS = 4
-"""Number of chunks for which samples have pages to grow when another begins: otherwise one is parked again at once."""
 
 
 def check_length(size: int, config: RolloutConfig, name: str, limit: int | None = None) -> None:
@@ -65,12 +57,6 @@ def check_length(size: int, config: RolloutConfig, name: str, limit: int | None 
             f"{name} and its answer may need {needed} tokens",
             want=f"at most rollout.kv_cache_size = {config.kv_cache_size}",
             fix=f"raise it (--rollout.kv-cache-size {needed}), or lower max_new_tokens",
-        )
-    if config.page_size is not None and config.num_pages is not None and needed > config.page_size * config.num_pages:
-        raise DataError(
-            f"{name} and its answer may need {needed} tokens",
-            want=f"at most those of rollout.num_pages = {config.num_pages} pages of {config.page_size}",
-            fix=f"raise it (--rollout.num-pages {-(-needed // config.page_size)}), or lower max_new_tokens",
         )
 
 
@@ -139,14 +125,11 @@ class Sample(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A sample that enters the batch: its slot, and the row of its prompt among those prefilled last; of a paged cache
-    also the pages to fill with the prompt, and the number of each in it.
-    """
+    """A sample that enters the batch: its slot, and the row of its prompt among those prefilled last."""
 
     slot: int
     row: int
     sample: Sample
-    pages: tuple[tuple[int, int], ...] = ()
 
 
 class Demands(NamedTuple):
@@ -197,7 +180,6 @@ class Scheduler:
         prefilled: requests that were prefilled last.
         paused: samples that wait for a response.
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
-        table: pages of the slots; None unless the cache is paged.
     """
 
     def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
@@ -209,9 +191,7 @@ class Scheduler:
         self.prefilled: list[int] = []
         self.paused: set[Sample] = set()
         self.swapped: dict[Sample, int] = {}
-        self.table: PageTable | None = None
         self._ready: set[Sample] = set()
-        self._kept: dict[Sample, int] = {}
         self._num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
 
     @classmethod
@@ -271,12 +251,12 @@ class Scheduler:
     def can_admit(self) -> bool:
         """Whether a sample waits, may begin, and a slot is free."""
         has_slot = bool(self.waiting and self.free and self.num_live < self.max_num_seqs)
-        return has_slot and self._fits(self._first) and self._has_pages(self._first)
+        return has_slot and self._fits(self._first)
 
     @property
     def resizes(self) -> bool:
         """Whether batch and cache follow the samples."""
-        return self.may_resize and not self.demands.is_async and self.config.page_size is None
+        return self.may_resize and not self.demands.is_async
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
@@ -321,8 +301,6 @@ class Scheduler:
         slots = config.slots if self.fixed_shapes else self._wanted_slots
         self.slots, self.lengths = [None] * slots, np.zeros(slots, np.int64)
         self.cache_length = self._cache_size(self._longest_prompt, slots)
-        sizes = PageSizes.of(config, slots, self.cache_length)
-        self.table = None if sizes is None else PageTable(slots, sizes)
         return True
 
     @property
@@ -344,41 +322,19 @@ class Scheduler:
             return []
         self._prefill_rows = max(self._prefill_rows, self._wanted_rows)
         self.prefilled = list(islice(takewhile(self._fits, self.waiting), self._prefill_rows))
-        if self.table is not None:
-            self.table.forget_prompts()
         return self.prefilled
 
     def admit(self) -> list[Admission]:
         """Move waiting samples of the prefilled requests to free slots."""
         admitted = []
         for slot in self.free[: self.max_num_seqs - self.num_live]:
-            if not self.waiting or (request := self._first) not in self.prefilled or not self._has_pages(request):
+            if not self.waiting or (request := self._first) not in self.prefilled:
                 break
             # One less than the prompt: `update` counts the first token, which is not in the cache yet.
             self.lengths[slot] = self.waiting[request].prompt_length - 1
-            pages = self._begin_pages(slot, request)
             sample = self.slots[slot] = self._begin(request)
-            admitted.append(Admission(slot, self.prefilled.index(request), sample, pages))
+            admitted.append(Admission(slot, self.prefilled.index(request), sample))
         return admitted
-
-    def _has_pages(self, request: int) -> bool:
-        """Return whether there are pages for one more sample of a request; parked samples come first."""
-        if self.table is None:
-            return True
-        length = self.waiting[request].prompt_length + self.config.decode_chunk
-        return not self._ready and self._spare_pages(self.table) >= self.table.missing_for_prompt(request, length)
-
-    def _spare_pages(self, table: PageTable) -> int:
-        """Return the number of free pages beside those that running samples take in the next chunks."""
-        growth = -(-len(self.active) * SPARE_CHUNKS * self.config.decode_chunk // table.size)
-        most = sum(table.missing(slot, self.cache_length) for slot in self.running)
-        return table.num_free - min(growth, most)
-
-    def _begin_pages(self, slot: int, request: int) -> tuple[tuple[int, int], ...]:
-        if self.table is None:
-            return ()
-        prompt_length = self.waiting[request].prompt_length
-        return tuple(self.table.begin(slot, request, prompt_length, prompt_length + self.config.decode_chunk))
 
     def _begin(self, request: int) -> Sample:
         """Take the next sample of a request that waits."""
@@ -395,11 +351,8 @@ class Scheduler:
             self._num_waiting -= queued.samples - queued.next
         slots = [slot for slot, sample in self.running.items() if sample.request == request]
         for slot in slots:
-            self._free_slot(slot)
-        self.swapped, self._kept = (
-            {sample: length for sample, length in lengths.items() if sample.request != request}
-            for lengths in (self.swapped, self._kept)
-        )
+            self.slots[slot] = None
+        self.swapped = {sample: length for sample, length in self.swapped.items() if sample.request != request}
         for samples in (self.paused, self._ready):
             samples.difference_update([sample for sample in samples if sample.request == request])
         return slots
@@ -408,12 +361,7 @@ class Scheduler:
         """Count the tokens that each slot has drawn, int [S], and free the slots of `finished` samples."""
         self.lengths += new_tokens
         for slot in finished:
-            self._free_slot(slot)
-
-    def _free_slot(self, slot: int) -> None:
-        self.slots[slot] = None
-        if self.table is not None:
-            self.table.free(slot)
+            self.slots[slot] = None
 
     def pause(self, sample: Sample) -> None:
         """Let a running sample wait for a response."""
@@ -423,13 +371,9 @@ class Scheduler:
         """Return the slot of a running sample."""
         return self.slots.index(sample)
 
-    def resume(self, sample: Sample, appended: int, kept: int | None = None) -> None:
-        """Let a sample that waited go on after so many appended tokens, as soon as it has a slot. `kept` is the number
-        of tokens behind which a new branch begins.
-        """
+    def resume(self, sample: Sample, appended: int) -> None:
+        """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
         self.paused.remove(sample)
-        if kept is not None and self.table is not None:
-            self._kept[sample] = kept
         if sample in self.swapped:
             self.swapped[sample] += appended
             self._ready.add(sample)
@@ -440,92 +384,24 @@ class Scheduler:
         """Remove a sample that has ended."""
         self.paused.remove(sample)
         if self.swapped.pop(sample, None) is None:
-            self._free_slot(self.slot_of(sample))
+            self.slots[self.slot_of(sample)] = None
 
     def swap_out(self) -> dict[int, Sample]:
-        """Take paused samples out of the slots that others could use, the last ones first; return them by slot. So are
-        those whose pages a sample needs that nothing else would let go on.
-        """
+        """Take paused samples out of the slots that others could use, the last ones first; return them by slot."""
         others = len(self._ready) + min(self._num_waiting, self.max_num_seqs - self.num_live)
         paused = [(sample, slot) for slot, sample in self.running.items() if sample in self.paused]
-        count, leaving = max(others - len(self.free), 0), dict[int, Sample]()
-        for number, (_, slot) in enumerate(sorted(paused, reverse=True)):
-            if number < count or self._is_stuck:
-                leaving |= self._park(slot)
+        leaving = {slot: sample for sample, slot in sorted(paused, reverse=True)[: max(others - len(self.free), 0)]}
+        for slot, sample in leaving.items():
+            self.swapped[sample], self.slots[slot] = int(self.lengths[slot]), None
         return leaving
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether nothing runs, and there are no pages for the parked sample that goes on next."""
-        if self.table is None or not self._ready or self.active:
-            return False
-        return self.table.num_free < self._pages_to_go_on(self.table, min(self._ready))
-
-    def _pages_to_go_on(self, table: PageTable, sample: Sample) -> int:
-        return table.sizes.num_pages(self.swapped[sample] + self.config.decode_chunk)
-
-    def _park(self, slot: int) -> dict[int, Sample]:
-        """Take the sample out of a slot."""
-        sample = self.slots[slot]
-        assert sample is not None
-        self.swapped[sample] = int(self.lengths[slot])
-        if sample not in self.paused:
-            self._ready.add(sample)
-        self._kept.pop(sample, None)
-        self._free_slot(slot)
-        return {slot: sample}
 
     def swap_in(self) -> dict[int, Sample]:
         """Give free slots to swapped samples that can go on, the first ones first; return them by slot."""
-        returning: dict[int, Sample] = {}
-        for slot, sample in zip(self.free, sorted(self._ready), strict=False):
-            if self.table is not None:
-                if self._spare_pages(self.table) < self._pages_to_go_on(self.table, sample):
-                    break
-                self.table.grow(slot, self.swapped[sample] + self.config.decode_chunk)
-            self._ready.remove(sample)
-            returning[slot] = self.slots[slot] = sample
-            self.lengths[slot] = self.swapped.pop(sample)
+        returning = dict(zip(self.free, sorted(self._ready), strict=False))
+        for slot, sample in returning.items():
+            self.slots[slot], self.lengths[slot] = sample, self.swapped.pop(sample)
+        self._ready.difference_update(returning.values())
         return returning
-
-    def lacks_pages(self, chunks: int) -> bool:
-        """Return whether `reserve` would park a sample."""
-        if self.table is None:
-            return False
-        needed = sum(self._missing(self.table, slot, sample, chunks) for slot, sample in self.active.items())
-        return self.table.num_free < needed
-
-    def _missing(self, table: PageTable, slot: int, sample: Sample, chunks: int) -> int:
-        """Return the number of free pages that a sample in a slot needs for so many chunks: further ones, and those for
-        copies of pages that it shares and is about to write.
-        """
-        missing = table.missing(slot, self._length_after(slot, chunks))
-        return missing + len(table.shared(slot, self._kept.get(sample)))
-
-    def _length_after(self, slot: int, chunks: int) -> int:
-        return int(self.lengths[slot]) + chunks * self.config.decode_chunk
-
-    def reserve(self, chunks: int = 1) -> tuple[dict[int, Sample], list[Copy]]:
-        """Give the samples that are decoded pages for so many chunks, the first ones first. Return the samples that
-        were parked for it, the last ones and before them those that wait for a response, by slot, and the copies to
-        make of pages that a slot shared.
-        """
-        parked, copies = dict[int, Sample](), list[Copy]()
-        if self.table is None:
-            return parked, copies
-        for slot, sample in sorted(self.active.items(), key=itemgetter(1)):
-            while slot not in parked and self.table.num_free < self._missing(self.table, slot, sample, chunks):
-                parked |= self._park(self._last_running)
-            if slot in parked:  # and so are those behind it
-                break
-            copies += self.table.own(slot, self._kept.pop(sample, None))
-            self.table.grow(slot, self._length_after(slot, chunks))
-        return parked, copies
-
-    @property
-    def _last_running(self) -> int:
-        """Slot of the sample that is parked next."""
-        return max(self.running, key=lambda slot: (self.slots[slot] in self.paused, self.slots[slot]))
 
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples.

@@ -3,8 +3,7 @@
 A program takes one slot, one key head and one part of its visible blocks, so that few slots fill a card too; the parts
 are combined by their sums. What lies behind the end of a slot, or before its sliding window, is not read.
 
-Keys and values are pages of some positions; the table of a slot names those that it reads, in their order. JAX's own
-`paged_attention` was not taken: it knows no sliding window, and no head of 80 numbers.
+JAX's own `paged_attention` was not taken: it knows no sliding window, and no head of 80 numbers.
 """
 
 from functools import partial
@@ -20,39 +19,36 @@ from covey.models.spans import MASKED_SCORE
 from covey_kernels.gpu import dot
 
 BLOCK_SIZE = 64
-"""Number of keys in a block; it divides a page."""
+"""Number of keys in a block; it divides the length of a slot."""
 NUM_PARTS = 8
 
 
 class Tables(NamedTuple):
-    """Pages that each slot reads, and the indices of the keys that it sees; `end` is exclusive."""
+    """Indices of the keys that each slot sees; `end` is exclusive."""
 
-    pages: Int[Array, "S n"]
     start: Int[Array, "S"]
     end: Int[Array, "S"]
 
 
-def decode_tables(start: Int[Array, "S"], end: Int[Array, "S"], pages: Int[Array, "S n"], time: int) -> Tables:
-    """Return the tables of slots in which keys `start` to `end` (exclusive) are visible, at least one in each; slots
-    read these pages of `time` positions.
-    """
-    return Tables(*(x.astype(jnp.int32) for x in (pages, start, end)))
+def decode_tables(start: Int[Array, "S"], end: Int[Array, "S"], time: int) -> Tables:
+    """Return the tables of slots in which keys `start` to `end` (exclusive) are visible, at least one in each."""
+    return Tables(start.astype(jnp.int32), end.astype(jnp.int32))
 
 
 def write(
     keys: Array, values: Array, new_keys: Float[Array, "S K W"], new_values: Float[Array, "S K W"],
-    page: Int[Array, "S"], at: Int[Array, "S"], interpret: bool,
+    at: Int[Array, "S"], interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return keys and values with each slot's new ones at index `at` of a page, unless that is behind its end."""
-    place: Any = page, slice(None), at
+    """Return keys and values with each slot's new ones at index `at`, unless that is behind its end."""
+    place: Any = jnp.arange(len(at)), slice(None), at
     keys = keys.at[place].set(new_keys.astype(keys.dtype), mode="drop")
     return keys, values.at[place].set(new_values.astype(values.dtype), mode="drop")
 
 
 def decode(
     q: Float[Array, "S K G W"],
-    keys: Float[Array, "P K T W"],
-    values: Float[Array, "P K T W"],
+    keys: Float[Array, "S K T W"],
+    values: Float[Array, "S K T W"],
     tables: Tables,
     softcap: float | None,
     interpret: bool,
@@ -61,12 +57,11 @@ def decode(
     slots, kv_heads, group, width = q.shape
     rows, tile = max(16, pl.next_power_of_2(group)), pl.next_power_of_2(width)  # products are 16 wide or more
     number = pl.BlockSpec((None,), lambda slot, head, part: (slot,))
-    cache = pl.BlockSpec((len(keys), None, keys.shape[2], tile), lambda slot, head, part: (0, head, 0, 0))
+    cache = pl.BlockSpec((None, None, keys.shape[2], tile), lambda slot, head, part: (slot, head, 0, 0))
     out, logsumexp = pl.pallas_call(
         partial(_kernel, group, width, softcap),
         grid=(slots, kv_heads, NUM_PARTS),
         in_specs=[
-            pl.BlockSpec((None, tables.pages.shape[1]), lambda slot, head, part: (slot, 0)),
             number,
             number,
             pl.BlockSpec((None, None, rows, tile), lambda slot, head, part: (slot, head, 0, 0)),
@@ -84,17 +79,17 @@ def decode(
         name="decode_attention",
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
-    )(tables.pages, tables.start, tables.end, q, keys, values)
+    )(tables.start, tables.end, q, keys, values)
     shares = jax.nn.softmax(logsumexp, axis=0)
     combined: Array = (out * shares[..., None]).sum(0).astype(q.dtype)
     return combined
 
 
 def _kernel(
-    group: int, width: int, softcap: float | None, pages: Any, starts: Any, ends: Any, q: Any, keys: Any, values: Any,
-    out: Any, logsumexp: Any,
+    group: int, width: int, softcap: float | None, starts: Any, ends: Any, q: Any, keys: Any, values: Any, out: Any,
+    logsumexp: Any,
 ) -> None:  # fmt: skip
-    start, end, in_page = starts[...], ends[...], keys.shape[1] // BLOCK_SIZE
+    start, end = starts[...], ends[...]
     first, last = start // BLOCK_SIZE, pl.cdiv(end, BLOCK_SIZE)
     each = pl.cdiv(last - first, NUM_PARTS)
     low = first + pl.program_id(2) * each
@@ -103,14 +98,14 @@ def _kernel(
 
     def body(i: Array, carry: Any) -> Any:
         max_score, sum_exp, mixed = carry
-        page, at = pages[i // in_page], pl.ds(i % in_page * BLOCK_SIZE, BLOCK_SIZE)
+        at = pl.ds(i * BLOCK_SIZE, BLOCK_SIZE)
         key = i * BLOCK_SIZE + jnp.arange(BLOCK_SIZE)
-        scores = dot(queries, plt.load(keys.at[page, at, :], mask=in_head, other=0.0).T)
+        scores = dot(queries, plt.load(keys.at[at, :], mask=in_head, other=0.0).T)
         scores = scores if softcap is None else softcap * jnp.tanh(scores * (1 / softcap))
         scores = jnp.where(((start <= key) & (key < end))[None], scores, MASKED_SCORE)
         new_max = jnp.maximum(max_score, scores.max(-1))
         weights, decay = jnp.exp(scores - new_max[:, None]), jnp.exp(max_score - new_max)
-        added = dot(weights.astype(values.dtype), plt.load(values.at[page, at, :], mask=in_head, other=0.0))
+        added = dot(weights.astype(values.dtype), plt.load(values.at[at, :], mask=in_head, other=0.0))
         return new_max, sum_exp * decay + weights.sum(-1), mixed * decay[:, None] + added
 
     zeros = jnp.zeros(q.shape[0], jnp.float32)

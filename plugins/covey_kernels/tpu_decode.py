@@ -1,9 +1,8 @@
 """Attention of one new token per slot over its live cache on TPUs, by Pallas and Mosaic.
 
 The grid walks the blocks of keys that hold a visible token: what lies behind the end of a slot, or before its sliding
-window, is neither read nor stepped over. Arrays are read as they are stored: heads as wide as a row of lanes [P, K, T,
-W], others [P, K, W, T], which is how XLA lays them out in either case, so that nothing is copied or padded. P are pages
-of T positions; the table of a slot names those that it reads, in their order.
+window, is neither read nor stepped over. Arrays are read as they are stored: heads as wide as a row of lanes [S, K, T,
+W], others [S, K, W, T], which is how XLA lays them out in either case, so that nothing is copied or padded.
 
 The paged kernels of JAX were not taken: `paged_attention` knows no sliding window and no head of 64 or 80 numbers, and
 `ragged_paged_attention` wants keys and values in turn in one array.
@@ -27,14 +26,12 @@ class Tables(NamedTuple):
     """Pairs (slot, block of keys) with a visible token, slot after slot; lists have room for all.
 
     Attributes:
-        page: page of the block.
         block: number of the block among those of the slot.
         start, end: indices of the keys that each slot sees, `end` exclusive.
         num_pairs: as in `worklist.Worklist`.
     """
 
     slot: Int[Array, "N"]
-    page: Int[Array, "N"]
     block: Int[Array, "N"]
     flags: Int[Array, "N"]
     num_pairs: Int[Array, "1"]
@@ -43,7 +40,7 @@ class Tables(NamedTuple):
 
 
 def block_size(time: int) -> int:
-    """Return the number of keys in a block: a divisor of a page's length, itself a multiple of 128."""
+    """Return the number of keys in a block: a divisor of `time`, itself a multiple of 128."""
     return 256 if time % 256 == 0 else 128
 
 
@@ -53,43 +50,42 @@ def block_heads(kv_heads: int) -> int:
     return 1 if kv_heads % half else half
 
 
-def decode_tables(start: Int[Array, "S"], end: Int[Array, "S"], pages: Int[Array, "S n"], time: int) -> Tables:
-    """Return the tables of slots in which keys `start` to `end` (exclusive) are visible, at least one in each; slots
-    read these pages of `time` positions.
+def decode_tables(start: Int[Array, "S"], end: Int[Array, "S"], time: int) -> Tables:
+    """Return the tables of slots of `time` positions, in which keys `start` to `end` (exclusive) are visible, at least
+    one in each.
     """
-    size, (slots, each) = block_size(time), pages.shape
-    first, in_page = start // size, time // size
+    size, slots = block_size(time), len(start)
+    first, in_slot = start // size, time // size
     until = jnp.cumsum(-(-end // size) - first)
-    pair = jnp.arange(slots * each * in_page)
+    pair = jnp.arange(slots * in_slot)
     slot = jnp.minimum((pair[:, None] >= until).sum(1), slots - 1)
     number = pair - jnp.where(slot == 0, 0, until[slot - 1])
     flags = FIRST * (number == 0) + LAST * (pair == until[slot] - 1)
-    block = jnp.minimum(first[slot] + number, each * in_page - 1)
-    page = pages[slot, block // in_page]
-    return Tables(*(x.astype(jnp.int32) for x in (slot, page, block, flags, until[-1:], start, end)))
+    block = jnp.minimum(first[slot] + number, in_slot - 1)
+    return Tables(*(x.astype(jnp.int32) for x in (slot, block, flags, until[-1:], start, end)))
 
 
 def write(
     keys: Array, values: Array, new_keys: Float[Array, "S K W"], new_values: Float[Array, "S K W"],
-    page: Int[Array, "S"], at: Int[Array, "S"], interpret: bool,
+    at: Int[Array, "S"], interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return keys and values with each slot's new ones at index `at` of a page, unless that is behind its end; in
-    place, since a scatter would copy the whole cache into another order.
+    """Return keys and values with each slot's new ones at index `at`, unless that is behind its end; in place, since a
+    scatter would copy the whole cache into another order.
     """
     time_last, heads = _time_last(keys, new_keys.shape[-1]), new_keys.shape[1]
     size, axis = (128, 3) if time_last else (16, 2)
     shape = [None, *keys.shape[1:]]
     shape[axis], last = size, keys.shape[axis] // size - 1
 
-    def index(slot: Any, page: Any, at: Any) -> tuple[Any, ...]:
+    def index(slot: Any, at: Any) -> tuple[Any, ...]:
         block = jnp.minimum(jax.lax.div(at[slot], size), last)
-        return (page[slot], 0, 0, block) if time_last else (page[slot], 0, block, 0)
+        return (slot, 0, 0, block) if time_last else (slot, 0, block, 0)
 
     cache, new = pl.BlockSpec(shape, index), jnp.expand_dims(jnp.stack([new_keys, new_values], 1), axis + 1)
     out: list[Array] = pl.pallas_call(
         partial(_write_kernel, size, axis, last),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(len(at),),
             in_specs=[
                 pl.BlockSpec((None, 2, heads, *new.shape[3:]), lambda slot, *_: (slot, 0, 0, 0, 0)),
@@ -99,16 +95,14 @@ def write(
             out_specs=[cache, cache],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)],
-        input_output_aliases={3: 0, 4: 1},
+        input_output_aliases={2: 0, 3: 1},
         name="write_cache",
         interpret=interpret,
-    )(page.astype(jnp.int32), at.astype(jnp.int32), new.astype(keys.dtype), keys, values)
+    )(at.astype(jnp.int32), new.astype(keys.dtype), keys, values)
     return out[0], out[1]
 
 
-def _write_kernel(
-    size: int, axis: int, last: int, page: Any, at: Any, new: Any, keys: Any, values: Any, *outs: Any
-) -> None:
+def _write_kernel(size: int, axis: int, last: int, at: Any, new: Any, keys: Any, values: Any, *outs: Any) -> None:
     index = at[pl.program_id(0)]
     place = index - size * jnp.minimum(jax.lax.div(index, size), last)  # behind the end: at no position of the block
     shape = (1, 1, size) if axis == 3 else (1, size, 1)
@@ -125,7 +119,7 @@ def _time_last(keys: Array, width: int) -> bool:
 def decode(
     q: Float[Array, "S K G W"], keys: Array, values: Array, tables: Tables, softcap: float | None, interpret: bool
 ) -> Float[Array, "S K G W"]:
-    """Compute attention of scaled queries; keys and values are pages [P, K, T, W], or [P, K, W, T]."""
+    """Compute attention of scaled queries; keys and values are [S, K, T, W], or [S, K, W, T]."""
     _, kv_heads, group, width = q.shape
     time_last = _time_last(keys, width)
     time = keys.shape[3 if time_last else 2]
@@ -136,13 +130,13 @@ def decode(
     )
     cache = pl.BlockSpec(
         (None, heads, *shape),
-        lambda head, pair, slot, page, block, *_: (page[pair], head, *place(jax.lax.rem(block[pair], time // size))),
+        lambda head, pair, slot, block, *_: (slot[pair], head, *place(block[pair])),
     )
     column = pltpu.VMEM((heads, group, 1), jnp.float32)
     out: Array = pl.pallas_call(
         partial(_kernel, heads, time_last, softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=5,
             grid=(kv_heads // heads, tables.num_pairs[0]),
             in_specs=[query, cache, cache],
             out_specs=query,
@@ -152,12 +146,12 @@ def decode(
         name="decode_attention",
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-    )(tables.slot, tables.page, tables.block, tables.flags, tables.start, tables.end, q, keys, values)
+    )(tables.slot, tables.block, tables.flags, tables.start, tables.end, q, keys, values)
     return out
 
 
 def _kernel(
-    heads: int, time_last: bool, softcap: float | None, slots: Any, pages: Any, blocks: Any, flags: Any, starts: Any,
+    heads: int, time_last: bool, softcap: float | None, slots: Any, blocks: Any, flags: Any, starts: Any,
     ends: Any, q: Any, keys: Any, values: Any, out: Any, max_score: Any, sum_exp: Any, mixed: Any,
 ) -> None:  # fmt: skip
     pair = pl.program_id(1)

@@ -200,7 +200,5 @@ def _cache_bytes(run: Run[Any], lengths: Lengths) -> int:
     requests = [lengths.prompt] * prompts, [recipe.grpo.num_generations] * prompts
     scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed)
     tokens = len(scheduler.slots) * scheduler.longest_cache
-    if recipe.rollout.page_size and recipe.rollout.num_pages:
-        tokens = min(tokens, recipe.rollout.page_size * recipe.rollout.num_pages)
     position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(recipe.model.dtype).itemsize
     return tokens * position // mesh_size(recipe.model.mesh)

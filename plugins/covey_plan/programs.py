@@ -67,8 +67,8 @@ class RLPrograms:
 
     def insert(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> list[Program]:
         """Return the programs that insert such prompts into slots; see `Programs.insert_programs`."""
-        sizes, config = (slots, cache_length, prompts, prompt_length), self.config.rollout_config
-        return self._engine.programs.insert_programs(self.rollout_params, *sizes, config)
+        sizes = slots, cache_length, prompts, prompt_length
+        return self._engine.programs.insert_programs(self.rollout_params, *sizes)
 
     def decode(self, slots: int, cache_length: int) -> Program:
         """Return the program of a chunk of decode steps for slots with room for `cache_length` tokens each."""

@@ -61,9 +61,6 @@ def timeline(scheduler: Scheduler, lengths: Int[np.ndarray, "prompts samples"], 
     """
     (prompts, samples), rows = lengths.shape, scheduler.prefill_shape[0]
     slots, chunk = min(len(scheduler.slots), lengths.size), scheduler.config.decode_chunk
-    if scheduler.table is not None:  # samples are half as long on average as they get
-        prompt = max(queued.prompt_length for queued in scheduler.waiting.values())
-        slots = min(slots, scheduler.table.sizes.num_slots(prompt + int(lengths.mean()) // 2))
     steps = np.maximum(lengths.ravel() - 1, 0)
     starts = _starts(-(-steps // chunk), slots, unread)
     batches = np.arange(lengths.size) // samples // rows

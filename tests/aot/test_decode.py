@@ -104,7 +104,7 @@ def test_admitting_prompts_copies_no_cache(
         there = topology(name).devices
     graph, params = decoder(8, kv_heads, width, there, rows, columns)
     programs = Programs(graph, (2,), SamplingParams.from_config(ROLLOUT))
-    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt, ROLLOUT)
+    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     row = kv_heads * width * 2 // columns
@@ -134,25 +134,3 @@ def test_appending_tokens_copies_no_cache(
     assert copies(compiled.as_text(), block) == []
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * LAYERS * block * 2
     assert compiled.memory_analysis().temp_size_in_bytes < LAYERS * block
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(14, 2, 64), (32, 8, 128)])
-def test_pages_are_read_and_filled_in_place(
-    topology: Callable[[str], Any], heads: int, kv_heads: int, width: int
-) -> None:
-    """Half as many pages as slots might need are half the cache; a step copies none of them, and what is admitted is
-    written a page at a time. Four devices have some heads of every page.
-    """
-    devices = 4 if kv_heads % 4 == 0 else 1
-    graph, params = decoder(heads, kv_heads, width, topology("v5e:2x2").devices, 1, devices)
-    programs, pages = Programs(graph, (2,), SamplingParams.from_config(ROLLOUT)), SLOTS * 2048 // 128 // 2
-    rollout = replace(ROLLOUT, max_prompt_length=1024, page_size=128, num_pages=pages)
-    decode = programs.decode_program(params, SLOTS, 2048, rollout)
-    (admit,) = programs.insert_programs(params, SLOTS, 2048, 8, 256, rollout)
-    cache = (pages + 1) * 128 * kv_heads // devices * width * 2 * 2 * LAYERS
-    for program in (decode, admit):
-        compiled = program.lower().compile()
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= cache
-        assert copies(text, cache // (2 * LAYERS * 2)) == []
-        assert memory.temp_size_in_bytes < 0.1 * cache

@@ -530,6 +530,12 @@ def test_a_run_may_be_recorded_with_settings_that_nothing_reads(tmp_path, caplog
         recipe.parse(SMALL + former)
 
 
+def test_pages_of_the_cache_are_answered_with_what_saves_memory():
+    for name in ("page_size", "num_pages"):
+        text = refused(SMALL + f"rollout: {{{name}: 256}}\n")
+        assert "CPUs a third or more slower; for less memory, set fewer rollout.slots" in text
+
+
 def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run(tmp_path):
     (tmp_path / "recipe.yaml").write_text(SMALL + UNREAD)
     with pytest.raises(RecipeError, match=r"^4 problems") as caught:

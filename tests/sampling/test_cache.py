@@ -50,29 +50,14 @@ def filled(layout: CacheLayout, width: int) -> list[Block]:
     return blocks
 
 
-def paged(blocks: list[Block], width: int, size: int) -> tuple[list[Block], jax.Array]:
-    """The same in pages that lie in any order, and their table."""
-    layout, number = blocks[0].layout, TIME // size
-    table = 1 + np.random.default_rng(2).permutation(SLOTS * number).reshape(SLOTS, number)
-
-    def fill(x: jax.Array, axis: int, *parts: jax.Array) -> jax.Array:
-        whole = jnp.concatenate(parts, axis)
-        return x.at[table].set(jnp.stack(jnp.split(whole, number, axis), 1))
-
-    empty = empty_block(layout, SLOTS * number + 1, size, 2, width, jnp.float32)
-    return [empty.map(fill, *blocks)], jnp.asarray(table)
-
-
-def decoded(
-    model: Any, blocks: list[Block], window: int | None, softcap: float | None, pages: Any = None
-) -> np.ndarray:
+def decoded(model: Any, blocks: list[Block], window: int | None, softcap: float | None) -> np.ndarray:
     """Outputs of three steps; the last slot is not active."""
     rng, outs = np.random.default_rng(1), []
     active = jnp.array([True, True, True, False])
 
     @jax.jit
     def step(blocks: list[Block], length: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        attend = decode_attention(model, length, active, pages, interpret=True)
+        attend = decode_attention(model, length, active, interpret=True)
         return attend(q, k, v, blocks, window=window, softcap=softcap)
 
     width = model.config.head_dim
@@ -94,19 +79,6 @@ def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int
         for model in (model_of(platform, width), model_of("cpu", width))
     )
     np.testing.assert_allclose(got, want, atol=5e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("platform", "width", "size"), [("cpu", 8, 16), ("tpu", 128, 128), ("tpu", 80, 128), ("cuda", 80, 64)]
-)
-def test_pages_are_read_as_slots_are(platform: str, width: int, size: int) -> None:
-    """Bit for bit, where both are read in blocks of the same length."""
-    model = model_of(platform, width)
-    blocks = filled(CacheLayout.of(model), width)
-    pages, table = paged(blocks, width, size)
-    got, want = decoded(model, pages, 60, 5.0, table), decoded(model, blocks, 60, 5.0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 if platform == "tpu" else 0)
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])

@@ -24,10 +24,6 @@ from covey.config.base import (
 CALCULATOR_MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 
 
-SMALLEST_PAGE = 16
-"""Smallest number of tokens of a page of the KV cache."""
-
-
 class SamplingConfig(Config):
     """Temperature and truncation of the next-token distribution."""
 
@@ -58,53 +54,12 @@ class RolloutConfig(SamplingConfig, section="rollout"):
     """Number of decode steps between two checks for finished slots."""
     kv_cache_size: Ignored[Int | None] = None
     """Largest number of tokens in a slot's cache; max_prompt_length + max_new_tokens when not set."""
-    page_size: Ignored[PositiveInt | None] = None
-    """Number of tokens of a page of the cache, a power of two from 16 on, on accelerators from 128 on. Slots take pages
-    as they grow, and the samples of a prompt share its full pages. When not set, each slot has room for the longest.
-    """
-    num_pages: Ignored[PositiveInt | None] = None
-    """Number of pages, with page_size; when they run out, the last samples are parked in the host's memory. As many as
-    all slots may need when not set.
-    """
     tool: Literal["none", "calculator"] = "none"
     """calculator: the text that the model writes between the first two of tool_markers is calculated, and the result is
     inserted after it, between the other two. Inserted tokens count toward max_new_tokens and carry no loss.
     """
     tool_markers: tuple[str, ...] = CALCULATOR_MARKERS
     """Four control tokens of the tokenizer: begin and end of a question, begin and end of its answer."""
-
-    @property
-    def cache_limit(self) -> int | None:
-        """Largest number of tokens of a prompt with its completion that the cache holds; None for no limit."""
-        limits = self.kv_cache_size, self.num_pages and self.page_size and self.num_pages * self.page_size
-        return min((limit for limit in limits if limit), default=None)
-
-    def contradictions(self) -> Iterable[Problem]:
-        """Return a problem for pages of a size that does not fit, and for a number of pages that nothing reads or that
-        one sample alone may exceed.
-        """
-        size, number, needed = self.page_size or 0, self.num_pages, self.max_prompt_length + self.max_new_tokens
-        return [
-            *problem_if(
-                size and (size < SMALLEST_PAGE or size & (size - 1)),
-                "page_size",
-                f"page_size is {size}",
-                f"null, or a power of two from {SMALLEST_PAGE} on",
-            ),
-            *problem_if(
-                number is not None and not size,
-                "num_pages",
-                f"num_pages is {number}, and nothing reads it without page_size",
-                "null, or a page_size",
-                unread=True,
-            ),
-            *problem_if(
-                number is not None and size and number * size < needed,
-                "num_pages",
-                f"{number} pages of {size} tokens hold {(number or 0) * size}, and a sample may have {needed}",
-                f"null, or at least {-(-needed // max(size, 1))}: one sample alone must fit",
-            ),
-        ]
 
     def with_seed(self, seed: int) -> "RolloutConfig":
         """Return these settings with another seed."""
