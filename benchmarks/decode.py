@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
-from covey.sampling.logits import SamplingParams
+from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.programs import Programs, Slots
 from covey.sampling.scheduler import length_bucket
 from covey_plan import roofline
@@ -113,8 +113,8 @@ class FullSlots:
 
     def __call__(self, tokens: int) -> bool:
         """Decodes `tokens` in all; whether every slot was busy in every step."""
-        made, settings = 0, {"steps": self.chunk, "sampling_params": SamplingParams()}
+        made, numbers = 0, TracedSamplingParams.stack([SamplingParams()] * self.batch)
         for _ in range(tokens // (self.batch * self.chunk)):
-            self.cache, _, drawn = self.programs.decode(self.params, self.cache, self.slots, **settings)
+            self.cache, _, drawn = self.programs.decode(self.params, self.cache, self.slots, numbers, steps=self.chunk)
             made += int(drawn.counts.sum())
         return made == tokens

@@ -286,11 +286,13 @@ def keep_sharding(cache: list[LayerCache], like: Array) -> list[LayerCache]:
 def insert_prompts(
     cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
 ) -> list[LayerCache]:
-    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in all layers."""
+    """Copy row `prompt[s]` of `prefix` to every slot that is `inserted`, in all layers, where `cache` are those blocks
+    alone that a prompt reaches.
+    """
     if not cache[0][0].layout.divided:
         return _insert_in_place(cache, prefix, prompt, inserted)
     return [
-        [*(insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)), *blocks[len(new) :]]
+        [insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
         for blocks, new in zip(cache, prefix, strict=True)
     ]
 
@@ -339,8 +341,6 @@ def _insert_row(slot: Int[Array, ""], row: Int[Array, ""], x: Array, prefix: Arr
 
 def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
     """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in one block."""
-    if not block.layout.divided:
-        return _insert_in_place([[block]], [[prefix]], prompt, inserted)[0][0]
     rows, time = inserted[:, None, None, None], min(prefix.length, block.length)
 
     def insert(x: Array, axis: int, new: Array) -> Array:

@@ -46,7 +46,7 @@ from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import ModelRunner, SamplerStats
 from covey.sampling.programs import Drawn, Programs
-from covey.sampling.responder import NewBranch, PendingResponses, Responder, Response, Turn, demands_of
+from covey.sampling.responder import PendingResponses, Responder, Turn, demands_of
 from covey.sampling.scheduler import Sample, Scheduler, check_length
 from covey.types import Completion
 
@@ -151,8 +151,7 @@ class Engine:
         model: defines the structure and the first weights; one of shapes has no weights until `update_weights`.
         stop_ids: tokens that end a completion; the stop token is kept as its last token.
         config: lengths, temperature, truncation, slots, seed; see `configure`.
-        fixed_shapes: whether all sizes follow the settings, and other settings of the sampling distribution than those
-            of `config` share a program.
+        fixed_shapes: whether all sizes follow the settings.
         max_waiting: maximum number of requests that wait.
         runs_ahead: whether a program is launched before the one before is read; by default on accelerators.
 
@@ -174,7 +173,7 @@ class Engine:
     ):
         graph, params = nnx.split(model)
         self.stop_ids, self.max_waiting, self.version = tuple(sorted(stop_ids)), max_waiting, 0
-        self.programs = Programs(graph, self.stop_ids, SamplingParams.from_config(config) if fixed_shapes else None)
+        self.programs = Programs(graph, self.stop_ids)
         self.scheduler = Scheduler(config, may_resize=CacheLayout.of(model).divided, fixed_shapes=fixed_shapes)
         self.runner = ModelRunner(self.programs, None if is_abstract(params) else params)
         self.sequences: dict[int, dict[int, sequence.Sequence]] = {}
@@ -203,13 +202,6 @@ class Engine:
     def has_room(self) -> bool:
         """Whether one more request may wait."""
         return len(self.scheduler.waiting) < self.max_waiting
-
-    @property
-    def num_unread(self) -> int:
-        """Number of launched programs that a step leaves unread. The host must have read all before it can fit batch
-        and cache to what the slots hold.
-        """
-        return int(self.runs_ahead and not self.scheduler.resizes)
 
     def configure(self, config: RolloutConfig) -> None:
         """Change the settings of an engine without requests, and begin new statistics."""
@@ -300,7 +292,8 @@ class Engine:
             self._launched.append(self._admit())
         elif self.scheduler.active:
             self._launched.append(self._decode())
-        self._read(self.num_unread if self.scheduler.active else 0)
+        # The host must have read all before it can fit batch and cache to what the slots hold.
+        self._read(int(bool(self.runs_ahead and not self.scheduler.resizes and self.scheduler.active)))
         self._stepped_at = time.perf_counter()
         self.stats.seconds += self._stepped_at - began
         finished, self._finished = self._finished, []
@@ -357,7 +350,8 @@ class Engine:
         for slot, sample in drew.items():
             if not chunk.active[slot]:
                 self.scheduler.pause(sample)
-                self._responses.submit(self._turn(sample), self._sequence(sample).responder)
+                halted = self._sequence(sample)
+                self._responses.submit(Turn(sample, halted.tokens, halted.remaining), halted.responder)
         self._take_responses(block=False)
 
     def _count_seconds(self, launched: Launched) -> None:
@@ -369,37 +363,16 @@ class Engine:
             self.stats.decode_seconds += now - max(launched.began, self._read_at)
         self._read_at = now
 
-    def _turn(self, sample: Sample) -> Turn:
-        halted = self._sequence(sample)
-        return Turn(sample, halted.tokens, halted.limit - halted.num_tokens)
-
     def _take_responses(self, *, block: bool) -> None:
         """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
         for sample, answer in self._responses.collect(block=block):
             with self._cancelling(sample.request):
                 response = answer.result() if isinstance(answer, Future) else answer
-            halted = self._sequence(sample)
-            remaining = halted.limit - halted.num_tokens
-            if isinstance(response, NewBranch):
-                assert 0 < len(response.tokens) < remaining, "a branch has room for its next turn"
-                self._resume(sample, response, response.tokens)
-            elif response is not None and len(response) < remaining:
-                self._resume(sample, response, response)
-            else:
-                if response is not None:
-                    halted.append(response[:remaining])
+            appended = self._sequence(sample).take_response(response)
+            if appended is None:
                 self._finish(sample)
-
-    def _resume(self, sample: Sample, response: Response, tokens: np.ndarray) -> None:
-        """Let a sample go on behind `tokens`, in a new branch if the response is one."""
-        resumed = self._sequence(sample)
-        before = resumed.length
-        if isinstance(response, NewBranch):
-            assert 0 <= response.kept < before, "a branch drops tokens"
-            resumed.branch(response.kept)
-        resumed.append(tokens)
-        resumed.response = response
-        self.scheduler.resume(sample, resumed.length - before)
+            else:
+                self.scheduler.resume(sample, appended)
 
     def _finish(self, sample: Sample) -> None:
         """Free the slot of a sample and let the next step return its completion."""

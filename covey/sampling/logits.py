@@ -5,9 +5,9 @@ threshold by bisection, and min-p compares with the largest logit. The order is 
 what top-k left, then min-p, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,8 @@ LOWEST = jnp.finfo(jnp.float32).min
 
 @jax.tree_util.register_static
 class SamplingParams(SamplingConfig):
-    """Settings of the sampling distribution; as an argument of a program they are part of it, so there is one compiled
-    program for each. Temperature 0 is greedy.
+    """Settings of the sampling distribution; as an argument of a program they are part of it. Temperature 0 is
+    greedy.
     """
 
     @classmethod
@@ -35,36 +35,68 @@ class SamplingParams(SamplingConfig):
         return cls(**{setting.name: getattr(config, setting.name) for setting in fields(cls)})
 
     @property
-    def scale(self) -> float:
-        """Temperature at which log-probs are reported: 1 when greedy, since dividing by 0 is undefined."""
-        return self.temperature if self.temperature > 0 else 1.0
-
-    @property
     def is_plain(self) -> bool:
         """Whether tokens are drawn from the whole distribution: neither truncated nor greedy."""
         return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
+    def of_rows(self, count: int) -> "TracedSamplingParams":
+        """Return the numbers of so many rows with these settings."""
+        return TracedSamplingParams.stack([self] * count)
+
 
 class TracedSamplingParams(NamedTuple):
-    """`SamplingParams` as arguments of a program, which then serves all of them: see `Decoder.fixed_shapes`. Each is a
-    number for all rows, or an array [S] with that of each row.
+    """`SamplingParams` of each row as arguments of a program, which then serves all of them. What no row uses is None,
+    and no part of the program.
+
+    Attributes:
+        temperature: 1 where a row is greedy.
+        is_greedy: whether the most likely token is drawn.
+        top_k: number of tokens to keep; 0 is off.
+        top_p: probability to keep; 1 is off.
+        min_p: share of the largest probability; 0 is off.
     """
 
     temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> "TracedSamplingParams":
-        """Return the numbers of `params`."""
-        of_type = {"top_k": np.int32}
-        return cls(*(of_type.get(name, np.float32)(getattr(params, name)) for name in cls._fields))
+    is_greedy: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
 
     @classmethod
     def stack(cls, rows: Sequence[SamplingParams]) -> "TracedSamplingParams":
         """Return the numbers of each row."""
-        return cls(*map(np.stack, zip(*map(cls.of, rows), strict=True)))
+        drawn = [(row.temperature, False, row.top_k, row.top_p, row.min_p) for row in rows]
+        each = [one if one[0] else (1.0, True, 0, 1.0, 0.0) for one in drawn]
+        columns = zip(zip(*each, strict=True), (np.float32, np.bool, np.int32, np.float32, np.float32), strict=True)
+        temperature, *others = (np.array(*column) for column in columns)
+        used = [column if np.any(column != off) else None for column, off in zip(others, (0, 0, 1, 0), strict=True)]
+        return cls(temperature, *used)
+
+    def of_rows(self, _: int) -> "TracedSamplingParams":
+        """Return these numbers, which rows have already."""
+        return self
+
+    @property
+    def searches(self) -> bool:
+        """Whether a row may need thresholds that whole rows of logits have."""
+        return self.top_k is not None or self.top_p is not None
+
+    def scale(self, logits: Float[Array, "S V"]) -> Float[Array, "S V"]:
+        """Divide logits by the temperature; as XLA divides by a constant, with its reciprocal."""
+        scaled: Array = logits.astype(jnp.float32) * (1.0 / self.temperature)[:, None]
+        return scaled
+
+    def sampler_logp(self, logp: Float[Array, "S"]) -> Float[Array, "S"]:
+        """Return the log-probs of tokens where they were drawn, which is 0 of a greedy one."""
+        return logp if self.is_greedy is None else jnp.where(self.is_greedy, 0.0, logp)
+
+    def total(self, kept: Float[Array, "S"], whole: Callable[[], Float[Array, "S"]]) -> Float[Array, "S"]:
+        """Return the logsumexp of each row: `kept`, unless a setting cuts tokens from it or it is greedy."""
+        if all(x is None for x in self[1:]):
+            return kept
+        offs = zip(self[1:], (0, 0, 1, 0), strict=True)
+        is_cut = reduce(jnp.logical_or, [x != off for x, off in offs if x is not None])
+        return jnp.where(is_cut, whole(), kept)
 
 
 Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
@@ -75,27 +107,13 @@ def draw(
     logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], sampling_params: SamplingParams | TracedSamplingParams
 ) -> Draw:
     """Draw one token per row. `keys`, those of `noise.token_keys`, are the only randomness."""
-    if isinstance(sampling_params, TracedSamplingParams):
-        return _draw_traced(logits, keys, sampling_params)
-    scaled = logits.astype(jnp.float32) / sampling_params.scale
-    if sampling_params.temperature == 0:
-        token = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
-        total = jax.nn.logsumexp(scaled, axis=-1)
-        return token, gather(scaled, token) - total, jnp.zeros_like(total)
-    kept = truncate(scaled, sampling_params)
-    token, kept_total = race(kept, keys)
-    total = kept_total if kept is scaled else jax.nn.logsumexp(scaled, axis=-1)
-    chosen = gather(scaled, token)
-    return token, chosen - total, chosen - kept_total
-
-
-def _draw_traced(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], numbers: TracedSamplingParams) -> Draw:
-    greedy = numbers.temperature == 0
-    scaled = logits.astype(jnp.float32) / _column(jnp.where(greedy, 1.0, numbers.temperature))
-    token, kept_total = race(_truncate_traced(scaled, numbers), keys)
-    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), token)
-    chosen = gather(scaled, token)
-    return token, chosen - jax.nn.logsumexp(scaled, axis=-1), jnp.where(greedy, 0.0, chosen - kept_total)
+    numbers = sampling_params.of_rows(len(logits))
+    scaled = numbers.scale(logits)
+    token, kept_total = race(truncate(scaled, numbers), keys)
+    if numbers.is_greedy is not None:
+        token = jnp.where(numbers.is_greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), token)
+    chosen, total = gather(scaled, token), numbers.total(kept_total, lambda: jax.nn.logsumexp(scaled, axis=-1))
+    return token, chosen - total, numbers.sampler_logp(chosen - kept_total)
 
 
 def race(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"]) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
@@ -124,55 +142,20 @@ def masses(logits: Float[Array, "*n"], top: Float[Array, "*#n"]) -> Float[Array,
     return jnp.where(logits > LOWEST, jnp.exp(logits - top), 0.0)
 
 
-def _truncate_traced(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
-    """Truncate as `truncate` does, with numbers that are arguments of the program. The k-th largest logit is the
-    largest that k logits reach.
+def truncate(scaled: Float[Array, "S V"], numbers: TracedSamplingParams) -> Float[Array, "S V"]:
+    """Set logits outside top-k, then top-p, then min-p to the lowest float. The k-th largest logit is the largest that
+    k logits reach.
     """
-
-    def keep(on: Array, threshold: Any, values: Array) -> Array:
-        def truncated(values: Array) -> Array:
-            kept = jnp.where(values >= threshold(values)[:, None], values, LOWEST)
-            return jnp.where(on[:, None], kept, values) if on.ndim else kept
-
-        kept: Array = jax.lax.cond(on.any() if on.ndim else on, truncated, lambda values: values, values)
-        return kept
-
-    def kth_largest(values: Array) -> Array:
-        return _threshold(values, jnp.ones_like(values), numbers.top_k)
-
-    top_k_on = (numbers.top_k > 0) & (numbers.top_k < scaled.shape[-1])
-    kept = keep(top_k_on, kth_largest, scaled)
-    kept = keep(numbers.top_p < 1, lambda values: nucleus_threshold(values, numbers.top_p), kept)
-    return keep(numbers.min_p > 0, lambda values: values.max(-1) + jnp.log(numbers.min_p), kept)
+    if (k := numbers.top_k) is not None:
+        kth_largest = _threshold(scaled, jnp.ones_like(scaled), k)
+        scaled = _cut(scaled, jnp.where((k > 0) & (k < scaled.shape[-1]), kth_largest, LOWEST))
+    if (p := numbers.top_p) is not None:
+        scaled = _cut(scaled, jnp.where(p < 1, nucleus_threshold(scaled, p), LOWEST))
+    return scaled if numbers.min_p is None else _cut(scaled, scaled.max(-1) + jnp.log(numbers.min_p))
 
 
-def _column(numbers: Array) -> Array:
-    """Return numbers of rows as a column beside arrays [S, V]; one number as it is."""
-    return numbers[:, None] if numbers.ndim else numbers
-
-
-def truncate(scaled: Float[Array, "S V"], sampling_params: SamplingParams) -> Float[Array, "S V"]:
-    """Set logits outside top-k, then top-p, then min-p to the lowest float; return the same array when all are off."""
-    if 0 < sampling_params.top_k < scaled.shape[-1]:
-        scaled = jnp.where(scaled >= kth_largest(scaled, sampling_params.top_k)[:, None], scaled, LOWEST)
-    if sampling_params.top_p < 1:
-        scaled = jnp.where(scaled >= nucleus_threshold(scaled, sampling_params.top_p)[:, None], scaled, LOWEST)
-    if sampling_params.min_p > 0:
-        least = scaled.max(-1, keepdims=True) + math.log(sampling_params.min_p)
-        scaled = jnp.where(scaled >= least, scaled, LOWEST)
-    return scaled
-
-
-def kth_largest(values: Float[Array, "S V"], k: int) -> Float[Array, "S"]:
-    """Return the exact k-th largest value of each row.
-
-    The k largest lie in the k blocks with the largest maxima, so only those are searched.
-    """
-    blocks = split_blocks(values, LOWEST)
-    if k < blocks.shape[1]:
-        _, best = jax.lax.top_k(blocks.max(-1), k)
-        blocks = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
-    return jax.lax.top_k(blocks.reshape(values.shape[0], -1), k)[0][:, -1]
+def _cut(scaled: Float[Array, "S V"], least: Float[Array, "S"]) -> Float[Array, "S V"]:
+    return jnp.where(scaled < least[:, None], LOWEST, scaled)
 
 
 def nucleus_threshold(logits: Float[Array, "S V"], top_p: Any) -> Float[Array, "S"]:

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from covey.sampling.cache import LayerCache, Prefix, append_size
-from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.programs import Drawn, Programs, Slots, empty_slots
+from covey.sampling.logits import TracedSamplingParams
+from covey.sampling.programs import Drawn, Programs, Slots, empty_slots, front
 from covey.sampling.responder import NewBranch
 from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
@@ -120,49 +120,32 @@ class ModelRunner:
 
     def insert(self, admitted: Collection[Admission], sequences: Mapping[int, Sequence]) -> Drawn:
         """Insert prefilled prompts and draw the first tokens of the sequences in these slots."""
+        drawn: Drawn
+        assert self.prefix is not None, "prompts are prefilled before they are inserted"
         entering = empty_slots(len(self.slots.token))
         inserted, prompt = np.zeros_like(entering.active), np.zeros_like(entering.length)
         for slot, row, _ in admitted:
             one = sequences[slot]
             inserted[slot], prompt[slot], entering.key[slot], entering.limit[slot] = True, row, one.key, one.turn_end
         entering.length[:] = self.prefix_lengths[prompt]
-        return self._insert((inserted, prompt, entering), self._sampling_params(sequences))
-
-    def _insert(
-        self,
-        samples: tuple[np.ndarray, np.ndarray, Slots],
-        sampling_params: SamplingParams | TracedSamplingParams,
-    ) -> Drawn:
-        """Insert samples, which are `inserted`, `prompt` and `entering` of `programs.draw_first`."""
-        drawn: Drawn
-        programs, prefix, (inserted, prompt, _) = self.programs, self.prefix, samples
-        assert prefix is not None, "prompts are prefilled before they are inserted"
-        if programs.compiled_sampling_params is not None:
-            if isinstance(sampling_params, SamplingParams):
-                sampling_params = TracedSamplingParams.of(sampling_params)
-            self.cache, self.slots, drawn = programs.admit(self.cache, self.slots, prefix, *samples, sampling_params)
-            return drawn
-        for blocks, new in zip(self.cache, prefix.cache, strict=True):
-            pairs = zip(blocks, new, strict=False)
-            blocks[: len(new)] = [programs.insert(*pair, prompt, inserted) for pair in pairs]
-        self.slots, drawn = programs.draw_first(self.slots, prefix.logits, *samples, sampling_params)
+        samples, changed = (inserted, prompt, entering), front(self.cache, self.prefix.cache)
+        changed, self.slots, drawn = self.programs.admit(
+            changed, self.slots, self.prefix, *samples, self._numbers(sequences)
+        )
+        self.cache = [new + blocks[len(new) :] for new, blocks in zip(changed, self.cache, strict=True)]
         return drawn
 
-    def _sampling_params(self, sequences: Mapping[int, Sequence]) -> SamplingParams | TracedSamplingParams:
-        """Return the settings that these sequences share; where they differ, the numbers of each slot."""
-        different = {one.sampling_params for one in sequences.values()}
-        if len(different) == 1:
-            return different.pop()
+    def _numbers(self, sequences: Mapping[int, Sequence]) -> TracedSamplingParams:
+        """Return the settings of each slot; one in which no sequence is has those of another."""
         default = next(iter(sequences.values()))
         slots = range(len(self.slots.token))
         return TracedSamplingParams.stack([sequences.get(slot, default).sampling_params for slot in slots])
 
     def decode(self, sequences: Mapping[int, Sequence], steps: int, pause_id: int | None = None) -> Drawn:
         """Launch a chunk of decode steps for the sequences in slots that are active."""
-        settings = {"sampling_params": self.programs.as_decoded(self._sampling_params(sequences)), "pause_id": pause_id}
         drawn: Drawn
         self.cache, self.slots, drawn = self.programs.decode(
-            self.params, self.cache, self.slots, steps=steps, **settings
+            self.params, self.cache, self.slots, self._numbers(sequences), steps=steps, pause_id=pause_id
         )
         self.stats.chunks += 1
         return drawn

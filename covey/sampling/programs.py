@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
@@ -26,7 +26,6 @@ from covey.sampling.cache import (
     append_attention,
     decode_attention,
     empty_block,
-    insert_block,
     insert_prompts,
     keep_rows,
     keep_sharding,
@@ -84,25 +83,16 @@ def empty_slots(slots: int) -> Slots:
 
 
 class Programs:
-    """Programs of a decoder, compiled once for each shape and each setting of the sampling distribution.
+    """Programs of a decoder, compiled once for each shape; settings of the sampling distribution are arguments.
 
     Args:
         graph: the decoder's `nnx.GraphDef`.
         stop_ids: tokens that end a completion.
-        compiled_sampling_params: with fixed shapes, the settings of the sampling distribution for which there is a
-            program. Another one, to which they are numbers, serves all others.
     """
 
-    def __init__(
-        self,
-        graph: nnx.GraphDef[Decoder],
-        stop_ids: tuple[int, ...],
-        compiled_sampling_params: SamplingParams | None = None,
-    ):
-        self.graph, self.stop_ids, self.compiled_sampling_params = graph, stop_ids, compiled_sampling_params
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
+        self.graph, self.stop_ids = graph, stop_ids
         self.prefill = jax.jit(partial(prefill, graph))
-        self.draw_first = jax.jit(partial(draw_first, stop_ids))
-        self.insert = jax.jit(insert_block, donate_argnums=0)
         self.admit = jax.jit(partial(admit, stop_ids), donate_argnums=0)
         self.put_rows = jax.jit(put_rows)
         self.keep = jax.jit(keep_rows)
@@ -111,14 +101,6 @@ class Programs:
         self.append = jax.jit(partial(append, graph), donate_argnums=1)
         static = ("steps", "pause_id")
         self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
-
-    def as_decoded(
-        self, sampling_params: SamplingParams | TracedSamplingParams
-    ) -> SamplingParams | TracedSamplingParams:
-        """Return these settings as `decode` takes them: as numbers unless there is a program for them."""
-        if isinstance(sampling_params, SamplingParams) and self.compiled_sampling_params not in (None, sampling_params):
-            return TracedSamplingParams.of(sampling_params)
-        return sampling_params
 
     def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
         """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
@@ -141,33 +123,26 @@ class Programs:
         tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((prompts, length), (prompts,)))
         return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
 
-    def insert_programs(
-        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int
-    ) -> list[Program]:
-        """Return the programs that insert prefilled prompts into slots, one for each shape of a block; with fixed
-        shapes, the program `admit`.
-        """
+    def admit_program(
+        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int, config: RolloutConfig
+    ) -> Program:
+        """Return the program that inserts prefilled prompts into slots and draws their first tokens."""
         prefill = self.prefill_program(params, prompts, prompt_length)
         prefilled = jax.eval_shape(prefill.function, *prefill.args)
         prefix, cache = _placed(prefilled.cache, params), self._abstract_cache(params, slots, cache_length)
+        logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
         number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
-        if self.compiled_sampling_params is not None:
-            logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
-            numbers = TracedSamplingParams.of(self.compiled_sampling_params)
-            samples = inserted, number, abstract(empty_slots(slots)), numbers
-            args = cache, _abstract_slots(params, slots), Prefix(prefix, logits), *samples
-            return [Program("admit", self.admit, args)]
-        blocks = {(old.length, new.length): (old, new) for old, new in zip(cache[0], prefix[0], strict=False)}
-        return [Program("insert", self.insert, (*pair, number, inserted)) for pair in blocks.values()]
+        samples = inserted, number, abstract(empty_slots(slots)), _abstract_numbers(config, slots)
+        args = front(cache, prefix), _abstract_slots(params, slots), Prefix(prefix, logits), *samples
+        return Program("admit", self.admit, args)
 
     def decode_program(
         self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
     ) -> Program:
         """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
         cache = self._abstract_cache(params, slots, cache_length)
-        sampling_params = self.as_decoded(SamplingParams.from_config(config))
-        settings = {"steps": config.decode_chunk, "sampling_params": sampling_params, "pause_id": pause_id}
-        return Program("decode", self.decode, (abstract(params), cache, _abstract_slots(params, slots)), settings)
+        args = abstract(params), cache, _abstract_slots(params, slots), _abstract_numbers(config, slots)
+        return Program("decode", self.decode, args, {"steps": config.decode_chunk, "pause_id": pause_id})
 
     def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
         cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
@@ -188,6 +163,11 @@ def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] 
         return getattr(jax.tree.leaves(params)[0], "sharding", None)
     sharding: Sharding = sharding_of(axes, shape, mesh)
     return sharding
+
+
+def _abstract_numbers(config: RolloutConfig, slots: int) -> TracedSamplingParams:
+    numbers: TracedSamplingParams = abstract(SamplingParams.from_config(config).of_rows(slots))
+    return numbers
 
 
 def _abstract_slots(params: Any, slots: int) -> Slots:
@@ -231,32 +211,9 @@ def put_rows(slots: Slots, rows: Bool[Array, "S"], new: Slots) -> Slots:
     return _replicated(after, slots.token)
 
 
-def draw_first(
-    stop_ids: tuple[int, ...],
-    slots: Slots,
-    logits: Float[Array, "P V"],
-    inserted: Bool[Array, "S"],
-    prompt: Int[Array, "S"],
-    entering: Slots,
-    sampling_params: SamplingParams | TracedSamplingParams,
-) -> tuple[Slots, Drawn]:
-    """Draw the first token of each sample that enters a slot, and begin the slot with it.
-
-    Args:
-        slots: state of all slots.
-        logits: those after each prompt.
-        inserted: whether a sample enters the slot; what the next two have of other slots has no meaning.
-        prompt: row of its prompt in `logits`.
-        entering: key of its completion, length of its prompt, and limit.
-        sampling_params: settings of the distribution.
-    """
-    keys = token_keys(entering.key, jnp.zeros_like(entering.length))
-    draws = draw_sharded(logits[prompt], keys, sampling_params)
-    token, ones = draws[0], jnp.ones_like(draws[0])
-    active = ~_is_any(token, stop_ids) & (entering.limit > 1)
-    started = put_rows(slots, inserted, entering._replace(token=token, num_tokens=ones, active=active))
-    drawn = Drawn(tuple(x[None] for x in draws), inserted.astype(jnp.int32), started.active, jnp.int32(0))
-    return started, _replicated(drawn, slots.token)
+def front(cache: list[LayerCache], prefix: list[LayerCache]) -> list[LayerCache]:
+    """Return the blocks into which a prefix is inserted."""
+    return [blocks[: len(new)] for blocks, new in zip(cache, prefix, strict=True)]
 
 
 def admit(
@@ -267,12 +224,27 @@ def admit(
     inserted: Bool[Array, "S"],
     prompt: Int[Array, "S"],
     entering: Slots,
-    sampling_params: TracedSamplingParams,
+    numbers: TracedSamplingParams,
 ) -> tuple[list[LayerCache], Slots, Drawn]:
-    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token: `draw_first`."""
+    """Insert the prompt of each sample that enters a slot, in all layers, and draw its first token.
+
+    Args:
+        cache: its `front`.
+        slots: state of all slots.
+        prefix: prefilled prompts.
+        inserted: whether a sample enters the slot; what the next two have of other slots has no meaning.
+        prompt: row of its prompt.
+        entering: key of its completion, length of its prompt, and limit.
+        numbers: settings of the distribution of each slot.
+    """
     admitted = insert_prompts(cache, prefix.cache, prompt, inserted)
-    started, drawn = draw_first(stop_ids, slots, prefix.logits, inserted, prompt, entering, sampling_params)
-    return keep_sharding(admitted, cache[0][0].keys), started, drawn
+    keys = token_keys(entering.key, jnp.zeros_like(entering.length))
+    draws = draw_sharded(prefix.logits[prompt], keys, numbers)
+    token, ones = draws[0], jnp.ones_like(draws[0])
+    active = ~_is_any(token, stop_ids) & (entering.limit > 1)
+    started = put_rows(slots, inserted, entering._replace(token=token, num_tokens=ones, active=active))
+    drawn = Drawn(tuple(x[None] for x in draws), inserted.astype(jnp.int32), started.active, jnp.int32(0))
+    return keep_sharding(admitted, cache[0][0].keys), started, _replicated(drawn, slots.token)
 
 
 def append(
@@ -309,9 +281,9 @@ def decode(
     params: Any,
     cache: list[LayerCache],
     slots: Slots,
+    numbers: TracedSamplingParams,
     *,
     steps: int,
-    sampling_params: SamplingParams | TracedSamplingParams,
     pause_id: int | None = None,
 ) -> tuple[list[LayerCache], Slots, Drawn]:
     """Run up to `steps` decode steps; return the cache, the slots and what they drew.
@@ -335,7 +307,7 @@ def decode(
         token, position = slots.token[:, None], length[:, None]
         hidden, cache = model(token, position, decode_attention(model, length, active), cache)
         keys = token_keys(slots.key, slots.num_tokens)
-        drawn = draw_sharded(model.logits(hidden[:, 0]), keys, sampling_params)
+        drawn = draw_sharded(model.logits(hidden[:, 0]), keys, numbers)
         count = slots.num_tokens + active
         after = slots._replace(
             length=length + active,

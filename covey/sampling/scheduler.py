@@ -266,11 +266,7 @@ class Scheduler:
     @property
     def longest_cache(self) -> int:
         """Number of tokens for which each slot has room once a sample is as long as it may be."""
-        return self._cache_size(self._longest_sample, len(self.slots))
-
-    @property
-    def _longest_sample(self) -> int:
-        return self._longest_prompt + self.config.max_new_tokens
+        return self._cache_size(self._longest_prompt + self.config.max_new_tokens, len(self.slots))
 
     @property
     def _first(self) -> int:
@@ -330,20 +326,15 @@ class Scheduler:
         for slot in self.free[: self.max_num_seqs - self.num_live]:
             if not self.waiting or (request := self._first) not in self.prefilled:
                 break
+            queued = self.waiting[request]
+            sample = self.slots[slot] = Sample(request, queued.next)
             # One less than the prompt: `update` counts the first token, which is not in the cache yet.
-            self.lengths[slot] = self.waiting[request].prompt_length - 1
-            sample = self.slots[slot] = self._begin(request)
+            self.lengths[slot] = queued.prompt_length - 1
+            queued.next, self._num_waiting = queued.next + 1, self._num_waiting - 1
+            if queued.next == queued.samples:
+                del self.waiting[request]
             admitted.append(Admission(slot, self.prefilled.index(request), sample))
         return admitted
-
-    def _begin(self, request: int) -> Sample:
-        """Take the next sample of a request that waits."""
-        queued = self.waiting[request]
-        sample = Sample(request, queued.next)
-        queued.next, self._num_waiting = queued.next + 1, self._num_waiting - 1
-        if queued.next == queued.samples:
-            del self.waiting[request]
-        return sample
 
     def cancel(self, request: int) -> list[int]:
         """Remove all samples of a request; return the slots that they had."""
@@ -367,10 +358,6 @@ class Scheduler:
         """Let a running sample wait for a response."""
         self.paused.add(sample)
 
-    def slot_of(self, sample: Sample) -> int:
-        """Return the slot of a running sample."""
-        return self.slots.index(sample)
-
     def resume(self, sample: Sample, appended: int) -> None:
         """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
         self.paused.remove(sample)
@@ -378,13 +365,13 @@ class Scheduler:
             self.swapped[sample] += appended
             self._ready.add(sample)
         else:
-            self.lengths[self.slot_of(sample)] += appended
+            self.lengths[self.slots.index(sample)] += appended
 
     def finish(self, sample: Sample) -> None:
         """Remove a sample that has ended."""
         self.paused.remove(sample)
         if self.swapped.pop(sample, None) is None:
-            self.slots[self.slot_of(sample)] = None
+            self.slots[self.slots.index(sample)] = None
 
     def swap_out(self) -> dict[int, Sample]:
         """Take paused samples out of the slots that others could use, the last ones first; return them by slot."""
@@ -422,10 +409,7 @@ class Scheduler:
         length = max(self.cache_length, self._cache_size(longest, size))
         if (size, length) == (len(self.slots), self.cache_length):
             return None
-        return self._resize_to(size, length, running)
-
-    def _resize_to(self, size: int, cache_length: int, running: list[int]) -> np.ndarray:
-        old, self.cache_length = len(self.slots), cache_length
+        old, self.cache_length = len(self.slots), length
         indices = (running + self.free)[:size] if size < old else [*range(old), *[0] * (size - old)]
         self.slots = [self.slots[slot] for slot in indices[:old]] + [None] * (size - old)
         self.lengths = self.lengths[indices]
@@ -438,8 +422,8 @@ class Scheduler:
         less. No prompt with its completion is longer than that, so a chunk draws no token beyond it. A cache that is
         not resized has the bucket of that sample.
         """
-        longest = power_of_two(self._longest_sample)
+        longest = self._longest_prompt + self.config.max_new_tokens
         needed = max(power_of_two(length + self.config.decode_chunk), MIN_CACHE_TOKENS // power_of_two(slots))
-        size = min(max(needed, SMALLEST_BLOCK), max(longest, MIN_CACHE_LENGTH))
-        size = size if self.resizes else length_bucket(self._longest_sample, SMALLEST_BLOCK)
+        size = min(max(needed, SMALLEST_BLOCK), max(power_of_two(longest), MIN_CACHE_LENGTH))
+        size = size if self.resizes else length_bucket(longest, SMALLEST_BLOCK)
         return min(size, self.config.kv_cache_size or size)

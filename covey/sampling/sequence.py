@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from covey.sampling.logits import SamplingParams
-from covey.sampling.responder import Responder
+from covey.sampling.responder import NewBranch, Responder, Response
 from covey.types import Branch, Completion, FinishReason
 
 
@@ -60,6 +60,11 @@ class Sequence:
         return last.kept + self.num_tokens - last.start
 
     @property
+    def remaining(self) -> int:
+        """Number of tokens of the completion before its limit."""
+        return self.limit - self.num_tokens
+
+    @property
     def turn_end(self) -> int:
         """Number of tokens of the completion at which the present turn ends."""
         limit = None if self.responder is None else self.responder.turn_limit
@@ -79,6 +84,21 @@ class Sequence:
     def branch(self, kept: int) -> None:
         """Begin a branch that keeps so many tokens of the sequence so far."""
         self.branches.append(Branch(self.num_tokens, kept))
+
+    def take_response(self, response: Response) -> int | None:
+        """Append the response to a turn, in a new branch if it is one. Return by how many tokens the sequence is longer
+        then; None if it has ended.
+        """
+        if response is None:
+            return None
+        before, tokens = self.length, response.tokens if isinstance(response, NewBranch) else response
+        if isinstance(response, NewBranch):
+            assert 0 < len(tokens) < self.remaining, "a branch has room for its next turn"
+            assert 0 <= response.kept < before, "a branch drops tokens"
+            self.branch(response.kept)
+        self.append(tokens[: self.remaining])
+        self.response = response
+        return self.length - before if self.remaining else None
 
     def completion(self, stop_ids: Collection[int]) -> Completion:
         """Return the finished completion, without its text; with a responder it has a mask of the model's tokens."""

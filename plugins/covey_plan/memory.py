@@ -18,8 +18,8 @@ from covey.parallel.programs import Program
 from covey.parallel.reshard import flatten
 from covey_plan.compiled import CompiledProgram
 
-SAMPLING = ("prefill", "insert", "admit", "decode")
-"""Names of the programs that run while the KV cache exists; an accelerator has `admit` instead of `insert`."""
+SAMPLING = ("prefill", "admit", "decode")
+"""Names of the programs that run while the KV cache exists."""
 SYNC = "sync"
 """Name of the transfer of new weights to the rollout; it is no program."""
 Parts = dict[str, int]

@@ -454,9 +454,10 @@ def _sampling_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:
     yield Entry("weights to sample with", "")
     yield Entry("prefill", "{} prompts of {}".format(*scheduler.prefill_shape))
     yield from (Entry(name, slots) for name in ("empty cache", "admit", "decode"))
-    # Evaluations that draw with other settings than training share a program.
+    # A program has the settings of the distribution that are used as arguments; evaluations may use others.
     evaluated, trained = evaluation_rollout(evaluation, recipe.rollout), recipe.rollout
-    if evaluation.preset == "all" or SamplingParams.from_config(evaluated) != SamplingParams.from_config(trained):
+    used = [[x is None for x in SamplingParams.from_config(each).of_rows(1)] for each in (evaluated, trained)]
+    if evaluation.preset == "all" or used[0] != used[1]:
         yield Entry("decode with other settings", slots)
 
 

@@ -65,10 +65,10 @@ class RLPrograms:
         """Return the program that prefills so many prompts of `length` tokens."""
         return self._engine.programs.prefill_program(self.rollout_params, prompts, length)
 
-    def insert(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> list[Program]:
-        """Return the programs that insert such prompts into slots; see `Programs.insert_programs`."""
-        sizes = slots, cache_length, prompts, prompt_length
-        return self._engine.programs.insert_programs(self.rollout_params, *sizes)
+    def admit(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> Program:
+        """Return the program that inserts such prompts into slots and draws their first tokens."""
+        sizes, config = (slots, cache_length, prompts, prompt_length), self.config.rollout_config
+        return self._engine.programs.admit_program(self.rollout_params, *sizes, config)
 
     def decode(self, slots: int, cache_length: int) -> Program:
         """Return the program of a chunk of decode steps for slots with room for `cache_length` tokens each."""
@@ -142,7 +142,7 @@ class RLPrograms:
             *self.trainer.programs.reduce_programs(),
             self.apply(),
             self.prefill(*scheduler.prefill_shape),
-            *self.insert(*slots, *scheduler.prefill_shape),
+            self.admit(*slots, *scheduler.prefill_shape),
             self.decode(*slots),
         ]
 

@@ -20,7 +20,6 @@ from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.sharding import place_model
-from covey.sampling.logits import SamplingParams
 from covey.sampling.programs import Programs
 from covey_plan.hlo import Program
 from covey_plan.topologies import H100
@@ -74,12 +73,13 @@ def test_decoding_writes_to_the_cache_in_place(
 
 
 def test_a_mesh_draws_without_rows_of_logits(topology: Callable[[str], Any]) -> None:
-    """Where nothing is cut from the distribution: the sums of 128 blocks with a maximum, and the best token of each."""
+    """Where nothing is cut from the distribution: the maximum, sums of 128 blocks, and best tokens."""
     graph, params = decoder(8, 4, 256, topology("v5e:2x2").devices, 1, 4)
     program = Programs(graph, (2,)).decode_program(params, SLOTS, 256, replace(ROLLOUT, top_k=0))
     collectives = Program(program.lower().compile().as_text()).collectives()
     drawing = [(x.opcode, x.bytes) for x in collectives if x.shapes[0].startswith("f32")]
-    assert drawing == [("all-gather", 4 * SLOTS * 129 * 4), ("all-gather", 4 * SLOTS * 3 * 4)]
+    exchanged = [("all-reduce", SLOTS * 4), ("all-reduce", SLOTS * 128 * 4), ("all-gather", 4 * SLOTS * 3 * 4)]
+    assert drawing == exchanged
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,7 @@ def test_admitting_prompts_copies_no_cache(
     else:
         there = topology(name).devices
     graph, params = decoder(8, kv_heads, width, there, rows, columns)
-    programs = Programs(graph, (2,), SamplingParams.from_config(ROLLOUT))
-    (program,) = programs.insert_programs(params, SLOTS, 2048, 8, prompt)
+    program = Programs(graph, (2,)).admit_program(params, SLOTS, 2048, 8, prompt, ROLLOUT)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     row = kv_heads * width * 2 // columns

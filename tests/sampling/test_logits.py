@@ -15,7 +15,6 @@ from covey.sampling.logits import (
     SamplingParams,
     TracedSamplingParams,
     draw,
-    kth_largest,
     nucleus_threshold,
     race,
     truncate,
@@ -68,7 +67,7 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     expected = oracle(logits, sampling_params)
     keys, rows = keys_of(DRAWS), jnp.broadcast_to(logits, (DRAWS, WORDS))
     token, logp, sampler_logp = fast_draw(rows, keys, sampling_params)
-    traced = fast_draw_traced(rows, keys, TracedSamplingParams.of(sampling_params))
+    traced = fast_draw_traced(rows, keys, sampling_params.of_rows(len(rows)))
     same = np.asarray(traced[0] == token)
     assert same.mean() > 0.9999  # a sum may be rounded otherwise
     for one, other in ((traced[1], logp), (traced[2], sampler_logp)):
@@ -112,8 +111,8 @@ def test_what_min_p_keeps_is_never_empty_and_within_what_it_was_given(
 ) -> None:
     top_k, top_p = others
     scaled = jnp.asarray([logits]) / temperature
-    before = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p)))[0]
-    after = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))[0]
+    before = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p).of_rows(1)))[0]
+    after = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p).of_rows(1)))[0]
     kept = after > LOWEST
     assert kept[np.argmax(logits)]
     assert not (kept & (before == LOWEST)).any()
@@ -154,7 +153,8 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
 )
 def test_kth_largest_is_exact_ties_included(size: int, k: int) -> None:
     values = np.random.default_rng(k).normal(size=(30, size)).round(1).astype(np.float32)
-    assert np.array_equal(kth_largest(jnp.asarray(values), k), np.sort(values, axis=1)[:, -k])
+    kept = np.asarray(truncate(jnp.asarray(values), SamplingParams(top_k=k).of_rows(30)))
+    assert np.array_equal(np.min(kept, 1, where=kept > LOWEST, initial=np.inf), np.sort(values, axis=1)[:, -k])
 
 
 @pytest.mark.slow

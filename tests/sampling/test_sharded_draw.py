@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from covey.parallel import make_mesh
 from covey.parallel.sharding import partition_spec
-from covey.sampling.logits import SamplingParams, TracedSamplingParams, draw
+from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.noise import sample_keys, token_keys
 from covey.sampling.sharded_draw import draw_sharded
 
@@ -40,7 +40,7 @@ def compiled(shape: tuple[int, int], vocabulary: int, sampling_params: Any) -> t
         ((2, 2), 1000, SamplingParams(min_p=0.1)),
         ((1, 4), 1000, SamplingParams(temperature=0.0)),
         ((2, 2), 1000, TRUNCATED),
-        ((1, 4), 1000, TracedSamplingParams.of(SamplingParams(min_p=0.1))),
+        ((1, 4), 1000, SamplingParams(min_p=0.1).of_rows(S)),
         ((2, 2), 301, SamplingParams(min_p=0.1)),
         ((1, 4), 8, SamplingParams()),
     ],
@@ -71,11 +71,11 @@ def test_a_part_without_a_token_that_may_be_drawn_never_wins() -> None:
 @pytest.mark.parametrize(
     ("sampling_params", "wanted"),
     [
-        (SamplingParams(), {"all-gather": [129, 3]}),
-        (SamplingParams(min_p=0.1), {"all-reduce": [1 / 4], "all-gather": [130, 3]}),
-        (SamplingParams(temperature=0.0, top_k=5), {"all-gather": [3]}),
+        (SamplingParams(), {"all-reduce": [1 / 4, 128 / 4], "all-gather": [3]}),
+        (SamplingParams(min_p=0.1), {"all-reduce": [1 / 4, 129 / 4], "all-gather": [3]}),
+        (SamplingParams(temperature=0.0, top_k=5), {"all-reduce": [1 / 4, 1 / 4], "all-gather": [3]}),
         (SamplingParams(top_p=0.9), {"all-to-all": [16_384 / 4 / 4]}),
-        (TracedSamplingParams.of(SamplingParams()), {"all-to-all": [16_384 / 4 / 4]}),
+        (SamplingParams(0.7).of_rows(S), {"all-reduce": [1 / 4, 128 / 4], "all-gather": [3]}),
     ],
 )
 def test_devices_exchange_a_few_numbers_of_each_slot(sampling_params: Any, wanted: dict[str, list[float]]) -> None:

@@ -66,7 +66,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     made = plan.make_plan(partial(load, mesh=meshes), parse_target("cpu"), told.append)
     found = json.loads(json.dumps(table.as_json(made)))
     assert "compiling gradients (2 of 6)" in told
-    assert [one["name"] for one in found["programs"]] == ["score", "gradients", "apply", "prefill", "insert", "decode"]
+    assert [one["name"] for one in found["programs"]] == ["score", "gradients", "apply", "prefill", "admit", "decode"]
     assert [one["name"] for one in found["phases"]] == ["rollout", "logps", "update"]
     actor, rollout = found["devices"]
     parts, sampling = actor["parts"], rollout["parts"]
@@ -78,7 +78,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
     assert parts["weights"] < sampling["weights"] == sampling["new weights of the rollout"]
     peaks = {one["name"]: one["peak"] for one in found["programs"]}
     assert found["sync"]["peak"] == sampling["process"] + 2 * sampling["weights"]
-    assert rollout["peak"] == max(found["sync"]["peak"], *(peaks.pop(name) for name in ("prefill", "insert", "decode")))
+    assert rollout["peak"] == max(found["sync"]["peak"], *(peaks.pop(name) for name in ("prefill", "admit", "decode")))
     assert actor["peak"] == max(peaks.values())
     assert parts["optimizer"] == pytest.approx(2 * parts["weights"], rel=0.01)
     assert parts["reference"] == parts["weights"]

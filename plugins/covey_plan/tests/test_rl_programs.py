@@ -33,7 +33,7 @@ SHAPE = ModelConfig(
 GRPO = GRPOConfig(num_generations=4, num_iterations=2, beta=0.04)
 TRAINING = RLTrainingConfig(prompts_per_step=2, max_steps=2, row_length=64, max_tokens_per_micro_batch=128)
 ROLLOUT = RolloutConfig(max_prompt_length=24, max_new_tokens=12, slots=8, decode_chunk=4)
-NAMES = ["score", "token values", "gradients", "apply", "prefill", "insert", "decode"]
+NAMES = ["score", "token values", "gradients", "apply", "prefill", "admit", "decode"]
 PLACES = pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mesh"])
 
 
@@ -69,12 +69,12 @@ def test_programs_are_built_without_an_array(mesh: tuple[int, ...] | None) -> No
 
 
 def test_sizes_come_from_the_configs() -> None:
-    score, token_values, gradients, _, prefill, insert, decode = programs(policy()).largest()
+    score, token_values, gradients, _, prefill, admit, decode = programs(policy()).largest()
     assert token_values.args[1].tokens.shape == (2, 64)
     assert score.args[1].tokens.shape == (2, 64)
     assert gradients.args[3].inputs.ref_logps.shape == gradients.args[3].inputs.old_logps.shape == (2, 64)
     assert prefill.args[1].shape == (2, 32)
-    assert insert.args[0].keys.shape == (8, 2, 8, 64)
+    assert admit.args[0][0][0].keys.shape == (8, 2, 8, 64)
     assert decode.args[1][0][0].keys.shape == (8, 2, 8, 64)
     assert decode.args[2].key.shape == (8, 2)
 
@@ -107,7 +107,7 @@ def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
     places = {
         "score": (cluster.scorer, "_score"),
         "gradients": (update, "accumulate"),
-        **{name: (sampler, name) for name in ("prefill", "insert", "decode")},
+        **{name: (sampler, name) for name in ("prefill", "admit", "decode")},
         "apply": (update._update.parts[0].program, "apply"),  # all layers share it
     }
     recorders = {name: Recorder(getattr(*place)) for name, place in places.items()}
@@ -140,7 +140,7 @@ def test_the_run_compiles_what_was_built_from_shapes() -> None:
         "gradients": [planned.gradients(*shapes[3].rows.tokens) for shapes in calls["gradients"].values()],
         "apply": [planned.apply()],
         "prefill": [planned.prefill(prompts, length)],
-        "insert": planned.insert(max(slots)[0], max(slots)[1], prompts, length),
+        "admit": [planned.admit(max(slots)[0], max(slots)[1], prompts, length)],
         "decode": [planned.decode(*size) for size in slots],
     }
     for name, texts in calls.items():
