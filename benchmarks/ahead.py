@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
-from covey.rl.drawn_steps import Drawing, DrawnStep, Finish, RolloutsAhead, RolloutThreads
 from covey.rl.experience import RolloutBatch
+from covey.rl.rollouts import Drawing, DrawnStep, Finish, RolloutsAhead, RolloutThreads
 
 STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
 """Number of steps, numbers of steps ahead, and seconds in which a step is sampled without rewards."""

@@ -3,7 +3,7 @@
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
-ahead of the rest, within a step (`run_ahead`) and over steps (`drawn_steps`). Observers log, print and save the results
+ahead of the rest, within a step (`run_ahead`) and over steps (`rollouts`). Observers log, print and save the results
 of each step.
 
 Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
@@ -48,7 +48,6 @@ from covey.rewards import (
     score,
 )
 from covey.rl.cluster import RLCluster
-from covey.rl.drawn_steps import Drawing, DrawnStep, Finish, RolloutsAhead, rollouts_ahead
 from covey.rl.evaluate import Evaluation, during_training, evaluate
 from covey.rl.experience import (
     Experience,
@@ -65,6 +64,7 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
+from covey.rl.rollouts import Drawing, DrawnStep, Finish, RolloutsAhead, rollouts_ahead
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics

@@ -1,7 +1,7 @@
 """Work that runs ahead of what uses it: a thread, and the bounded queue between it and its reader.
 
 Within a step a thread samples the next prompts while the last ones are trained on (`run_ahead`); over steps see
-`drawn_steps`.
+`rollouts`.
 
 `queue.Queue` blocks and wakes; `DataQueue` adds the end. The end marker takes no room, so it never blocks; an error of
 the producer is attached to it and raised in the reader. A reader that is done, or has failed, closes the queue; then

@@ -31,11 +31,11 @@ from covey.parallel.reshard import stack_bytes
 from covey.parallel.wire import deserialize, serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
-from covey.rl.drawn_steps import own_share
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.rollouts import own_share
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import count_plain, fit_rows

@@ -13,7 +13,6 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import channel, distributed
 from covey.rewards import RewardRunner
-from covey.rl.drawn_steps import DrawnStep, own_share
 from covey.rl.experience import PromptBatch, RolloutBatch, tokens_in_loss
 from covey.rl.group_table import table_of
 from covey.rl.grpo import GRPOLearner
@@ -22,6 +21,7 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
+from covey.rl.rollouts import DrawnStep, own_share
 from covey.rl.step_stats import gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group

@@ -29,7 +29,7 @@ from covey.config import recipe
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
-from covey.rl.drawn_steps import RolloutThreads
+from covey.rl.rollouts import RolloutThreads
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 

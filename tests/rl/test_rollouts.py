@@ -14,8 +14,8 @@ from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError
 from covey.parallel import channel
 from covey.rewards import RewardRunner
-from covey.rl.drawn_steps import Draw, Drawing, DrawnStep, Finish, RolloutThreads
 from covey.rl.experience import RolloutBatch
+from covey.rl.rollouts import Draw, Drawing, DrawnStep, Finish, RolloutThreads
 from covey.rl.step_stats import FailureCounts
 
 LIMIT = 10.0
