@@ -238,15 +238,16 @@ GEMMA_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def made_by() -> Callable[..., list[Any]]:
-    """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.train_step`."""
+    """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.steps`."""
 
     def make(learner: Any, prompts: Sequence[Any], take: Callable[[int], Sequence[Any]], step: int = 0) -> list[Any]:
         from covey.rl.experience import prompt_batches
         from covey.rl.step_stats import StepStats
 
         learner.step, learner.stats = step, StepStats()
-        parts = prompt_batches(prompts, step, learner.sizes, learner.algorithm.needs_whole_step)
-        return list(learner.make_batches(learner.rollout(part, take) for part in parts))
+        size = len(prompts) if learner.algorithm.needs_whole_step else learner.sizes.rollout_batch_size
+        parts = prompt_batches(prompts, step, size, take)
+        return list(learner.make_batches(map(learner.rollout, parts)))
 
     return make
 

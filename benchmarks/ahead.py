@@ -2,7 +2,7 @@
 
     python -m benchmarks.ahead
 
-The classes with which a run draws ahead are driven by sides that sleep instead of computing, as if each had devices of
+The class with which a run samples ahead is driven by sides that sleep instead of computing, as if each had devices of
 its own: the times are those of the schedule, whatever else the machine does. A latency is that of each step, or the
 mean of an exponential distribution. All cases run at once.
 """
@@ -13,10 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
-from covey.rl.experience import RolloutBatch
-from covey.rl.rollouts import Drawing, DrawnStep, Finish, RolloutsAhead, RolloutThreads
+from covey.data.loader import PromptLoader
+from covey.rewards import RewardRunner
+from covey.rl.experience import PromptBatch, RolloutBatch
+from covey.rl.rollouts import Rollouts, SamplingContext
+from covey.rl.step_stats import FailureCounts, StepStats
 
 STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
 """Number of steps, numbers of steps ahead, and seconds in which a step is sampled without rewards."""
@@ -28,27 +32,41 @@ def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, A
     """Make `STEPS` steps with samples of `lead` steps before; return their figures."""
     waits = [random.Random(step).expovariate(1 / latency) if varies else latency for step in range(STEPS)]
 
-    def draw(step: int, version: int, drawing: Drawing) -> Finish:
-        with drawing():
+    class Sleeps(SimpleNamespace):
+        def sample(self, prompts: PromptBatch) -> RolloutBatch:
             time.sleep(ROLLOUT)
+            return RolloutBatch([])
 
-        def finish() -> DrawnStep:
-            time.sleep(waits[step])
-            return DrawnStep(version, RolloutBatch([]))
+        def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, context: SamplingContext) -> RolloutBatch:
+            time.sleep(waits[prompts.step])
+            return rollout
 
-        return finish
-
-    def nothing(*_: Any) -> None: ...
-
-    kind: Any = RolloutsAhead(draw, 0, range(STEPS))
-    if lead:
-        kind = RolloutThreads(draw, lead, range(STEPS), copy_weights=nothing, set_weights=nothing)
+    nothing: Any = lambda *_: None  # noqa: E731
+    learner: Any = Sleeps(
+        lead=lead,
+        step=0,
+        drawn=(),
+        algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=True),
+        config=SimpleNamespace(num_iterations=1),
+        sizes=None,
+        stats=StepStats(),
+        failures=FailureCounts(RewardRunner(), None),
+        cluster=SimpleNamespace(
+            config=SimpleNamespace(runs_ahead=lead > 0),
+            rollout=SimpleNamespace(update_params=nothing),
+            copy_weights=nothing,
+            sync_weights=nothing,
+        ),
+        on_phase=nothing,
+        phase=lambda name: nullcontext(),
+        score=lambda rollout: rollout,
+    )
     began = time.perf_counter()
-    with kind.running() if lead else nullcontext():
+    with Rollouts(learner, PromptLoader(["sleep"], 1), STEPS).running() as rollouts:
         for step in range(STEPS):
-            kind.offer(step)
-            kind.take()
+            list(rollouts.of_step(step))
             time.sleep(training)
+            rollouts.new_weights()
     seconds = (time.perf_counter() - began) / STEPS
     sides = {"sampling": ROLLOUT, "scoring": sum(waits) / STEPS, "training": training}
     idle = {f"{side} idle": 1 - busy / seconds for side, busy in sides.items()}

@@ -10,6 +10,7 @@ named when the file was entered first, the file, and the number of its functions
 import argparse
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,16 +50,15 @@ def walk_step(walk: Walk) -> None:
         observers=[],
         on_phase=lambda name: enter(walk, name),
     )
-    step = learner.train_step
+    steps = learner.steps
 
-    def followed(*arguments: Any) -> Any:
-        walk.on = learner.step == 1
-        try:
-            return step(*arguments)
-        finally:
+    def followed(*arguments: Any) -> Iterator[Any]:
+        for record in steps(*arguments):
             walk.on = False
+            yield record
+            walk.on = learner.step == 1
 
-    learner.train_step = followed  # type: ignore[method-assign]
+    learner.steps = followed  # type: ignore[assignment,method-assign]
     learner.train([{"prompt": f"{n}+{n}="} for n in range(4)])
     cluster.close()
 

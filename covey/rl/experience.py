@@ -20,7 +20,6 @@ from covey.packing.rows import Rows
 from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
-from covey.rl.stage_sizes import StageSizes
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.noise import token_keys
 from covey.types import Completion, Group
@@ -36,25 +35,26 @@ class PromptBatch(NamedTuple):
         step: number of the step, which seeds the noise.
         first: number of the first prompt in the step.
         examples: data rows with a prompt, for all processes.
+        more: returns more of them, for groups that dynamic sampling replaces; none by default.
     """
 
     step: int
     first: int
     examples: Sequence[Mapping[str, Any]]
+    more: NextPrompts = lambda missing: ()
 
 
 def prompt_batches(
-    examples: Sequence[Mapping[str, Any]], step: int, sizes: StageSizes, whole_step: bool
+    examples: Sequence[Mapping[str, Any]], step: int, size: int, more: NextPrompts
 ) -> Iterator[PromptBatch]:
-    """Yield the prompts of a step, as many at a time as every stage needs to work in full slices; with `whole_step` all
-    of them.
+    """Yield the prompts of a step, `size` at a time: as many as every stage needs to work in full slices, or all.
 
     Hazard: `examples` must be those of one optimizer step. A batch that spanned two would sample prompts of the second
     with the policy before the first one's update, and the result would depend on the sizes.
     """
     first = 0
-    for part in slices(examples, len(examples) if whole_step else sizes.rollout_batch_size):
-        yield PromptBatch(step, first, part)
+    for part in slices(examples, size):
+        yield PromptBatch(step, first, part, more)
         first += len(part)
 
 

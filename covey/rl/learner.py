@@ -3,8 +3,7 @@
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
-ahead of the rest, within a step (`run_ahead`) and over steps (`rollouts`). Observers log, print and save the results
-of each step.
+ahead of the rest (`rollouts`). Observers log, print and save the results of each step.
 
 Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
 numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
@@ -14,11 +13,8 @@ to a token for its own share, and has the rows of its own devices (`packed_group
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
-from copy import copy
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,21 +47,18 @@ from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, during_training, evaluate
 from covey.rl.experience import (
     Experience,
-    NextPrompts,
     PromptBatch,
     RolloutBatch,
     make_train_batch,
     penalize_length,
-    prompt_batches,
     split_by_reward_variance,
 )
 from covey.rl.group_table import GroupTable, gather_table
 from covey.rl.metrics import Clock
-from covey.rl.micro_batches import AGREEMENT, TrainBatch, gather_batches, slices
+from covey.rl.micro_batches import AGREEMENT, Replay, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
-from covey.rl.rollouts import Drawing, DrawnStep, Finish, RolloutsAhead, rollouts_ahead
-from covey.rl.run_ahead import Replay, run_ahead
+from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.rl.token_values import TokenScorer
@@ -95,7 +88,8 @@ class Learner(Keywords, ABC):
 
     Attributes:
         history: metrics of the steps.
-        drawn: steps whose samples a checkpoint has, and which are not drawn again.
+        drawn: steps whose samples a checkpoint has, and which are not sampled again.
+        ahead: rollouts of the steps; None outside of `steps`.
         token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
@@ -126,9 +120,9 @@ class Learner(Keywords, ABC):
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
-        self.token_values_every = self._staleness = 0
-        self._ahead: RolloutsAhead | None = None
-        self.drawn: Sequence[DrawnStep] = ()
+        self.token_values_every = 0
+        self.ahead: Rollouts | None = None
+        self.drawn: Sequence[SampledStep] = ()
         self.algorithm = algorithm_of(config)
         self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
         training = rl_cluster.config.training_config
@@ -139,7 +133,7 @@ class Learner(Keywords, ABC):
         self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
-        self._failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
+        self.failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
 
     @abstractmethod
     def estimate_advantages(self, experience: Experience) -> Experience:
@@ -166,114 +160,50 @@ class Learner(Keywords, ABC):
     def train_steps(self, loader: PromptLoader, held_out: Sequence[Any] | None = None) -> RLCluster:
         """Train as `train` does, on ready batches and rows, and do nothing before or after the steps."""
         total = self._begin(loader, held_out)
-        with closing(self._steps_ahead(loader, total) if self.lead else self._steps(loader, total)) as records:
+        with closing(self.steps(loader, total)) as records:
             for record in records:
                 self._prompts = loader.position
-                self._adapt_to_kl(record)
                 self._report(record, held_out)
         return self.cluster
 
-    def _steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
-        """Train step by step, each on samples of the last weights."""
-        while self.step < total and (examples := next(loader, None)) is not None:
-            yield self.train_step(examples, loader.take, total)
-
-    def _steps_ahead(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
-        """Train step by step, each on samples that may be `off_policy_steps` steps old."""
-        rows = copy(loader)
-        rows.take(len(self.drawn) * self._prompts_of_step)
-        steps = range(self.step + len(self.drawn), total)
-        draw, on_phase = partial(self._draw_step, rows), self.on_phase
-        with rollouts_ahead(draw, self.lead, steps, self.drawn, self.cluster, on_phase) as ahead:
-            self._ahead, self.drawn = ahead, ()
-            try:
-                while self.step < total:
-                    self._begin_step(total)
-                    with self.stats.clock("sync") if ahead.takes_copies else nullcontext():
-                        ahead.offer(self.step)
-                    with self.stats.clock("wait"):
-                        drawn = ahead.take()
-                    if drawn is None:
-                        return
-                    loader.take(self._prompts_of_step)
-                    self._staleness = self.step - drawn.version
-                    yield self._end_step(self._make_updates([drawn.rollout], 1), total)
-            finally:
-                self._ahead = None
-
-    def _draw_step(self, rows: PromptLoader, step: int, version: int, drawing: Drawing) -> Finish | None:
-        """Sample a step, and return what scores it. It has prompts of its own for what dynamic sampling replaces, so
-        that no step waits for the rewards of another; those that it does not need are not used.
-        """
-        own, count = rows.take(self._prompts_of_step), self.cluster.config.training_config.prompts_per_step
-        if not own:
-            return None
-        prompts, reserve = PromptBatch(step, 0, own[:count]), iter(own[count:])
-        with drawing():
-            sampled = self.sample(prompts)
-
-        def finish() -> DrawnStep:
-            scored = self.score(sampled)
-            rollout = self.replace_tied(scored, prompts, lambda missing: list(islice(reserve, missing)), drawing)
-            return DrawnStep(version, rollout, *self._failures.agree(rollout.env_failed))
-
-        return finish
-
-    @property
-    def _prompts_of_step(self) -> int:
-        """Number of prompts of a step whose samples are drawn ahead, those that may replace others included."""
-        return self.cluster.config.training_config.prompts_per_step * self.algorithm.max_sampling_rounds
-
-    def train_step(self, examples: Sequence[Mapping[str, Any]], next_prompts: NextPrompts, total: int) -> StepRecord:
-        """Make the updates of one batch of prompts, at most `num_iterations`.
+    def steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
+        """Train step by step, each with at most `num_iterations` updates on the rollouts of its prompts.
 
         Args:
-            examples: data rows with a prompt, for all processes.
-            next_prompts: returns more of them, for groups that dynamic sampling replaces.
+            loader: the prompts. After each step its position is that after the prompts of the step.
             total: updates of the whole run.
         """
-        count = self._begin_step(total)
-        parts = prompt_batches(examples, self.step, self.sizes, self.algorithm.needs_whole_step)
-        with run_ahead(partial(self.rollout, next_prompts=next_prompts), parts, self._depth) as rollouts:
-            updates = self._make_updates(rollouts, count)
-        return self._end_step(updates, total)
+        with Rollouts(self, loader, total).running() as drawn:
+            while (count := self._begin_step(total)) and (rollouts := drawn.of_step(self.step)):
+                new_batches = self.make_batches(rollouts)
+                batches = Replay(new_batches) if drawn.within_step else list(new_batches)
+                with self.phase("update"):
+                    updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
+                    self._token_scorer.score_again()
+                drawn.new_weights()
+                self.step += count
+                yield self._record(updates, total)
 
     def _begin_step(self, total: int) -> int:
-        """Begin the record of a step, and return the number of its updates."""
+        """Begin the record of a step, and return the number of its updates; 0 after the last step."""
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
         self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         return count
 
-    def _make_updates(self, rollouts: Iterable[RolloutBatch], count: int) -> list[Metrics]:
-        """Make `count` updates on the groups of these rollouts."""
-        batches = Replay(self.make_batches(rollouts))
-        if not self._depth:
-            batches.make_all()
-        return self._update_repeatedly(batches, count)
+    @contextmanager
+    def phase(self, name: str, program: Any = "") -> Iterator[None]:
+        """Measure the seconds of a phase of this step, in which all processes launch equal programs (`order.phase`)."""
+        with self.stats.clock(name), order.phase(name, self.step, program):
+            yield
 
-    def _end_step(self, updates: list[Metrics], total: int) -> StepRecord:
-        """Give the rollout the new weights, and return the record of the step."""
-        if self._ahead is None or not self._ahead.takes_copies:
-            with self.stats.clock("sync"), order.phase("sync", self.step):
-                self.cluster.sync_weights()
-        self.step += len(updates)
-        return self._record(updates, total)
+    def collect(self, prompts: PromptBatch) -> Experience:
+        """Return the experience of some prompts of all processes."""
+        return self.make_experience(self.rollout(prompts))
 
-    def collect(self, prompts: PromptBatch, next_prompts: NextPrompts) -> Experience:
-        """Return the experience of some prompts; arguments as for `rollout`."""
-        return self.make_experience(self.rollout(prompts, next_prompts))
-
-    def rollout(self, prompts: PromptBatch, next_prompts: NextPrompts) -> RolloutBatch:
-        """Sample and score a group of completions for each prompt. This may run in a thread while another one trains.
-
-        Args:
-            prompts: the prompts of all processes.
-            next_prompts: returns more of them, for groups that dynamic sampling replaces.
-        """
-        rollout = self.sample(prompts)
-        rollout = self.score(rollout)
-        return self.replace_tied(rollout, prompts, next_prompts)
+    def rollout(self, prompts: PromptBatch) -> RolloutBatch:
+        """Sample and score a group of completions for each of some prompts of all processes."""
+        return self.replace_tied(self.score(self.sample(prompts)), prompts)
 
     def make_experience(self, rollout: RolloutBatch) -> Experience:
         """Compute log-probs, values and advantages of the groups to train on."""
@@ -293,7 +223,7 @@ class Learner(Keywords, ABC):
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
         comparable = [g for g in groups if self.algorithm.needs_critic or len(g.completions) > 1]
-        dropped, failed = len(groups) - len(comparable), self._failures.take_sampled()
+        dropped, failed = len(groups) - len(comparable), self.failures.take_sampled()
         return RolloutBatch(comparable, stats=stats, dropped=dropped, env_failed=failed, seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
@@ -309,7 +239,7 @@ class Learner(Keywords, ABC):
         return replace(rollout, groups=groups, table=gather_table(groups), failed=failed, seconds=clock.seconds)
 
     def replace_tied(
-        self, rollout: RolloutBatch, prompts: PromptBatch, next_prompts: NextPrompts, drawing: Drawing = nullcontext
+        self, rollout: RolloutBatch, prompts: PromptBatch, sampling_context: SamplingContext = nullcontext
     ) -> RolloutBatch:
         """Replace groups whose rewards are all equal by new prompts (dynamic sampling; Yu et al., 2025, section 3.2),
         until there are as many other groups as prompts or the rounds are spent. With one round nothing is replaced.
@@ -321,10 +251,10 @@ class Learner(Keywords, ABC):
             differing, tied = split_by_reward_variance(rollout.table)
             missing = max(wanted - len(differing), 0)
             may_go_on = missing and rollout.rounds + 1 < self.algorithm.max_sampling_rounds
-            if not may_go_on or not (fresh := next_prompts(missing)):
+            if not may_go_on or not (fresh := prompts.more(missing)):
                 return replace(rollout, indices=differing + tied[:missing], tied=missing, replaced=num_sampled - wanted)
             more = PromptBatch(prompts.step, prompts.first + num_sampled, fresh)
-            with drawing():
+            with sampling_context():
                 sampled = self.sample(more)
             rollout = replace(rollout.joined(self.score(sampled)), rounds=rollout.rounds + 1)
             num_sampled += len(fresh)
@@ -334,7 +264,7 @@ class Learner(Keywords, ABC):
         algorithm needs it.
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
-        with self.stats.clock("logps"), order.phase("logps", self.step, x.table.lengths.tolist):
+        with self.phase("logps", x.table.lengths.tolist):
             packed = PackedGroups(x.groups, x.table, self._layout, cluster.row_holders)
             ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
@@ -358,8 +288,9 @@ class Learner(Keywords, ABC):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
-                if self._depth:
-                    self._check_order(batch)
+                # Compare it with that of the other processes, before any of them launches a program on it.
+                with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
+                    pass
                 yield batch
         if not self.stats.waste:
             raise EpisodeError(
@@ -413,7 +344,7 @@ class Learner(Keywords, ABC):
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
         drawn = self.drawn_ahead()
-        failed, env_failed = (drawn[-1].failed, drawn[-1].env_failed) if drawn else self._failures.counts()
+        failed, env_failed = (drawn[-1].failed, drawn[-1].env_failed) if drawn else self.failures.counts()
         return {
             "beta": self.beta,
             "prompts": self._prompts,
@@ -422,9 +353,9 @@ class Learner(Keywords, ABC):
             "env_failed": env_failed,
         }
 
-    def drawn_ahead(self) -> Sequence[DrawnStep]:
-        """Return the next steps whose samples no later weights can draw, for a checkpoint; it may wait for them."""
-        return self.drawn if self._ahead is None else self._ahead.waiting()
+    def drawn_ahead(self) -> Sequence[SampledStep]:
+        """Return the next steps that no later weights can sample, for a checkpoint; it may wait for them."""
+        return self.drawn if self.ahead is None else self.ahead.unused_steps()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore a checkpoint's `state()` at update `step`. β is that of the settings, but where it is adapted."""
@@ -436,7 +367,7 @@ class Learner(Keywords, ABC):
         self.runner.failed = {name: require_entry(failed, name, int) for name in failed}
         if environments := self.cluster.rollout.environments:
             environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
-        self._failures.restart()
+        self.failures.restart()
 
     def _split(self, x: Experience) -> Iterator[TrainBatch]:
         assert x.packed is not None, "compute_logps packs the groups"
@@ -449,38 +380,17 @@ class Learner(Keywords, ABC):
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
 
-    def _check_order(self, batch: TrainBatch) -> None:
-        """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
-        with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
-            pass
-
-    def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
-        """Make `count` updates on the same micro-batches; the first may make them."""
-        shapes = lambda: [batch.shapes() for batch in batches.made]  # noqa: E731
-        with self.stats.clock("update"), order.phase("update", self.step, shapes):
-            updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
-            self._token_scorer.score_again()
-        for later in updates[1:]:  # their weights are no longer the sampler's
-            later.pop(AGREEMENT, None)
-        return updates
-
-    def _update_or_skip(self, step: int, batches: Replay[TrainBatch]) -> Metrics:
+    def _update_or_skip(self, step: int, batches: Iterable[TrainBatch]) -> Metrics:
         """Make the update `step` of the run; skip it, with weights unchanged, if it is not finite and `skip_nonfinite`
         allows it.
         """
         try:
             return self._nonfinite_guard.accept(self.update(batches))
         except NumbersError as error:
-            self.on_bad_batch(step, *gather_batches(batches.made), error)
+            self.on_bad_batch(step, *gather_batches(list(batches)), error)
             metrics = self._nonfinite_guard.skip(error)
             self.cluster.skip_update()
             return metrics
-
-    @property
-    def _depth(self) -> int:
-        """Number of rollouts that may wait for training; 0 where sampling and training take turns."""
-        per_step = -(-self.cluster.config.training_config.prompts_per_step // self.sizes.train)
-        return per_step + 2 if self.cluster.config.runs_ahead and not self.lead else 0
 
     def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
         functions = resolve_reward_fns(reward_fns)
@@ -521,25 +431,23 @@ class Learner(Keywords, ABC):
         return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
-        """Return the record of a step of all processes."""
-        stats = gather_step_stats(self.stats)
-        if not self.lead:  # else as samples are drawn
-            self._failures.agree(stats.rollout.env_failed)
-        groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
-        values = self._token_scorer.values(groups)
-        metrics = self._metrics(updates, stats)
-        return StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
-
-    def _metrics(self, updates: list[Metrics], stats: StepStats) -> dict[str, float]:
-        trainer = self.cluster.trainer
+        """Return the record of a step of all processes; then adapt β and the reference to it."""
+        stats, trainer = gather_step_stats(self.stats), self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
-        return {
+        for later in updates[1:]:  # their weights are no longer the sampler's
+            later.pop(AGREEMENT, None)
+        metrics = {
             "step": self.step,
             **step_metrics(stats, updates, self.algorithm, self.cluster.rollout.environments),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
-            **({"sampling/staleness": float(self._staleness)} if self.lead else {}),
+            **({"sampling/staleness": float(self.step - 1 - stats.version)} if self.lead else {}),
             "learning_rate": trainer.last_learning_rate,
         }
+        groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
+        values = self._token_scorer.values(groups)
+        record = StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
+        self._adapt_to_kl(record)
+        return record
 
     def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
         if held_out is not None and record.due(self.cluster.config.training_config.eval_every_n_steps):
@@ -572,14 +480,15 @@ class Learner(Keywords, ABC):
             progress: called with the numbers of finished and of all completions.
             config: settings in place of `eval_config`.
         """
-        with nullcontext() if self._ahead is None else self._ahead.paused():
-            return evaluate(
-                self.cluster,
-                held_out,
-                config or self.eval_config,
-                self.cluster.config.rollout_config,
-                self.reward_fns,
-                self.config.reward_weights,
-                progress,
-                self.runner,
-            )
+        if self.ahead is not None:
+            self.ahead.rest()
+        return evaluate(
+            self.cluster,
+            held_out,
+            config or self.eval_config,
+            self.cluster.config.rollout_config,
+            self.reward_fns,
+            self.config.reward_weights,
+            progress,
+            self.runner,
+        )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,26 @@ class TrainBatch:
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of each array, which have to be equal in all processes."""
         return [(name, array.shape) for name, array in self.arrays().items()]
+
+
+class Replay(Generic[T]):
+    """Items that can be iterated several times, although they may still have to be made: each pass goes through those
+    that exist and then makes the others.
+
+    >>> replay = Replay(iter("ab"))
+    >>> [*replay], [*replay]
+    (['a', 'b'], ['a', 'b'])
+    """
+
+    def __init__(self, items: Iterable[T]):
+        self._made: list[T] = []
+        self._rest = iter(items)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._made
+        for item in self._rest:
+            self._made.append(item)
+            yield item
 
 
 class RowBatch(NamedTuple):

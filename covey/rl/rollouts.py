@@ -1,48 +1,55 @@
-"""Steps whose samples are drawn ahead of training. With k = `training.off_policy_steps`, steps counted from 0, and one
-update in each,
+"""Rollouts of the steps, in order. With k = `training.off_policy_steps`, steps counted from 0, and one update in each,
 
-    weights after so many updates     0              1      2      3
-    draw the rollouts of the steps    0, 1 … k       k+1    k+2    k+3
-    and train them at step            0              1      2      3
+    weights after this number of updates    0              1      2      3
+    sample the steps                        0, 1 … k       k+1    k+2    k+3
+    and are trained at step                 0              1      2      3
 
-So step s trains on samples of the weights after max(s − k, 0) updates. Which weights draw which step, and the order of
-the steps, follow from these numbers alone, never from the clock: threads that draw while another one trains
-(`RolloutThreads`) give the same samples as a run that takes turns (`RolloutsAhead`), and a late rollout is waited for.
+So step s trains on samples of the weights after max(s − k, 0) updates. Which weights sample which step, and the order
+of the steps, follow from these numbers alone, never from the clock: two threads that sample and score while another
+one trains give the same samples as a run that takes turns, and training waits for a late rollout.
 
-One thread samples the steps in their order, and a second one scores them in theirs: while reward functions wait, the
-next steps are sampled.
+Threads run where sampling disturbs no training (`ClusterConfig.runs_ahead`). With k = 0 they prepare the next parts of
+the step that is trained; with k > 0 the next steps. One thread samples and one scores: while reward functions wait,
+the next prompts are sampled. In several processes each has two such threads, which launch programs of its own process
+alone. Those that score meet where they exchange rewards, in the order of the steps.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import islice, starmap
-from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from queue import SimpleQueue
+from threading import Lock, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from covey.data.loader import PromptLoader
 from covey.parallel import distributed, order
-from covey.rl.experience import RolloutBatch
+from covey.parallel.wire import deserialize
+from covey.rl.experience import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
 from covey.rl.metrics import Clock
-from covey.rl.run_ahead import DataQueue, produce
 from covey.types import Completion
 
 if TYPE_CHECKING:
-    from covey.rl.cluster import RLCluster
+    from covey.rl.learner import Learner
 
-T = TypeVar("T")
+FORMER_NAMES = {b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"'}
+"""Names of classes in earlier checkpoints, and their names now."""
 
 
 @dataclass(frozen=True)
-class DrawnStep:
-    """Rollout of a step, and the state of the loop behind it, as a checkpoint has it.
+class SampledStep:
+    """Samples of a step, or of a part of it, and the state of the loop after them, as a checkpoint has it.
 
     Attributes:
-        version: number of updates of the weights that drew it.
-        rollout: groups with rewards, of all prompts of the step.
+        version: number of updates of the weights that sampled it.
+        rollout: groups with rewards.
         failed: failures of each reward function since the run began.
         env_failed: failures of environments since then.
     """
@@ -52,16 +59,11 @@ class DrawnStep:
     failed: Mapping[str, int] = field(default_factory=dict)
     env_failed: int = 0
 
-    def behind(self, clock: Clock) -> "DrawnStep":
-        """Return the step with the seconds of `clock`, which measured what came before it."""
-        seconds = {**self.rollout.seconds, **clock.seconds}
-        return replace(self, rollout=replace(self.rollout, seconds=seconds))
-
-    def without_times(self) -> "DrawnStep":
-        """Return the step without what clocks have measured, so that equal runs have equal checkpoints."""
+    def without_times(self) -> "SampledStep":
+        """Return the step without measured times, so that equal runs have equal checkpoints."""
         rollout, table = self.rollout, self.rollout.table
         groups = [replace(group, completions=tuple(map(_without_time, group.completions))) for group in rollout.groups]
-        table = replace(table, episodes=[one and replace(one, seconds=0.0) for one in table.episodes])
+        table = replace(table, episodes=[episode and replace(episode, seconds=0.0) for episode in table.episodes])
         stats = replace(rollout.stats, seconds=0.0, decode_seconds=0.0)
         return replace(self, rollout=replace(rollout, groups=groups, table=table, stats=stats, seconds={}))
 
@@ -71,201 +73,249 @@ def _without_time(completion: Completion) -> Completion:
     return completion if episode is None else replace(completion, episode=replace(episode, seconds=0.0))
 
 
-Drawing = Callable[[], AbstractContextManager[None]]
-"""Function that makes a context in which the rollout has the weights of a step, and no other thread samples."""
-Finish = Callable[[], DrawnStep]
-"""Function that scores a step that was sampled, and samples again what dynamic sampling replaces."""
-Draw = Callable[[int, int, Drawing], Finish | None]
-"""Function (step, version, drawing) that samples a step with the weights of that version; None when the data have
-ended. It samples in the context `drawing()`, and so does what it returns.
-"""
+def load_steps(saved: Iterable[bytes]) -> list[SampledStep]:
+    """Return this process's part of each step of a checkpoint, given what each process has saved (`serialize`)."""
+    return [local_step(parts) for parts in zip(*(deserialize(_with_names(data)) for data in saved), strict=True)]
 
 
-def own_share(parts: Sequence[DrawnStep]) -> DrawnStep:
-    """Return this process's share of a step, given those of the processes that drew it, perhaps of another number."""
-    first, of_each = parts[0], [iter(part.rollout.groups) for part in parts]
-    groups = [next(of_each[owner]) for owner in first.rollout.table.owner]
+def _with_names(data: bytes) -> bytes:
+    """Return serialized steps with the names that classes have now."""
+    stop = 8 + int.from_bytes(data[:8], "little")
+    text = reduce(lambda text, name: text.replace(name, FORMER_NAMES[name]), FORMER_NAMES, data[8:stop])
+    return len(text).to_bytes(8, "little") + text + data[stop:]
+
+
+def local_step(parts: Sequence[SampledStep]) -> SampledStep:
+    """Return this process's part of a step, given those of the processes that sampled it, perhaps of another number."""
+    first, by_process = parts[0], [iter(part.rollout.groups) for part in parts]
+    groups = [next(by_process[owner]) for owner in first.rollout.table.owner]
     sizes = np.diff(distributed.share_bounds(len(groups)))
     table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), sizes))
-    # Each count of the processes that drew it goes to one process.
+    # Each count of the processes that sampled it goes to one process.
     kept = (part.rollout for part in parts[distributed.index() :: distributed.count()])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
     counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
     return replace(first, rollout=replace(first.rollout, groups=[*distributed.share(groups)[1]], table=table, **counts))
 
 
-class RolloutsAhead:
-    """Rollouts of the next steps, drawn in turns with training: as soon as there are new weights, the steps that these
-    have to draw.
+class Worker:
+    """Thread that makes calls in their order until one raises an error, while it is used as a context.
+
+    Leaving the context drops the calls that wait, and waits for the call in progress. Thread-local settings, such as
+    JAX's `with jax.default_device(...)`, do not apply in the thread.
 
     Args:
-        draw: draws a step.
-        lead: number of steps k by which samples may be older than the weights that train on them.
-        steps: the steps that are not drawn yet.
-        drawn: steps that are, from a checkpoint.
+        name: name of the thread.
+        phase: name of the phase in which it waits for a call.
+        on_phase: called in the thread as such a phase begins.
     """
 
-    takes_copies = False
-    """Whether it draws with copies of the weights, and the rollout need not have the last ones."""
+    def __init__(self, name: str, phase: str, on_phase: Callable[[str], None] = lambda name: None):
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[float], None]] | None] = SimpleQueue()
+        self._name, self._phase, self._on_phase = name, phase, on_phase
+        self._closed, self._error = False, None  # type: bool, BaseException | None
+        # A daemon, so that a second Ctrl-C, which breaks the join, also ends the process.
+        self._thread = Thread(target=self._run, name=f"covey-{name}", daemon=True)
 
-    def __init__(self, draw: Draw, lead: int, steps: range, drawn: Iterable[DrawnStep] = ()):
-        self._draw, self._lead, self._steps = draw, lead, deque(steps)
-        self._ready: deque[DrawnStep | None] = deque(drawn)
-        self._left = len(self._ready) + len(self._steps)
+    def submit(self, future: Future[Any], call: Callable[[float], None]) -> None:
+        """Make a call, with the seconds for which the thread has waited for it. `future` gets an error of it."""
+        self._calls.put((future, call))
 
-    def offer(self, version: int) -> None:
-        """Let the weights after `version` updates, which are those of the rollout, draw their steps."""
-        for step in self._due(version):
-            finish = self._draw(step, version, nullcontext)
-            self._ready.append(finish and finish())
+    def close(self) -> None:
+        """Begin no further call."""
+        self._closed = True
+        self._calls.put(None)
 
-    def take(self) -> DrawnStep | None:
-        """Return the next step; None when the data have ended."""
-        self._wait_for(1)
-        self._left -= 1
-        return self._ready.popleft()
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-    def waiting(self) -> list[DrawnStep]:
-        """Return the k steps behind those that were taken, which no later weights can draw, for a checkpoint."""
-        self._wait_for(self._lead)
-        return [step for step in islice(self._ready, self._lead) if step is not None]
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+        if self._error is not None and error is not None and self._error is not error:
+            error.add_note(f"the {self._name} had failed too: {self._error!r}")
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is drawn, and the rollout has the weights of the last update."""
-        return nullcontext()
+    def _run(self) -> None:
+        while True:
+            clock = Clock(on_phase=self._on_phase)
+            with clock(self._phase):
+                item = self._calls.get()
+            if item is None or self._closed:
+                return
+            future, call = item
+            try:
+                call(clock.seconds[self._phase])
+            except BaseException as error:
+                self._error = error
+                future.set_exception(error)
+                return
+            del item, call  # they have weights, whose memory is not held while the thread waits
 
-    def _due(self, version: int) -> list[int]:
-        """Return the steps that these weights have to draw."""
-        due = []
+
+SamplingContext = Callable[[], AbstractContextManager[None]]
+"""Function that makes a context in which the rollout has the weights of a step, and no other thread samples."""
+
+
+class Rollouts:
+    """Rollouts of the steps of a run. Use it as a context.
+
+    Args:
+        learner: samples and scores prompts. The steps that it has `drawn` are not sampled again.
+        loader: the prompts. Its position is that after the prompts of the step that is trained.
+        total: updates of the whole run.
+
+    Attributes:
+        within_step: whether samples of a step come while it is trained.
+    """
+
+    def __init__(self, learner: "Learner", loader: PromptLoader, total: int):
+        self._learner, self._loader, self._lead, drawn = learner, loader, learner.lead, learner.drawn
+        rounds = learner.algorithm.max_sampling_rounds if self._lead else 1
+        self._prompts_per_step = loader.prompts_per_step * rounds
+        whole_step = self._lead > 0 or learner.algorithm.needs_whole_step
+        self._part_size = loader.prompts_per_step if whole_step else learner.sizes.rollout_batch_size
+        # Steps ahead have a position of their own.
+        self._rows = copy(loader) if self._lead else loader
+        self._rows.take(len(drawn) * self._prompts_per_step)
+        self._steps = deque(range(learner.step + len(drawn), total, learner.config.num_iterations))
+        self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in drawn)
+        self._threaded = learner.cluster.config.runs_ahead
+        self._copies, self.within_step = self._threaded and self._lead > 0, self._threaded and not self._lead
+        self._sampling, self._turn = Lock(), Lock()
+        self._sampler = Worker("sampler", "rollout_wait", learner.on_phase)
+        self._scorer = Worker("scorer", "reward_wait", learner.on_phase)
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Let the threads run, if there are some, as long as the context lasts."""
+        self._learner.ahead, self._learner.drawn = self, ()
+        try:
+            if not self._threaded:
+                yield self
+                return
+            with self._sampler, self._scorer, closing(self._sampler):  # it stops before the scorer is waited for
+                yield self
+            if self._copies:
+                with order.phase("sync", self._learner.step):
+                    self._learner.cluster.sync_weights()  # the last that it has may be those of k steps ago
+        finally:
+            self._learner.ahead = None
+
+    def of_step(self, step: int) -> Iterable[RolloutBatch]:
+        """Return the rollouts of a step, in its parts; nothing where the data have ended. The actor must have the
+        weights after `step` updates: they sample the steps that no earlier ones have to sample.
+        """
+        with self._learner.stats.clock("sync") if self._copies else nullcontext():
+            self._begin(step)
+        if not self._sampled:
+            return ()
+        parts = self._sampled.popleft()
+        if not self._lead:
+            return (part().rollout for part in parts)
+        self._loader.take(self._prompts_per_step)
+        with self._learner.stats.clock("wait"):
+            (sampled,) = (part() for part in parts)
+        self._learner.stats.version = sampled.version
+        return [sampled.rollout]
+
+    def new_weights(self) -> None:
+        """Give the rollout the actor's weights after the updates of a step. Where it may be sampling it gets copies, as
+        the next step begins.
+        """
+        if not self._copies:
+            with self._learner.phase("sync"):
+                self._learner.cluster.sync_weights()
+
+    def unused_steps(self) -> list[SampledStep]:
+        """Return the next k steps, which no later weights can sample, for a checkpoint; it may wait for them."""
+        return [part() for parts in islice(self._sampled, self._lead) for part in parts]
+
+    def rest(self) -> None:
+        """Wait until nothing is sampled, and give the rollout the actor's weights, as for an evaluation."""
+        if self._copies:
+            # All that was begun, so that the threads of several processes rest at the same step.
+            for part in (part for parts in self._sampled for part in parts):
+                part()
+            self._learner.cluster.rollout.update_params(self._copy_weights())
+
+    def _begin(self, version: int) -> None:
+        """Begin to sample the steps that the weights after `version` updates have to sample."""
+        weights = None
         while self._steps and self._steps[0] <= version + self._lead:
-            due.append(self._steps.popleft())
-        return due
+            prompts = list(self._prompts(self._steps.popleft()))
+            if not prompts:
+                self._steps.clear()
+                return
+            if self._copies and weights is None:
+                weights = self._copy_weights()
+            self._sampled.append([self._begin_part(part, version, weights) for part in prompts])
 
-    def _wait_for(self, count: int) -> None:
-        """Wait until so many steps are ready, or all that there are."""
+    def _prompts(self, step: int) -> Iterator[PromptBatch]:
+        """Yield the prompts of a step. With k > 0 they are one part, with prompts of its own for those that dynamic
+        sampling replaces, so that no step waits for the rewards of another; prompts that it does not need are not used.
+        """
+        count, rows = self._loader.prompts_per_step, self._rows.take(self._prompts_per_step)
+        reserve = iter(rows[count:])
+        more: NextPrompts = (lambda missing: list(islice(reserve, missing))) if self._lead else self._loader.take
+        return prompt_batches(rows[:count], step, self._part_size, more)
 
+    def _begin_part(self, prompts: PromptBatch, version: int, weights: Any) -> Callable[[], SampledStep]:
+        """Begin to sample prompts, and return a function that waits for the samples."""
+        if self._threaded:
+            future = Future[SampledStep]()
+            self._sampler.submit(future, partial(self._sample, future, prompts, version, weights))
+            return future.result
+        sample = partial(self._sample_in_turn, prompts, version)
+        return _known(sample()) if self._lead else sample
 
-class RolloutThreads(RolloutsAhead):
-    """The same rollouts, drawn while another thread trains: one thread samples them, and one scores them. Use it as a
-    context.
+    def _sample_in_turn(self, prompts: PromptBatch, version: int) -> SampledStep:
+        return self._score(self._learner.sample(prompts), prompts, version, nullcontext)
 
-    In several processes each has such threads, which launch programs of its own process alone. Those that score meet
-    where they exchange rewards, in the order of the steps, and all rest where all that was offered is drawn.
+    def _sample(
+        self, future: Future[SampledStep], prompts: PromptBatch, version: int, weights: Any, waited: float
+    ) -> None:
+        """Sample prompts, in the thread that samples."""
+        context = partial(self._sampling_context, weights)
+        with context():
+            sampled = self._learner.sample(prompts)
 
-    Args:
-        draw, lead, steps, drawn: see `RolloutsAhead`.
-        copy_weights: makes a copy of the weights of the last update, as the rollout takes them.
-        set_weights: gives the rollout such a copy.
-        on_phase: called in a thread when it begins to wait for weights or samples, with the name of that phase.
-    """
+        def score(waited_to_score: float) -> None:
+            step = self._score(sampled, prompts, version, context)
+            waits = {"rollout_wait": waited, "reward_wait": waited_to_score} if self._lead else {}
+            rollout = replace(step.rollout, seconds={**step.rollout.seconds, **waits})
+            future.set_result(replace(step, rollout=rollout))
 
-    takes_copies = True
+        self._scorer.submit(future, score)
 
-    def __init__(
-        self,
-        draw: Draw,
-        lead: int,
-        steps: range,
-        drawn: Iterable[DrawnStep] = (),
-        *,
-        copy_weights: Callable[[], Any],
-        set_weights: Callable[[Any], None],
-        on_phase: Callable[[str], None] = lambda name: None,
-    ):
-        super().__init__(draw, lead, steps, drawn)
-        self._copy, self._set_weights, self._on_phase = copy_weights, set_weights, on_phase
-        self._end, self._sampling, self._turn = steps.stop, Lock(), Lock()
-        self._offers: DataQueue[tuple[list[int], int, Any]] = DataQueue(lead + 2)
-        self._sampled: DataQueue[tuple[Finish | None, Clock]] = DataQueue(lead + 1)
-        self._results: DataQueue[DrawnStep | None] = DataQueue(lead + 1)
-
-    @contextmanager
-    def running(self) -> Iterator["RolloutThreads"]:
-        """Draw in two threads, as long as the context lasts."""
-        drawn = starmap(self._finish, self._waited(self._sampled, "reward_wait"))
-        with (  # what a thread waits for is closed before it is waited for, also where the second one cannot start
-            produce(self._sample_offers(), self._sampled, "sampler"),
-            closing(self._offers),
-            produce(drawn, self._results, "scorer"),
-            closing(self._sampled),
-        ):
-            yield self
-
-    def offer(self, version: int) -> None:
-        if due := self._due(version):
-            self._offers.put((due, version, self._copy_weights()))
+    def _score(
+        self, sampled: RolloutBatch, prompts: PromptBatch, version: int, sampling_context: SamplingContext
+    ) -> SampledStep:
+        """Score samples, and replace groups without a signal."""
+        rollout = self._learner.replace_tied(self._learner.score(sampled), prompts, sampling_context)
+        return SampledStep(version, rollout, *self._learner.failures.agree(rollout.env_failed))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        # All that was offered, so that the threads of several processes rest at the same step.
-        self._wait_for(self._left - len(self._steps))
-        self._set_weights(self._copy_weights())
-        yield
-
-    def _copy_weights(self) -> Any:
-        """Copy the weights of the last update; of several processes, in the thread that trains."""
-        with order.phase("sync", self._end - self._left):
-            return self._copy()
-
-    def _sample_offers(self) -> Iterator[tuple[Finish | None, Clock]]:
-        for (steps, version, weights), clock in self._waited(self._offers, "rollout_wait"):
-            for step in steps:
-                yield self._draw(step, version, partial(self._drawing, weights)), clock
-                clock = Clock({"rollout_wait": 0.0})
-            del weights
-
-    @contextmanager
-    def _drawing(self, weights: Any) -> Iterator[None]:
+    def _sampling_context(self, weights: Any) -> Iterator[None]:
         """Let one thread at a time sample, with these weights: a step that dynamic sampling completes has other ones
         than those that are sampled meanwhile.
         """
         with self._turn:  # who waits here comes next: the sampler begins no later step before a step is completed
             self._sampling.acquire()
         try:
-            self._set_weights(weights)
+            if weights is not None:
+                self._learner.cluster.rollout.update_params(weights)
             yield
         finally:
             self._sampling.release()
 
-    def _finish(self, sampled: tuple[Finish | None, Clock], waited: Clock) -> DrawnStep | None:
-        finish, clock = sampled
-        clock.add(waited.seconds)
-        drawn = finish and finish()
-        return drawn and drawn.behind(clock)
-
-    def _waited(self, queue: DataQueue[T], phase: str) -> Iterator[tuple[T, Clock]]:
-        """Yield the items of a queue, each with the time for which it was waited."""
-        while True:
-            clock = Clock(on_phase=self._on_phase)
-            with clock(phase):
-                item = next(iter(queue), None)
-            if item is None:
-                return
-            yield item, clock
-            del item  # it has weights, whose memory is not held while the thread waits
-
-    def _wait_for(self, count: int) -> None:
-        while len(self._ready) < min(count, self._left):
-            self._ready.append(self._results.get())
+    def _copy_weights(self) -> Any:
+        """Copy the weights of the last update; of several processes, in the thread that trains."""
+        with order.phase("sync", self._learner.step):
+            return self._learner.cluster.copy_weights()
 
 
-@contextmanager
-def rollouts_ahead(
-    draw: Draw,
-    lead: int,
-    steps: range,
-    drawn: Iterable[DrawnStep],
-    cluster: "RLCluster",
-    on_phase: Callable[[str], None],
-) -> Iterator[RolloutsAhead]:
-    """Draw steps in turns with training, or in threads where the cluster's settings ask for them; arguments as for
-    `RolloutThreads`.
-    """
-    if not cluster.config.runs_ahead:
-        yield RolloutsAhead(draw, lead, steps, drawn)
-        return
-    weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
-    with RolloutThreads(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as threads:
-        yield threads
-    with order.phase("sync", steps.stop):
-        cluster.sync_weights()  # the last that it was given may be those of k steps ago
+def _known(step: SampledStep) -> Callable[[], SampledStep]:
+    return lambda: step

@@ -25,11 +25,13 @@ class StepStats:
         rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
             of all processes, and the sums of their rollouts' counts.
         waste: fraction of padding in each micro-batch's rows.
+        version: number of updates of the weights that sampled the step, where samples may be older than the weights.
     """
 
     clock: Clock = field(default_factory=Clock)
     rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
     waste: list[float] = field(default_factory=list)
+    version: int = 0
 
     def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
         """Add a rollout, whose groups to train on are `trained` since they have advantages."""

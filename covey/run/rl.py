@@ -28,14 +28,14 @@ from covey.monitor.record import StepRecord, total_steps
 from covey.parallel import checks
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.parallel.reshard import stack_bytes
-from covey.parallel.wire import deserialize, serialize
+from covey.parallel.wire import serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rollouts import own_share
+from covey.rl.rollouts import load_steps
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import count_plain, fit_rows
@@ -147,8 +147,7 @@ class RLRun(Run[Recipe]):
         return super().array_shapes(step) | {name: shape for name, shape in saved.items() if name == DRAWN}
 
     def load_arrays(self, arrays: dict[str, Any], step: int) -> None:
-        by_process = [deserialize(row.tobytes()) for row in np.asarray(arrays.pop(DRAWN, ()))]
-        drawn = [own_share(parts) for parts in zip(*by_process, strict=True)]
+        drawn = load_steps(row.tobytes() for row in np.asarray(arrays.pop(DRAWN, ())))
         self.learner.drawn = [] if any(name.startswith(OF_SAMPLES) for name in self.changed) else drawn
         super().load_arrays(arrays, step)
 

@@ -36,7 +36,9 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats
+from covey.rl.rollouts import Rollouts
+from covey.rl.stage_sizes import StageSizes
+from covey.rl.step_stats import FailureCounts, gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -270,14 +272,23 @@ def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
 
 def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) -> None:
     def work(index: int) -> int:
-        environments, learner = EnvironmentRunner("guess", GUESS), object.__new__(GRPOLearner)
-        learner.step, learner.lead, learner._failures = 1, 0, FailureCounts(RewardRunner(SAFETY), environments)
-        learner._metrics = lambda *given: {}  # type: ignore[method-assign]
+        environments = EnvironmentRunner("guess", GUESS)
+        learner: Any = SimpleNamespace(
+            lead=0,
+            drawn=(),
+            step=0,
+            on_phase=print,
+            algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=False),
+            config=SimpleNamespace(num_iterations=1),
+            sizes=StageSizes(1, 1, 1, 1),
+            cluster=SimpleNamespace(config=SimpleNamespace(runs_ahead=False)),
+            failures=FailureCounts(RewardRunner(SAFETY), environments),
+            sample=lambda prompts: RolloutBatch([], env_failed=index + 1),
+            score=lambda rollout: rollout,
+            replace_tied=lambda rollout, *_: rollout,
+        )
         environments.failed = index + 1
-        learner.stats = StepStats(rollout=RolloutBatch([], env_failed=index + 1))
-        scorer = SimpleNamespace(values=lambda groups: None)
-        learner._token_scorer = scorer  # type: ignore[assignment]
-        learner._record([], 1)
+        assert len(list(Rollouts(learner, PromptLoader(["a"], 1), 1).of_step(0))) == 1
         return environments.failed
 
     assert threads(2, work) == [3, 3]

@@ -21,7 +21,7 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
-from covey.rl.rollouts import DrawnStep, own_share
+from covey.rl.rollouts import SampledStep, local_step
 from covey.rl.step_stats import gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
@@ -204,7 +204,7 @@ def test_the_experience_of_some_prompts_is_collected_at_once(fed: Callable) -> N
     """For a debugger or a script: what the micro-batches of the step are made of."""
     rows = [row("tied", (1.0, 1.0)), row("good", (0.0, 1.0))]
     ((batch,), learner) = fed(rows, [row("new", (3.0, 1.0))], max_sampling_rounds=2)
-    x = learner.collect(PromptBatch(0, 0, rows), lambda count: [row("new", (3.0, 1.0))])
+    x = learner.collect(PromptBatch(0, 0, rows, lambda count: [row("new", (3.0, 1.0))]))
     assert [g.prompt for g in x.groups] == prompts([batch]) == ["good", "new"]
     np.testing.assert_array_equal([a[0] for a in x.advantages], np.concatenate([g.advantages for g in batch.groups]))
 
@@ -257,14 +257,14 @@ def test_a_share_of_a_drawn_step_follows_the_number_of_processes(monkeypatch: py
     owner = np.array([0, 0, 1, 1, 0])
     table = replace(table_of(groups), owner=owner)
     parts = [
-        DrawnStep(7, RolloutBatch([groups[n] for n in np.flatnonzero(owner == mine)], table, dropped=1 + mine))
+        SampledStep(7, RolloutBatch([groups[n] for n in np.flatnonzero(owner == mine)], table, dropped=1 + mine))
         for mine in range(2)
     ]
     monkeypatch.setattr(distributed, "count", lambda: 3)
     seen, dropped = list[str](), 0
     for index in range(3):
         monkeypatch.setattr(distributed, "index", lambda index=index: index)
-        share = own_share(parts)
+        share = local_step(parts)
         own = [groups[n] for n in share.rollout.table.own]
         assert share.version == 7
         assert [g.prompt for g in share.rollout.groups] == [g.prompt for g in own]

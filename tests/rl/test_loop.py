@@ -25,12 +25,10 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.monitor.record import StepRecord
 from covey.parallel import make_mesh
-from covey.rl import run_ahead
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.run_ahead import DataQueue
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
@@ -304,35 +302,9 @@ def test_after_a_restart_plain_rows_are_fast_forwarded_too(played: Callable) -> 
     resumed_like_a_straight_run(played, lambda cluster: [{"prompt": f"p{i}"} for i in range(6)])
 
 
-@pytest.fixture
-def queues(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The data queues that learners make, with what they were ended by."""
-    made: list[Any] = []
-
-    class Watched(DataQueue):
-        def __init__(self, maxsize: int):
-            super().__init__(maxsize)
-            self.ends: list[BaseException | None] = []
-            made.append(self)
-
-        def end(self, error: BaseException | None = None) -> None:
-            self.ends.append(error)
-            super().end(error)
-
-    monkeypatch.setattr(run_ahead, "DataQueue", Watched)
-    return made
-
-
-def test_the_feeder_always_ends_with_the_end_marker(played: Callable, queues: list[Any]) -> None:
-    played(prompts=2, batches=2, train=1, thread=True).train(4)
-    assert [queue.ends for queue in queues] == [[None], [None]]
-
-
 @pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("after", [0, 1])
-def test_also_when_it_fails_and_its_error_reaches_the_caller(
-    played: Callable, queues: list[Any], thread: bool, after: int
-) -> None:
+def test_an_error_of_a_reward_reaches_the_caller(played: Callable, thread: bool, after: int) -> None:
     cluster = played(prompts=2, rollout=1, ref_logps=1, old_logps=1, train=1, thread=thread)
 
     def fails(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -343,9 +315,7 @@ def test_also_when_it_fails_and_its_error_reaches_the_caller(
     with pytest.raises(RewardError, match="'fails' raised OSError: the judge is away"):
         cluster.train(2, fails)
     assert len(cluster.samples("train")) == (after if thread else 0)
-    assert all(isinstance(error, RewardError) for queue in queues for error in queue.ends)
-    assert len(queues) == (thread)
-    assert not [t for t in threading.enumerate() if t.name == "covey-producer"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("covey-")]
 
 
 def test_max_tokens_per_micro_batch_splits_a_slice_further(played: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,21 +359,11 @@ def test_roles_on_one_mesh_run_in_turn(played: Callable) -> None:
     assert {note.thread for note in made.notes} == {"MainThread"}
 
 
-def test_when_actor_and_rollout_live_apart_a_producer_thread_fills_the_queue(played: Callable) -> None:
+def test_when_actor_and_rollout_live_apart_threads_sample_and_score(played: Callable) -> None:
     made = played(prompts=2, meshes={Role.ACTOR: on(0), Role.ROLLOUT: on(1)}).train(2)
     threads = {note.what: note.thread for note in made.notes}
-    assert threads["rollout"] == threads["reward"] != "MainThread"
+    assert (threads["rollout"], threads["reward"]) == ("covey-sampler", "covey-scorer")
     assert {threads[what] for what in ("ref_logps", "train", "update", "sync")} == {"MainThread"}
-
-
-@pytest.mark.parametrize(("train", "accumulation"), [(1, 6), (4, 2), (6, 1)])
-def test_the_queue_size_is_accumulation_steps_plus_2(
-    played: Callable, monkeypatch: pytest.MonkeyPatch, train: int, accumulation: int
-) -> None:
-    sizes: list[int] = []
-    monkeypatch.setattr(run_ahead, "DataQueue", lambda maxsize: sizes.append(maxsize) or DataQueue(maxsize))
-    played(prompts=6, train=train, thread=True).train(6)
-    assert sizes == [accumulation + 2]
 
 
 def test_a_run_chooses_what_its_line_shows(played: Callable, capsys: pytest.CaptureFixture[str]) -> None:

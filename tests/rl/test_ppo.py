@@ -25,9 +25,9 @@ from covey.losses.value import ValueInputs
 from covey.rl.experience import Experience
 from covey.rl.group_table import table_of
 from covey.rl.grpo import GRPOLearner, group_advantages
+from covey.rl.micro_batches import Replay
 from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.run_ahead import Replay
 from covey.types import Completion, FinishReason, Group
 
 G = 3

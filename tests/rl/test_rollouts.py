@@ -1,102 +1,206 @@
-"""The threads that sample and score steps ahead, driven by a draw without a model."""
+"""Rollouts ahead of training, driven by a learner without a model: which weights sample which step, and how the threads
+that sample and score them end.
+"""
 
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
+from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
 from covey.parallel import channel
+from covey.parallel.wire import serialize
 from covey.rewards import RewardRunner
-from covey.rl.experience import RolloutBatch
-from covey.rl.rollouts import Draw, Drawing, DrawnStep, Finish, RolloutThreads
-from covey.rl.step_stats import FailureCounts
+from covey.rl.experience import PromptBatch, RolloutBatch
+from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, Worker, load_steps
+from covey.rl.stage_sizes import StageSizes
+from covey.rl.step_stats import FailureCounts, StepStats
 
 LIMIT = 10.0
 """Seconds after which a wait that should end has failed."""
 STEPS, LEAD = 6, 2
+GUESS = EnvsConfig(environment="guess", on_error="none", budget=1000)
 
 
-class Failing:
-    """Draw of a run whose step s has s + 1 failures of an environment. A step is scored when the next one that the
-    same weights or earlier ones may draw is sampled, and replaces what it sampled.
+class Played:
+    """A learner of `STEPS` steps without a model. `weights` are those that the rollout has: the number of updates."""
+
+    def __init__(self, lead: int = LEAD, threaded: bool = True, environments: Any = None, parts: int = 1):
+        self.lead, self.step, self.drawn, self.ahead = lead, 0, list[SampledStep](), None
+        self.algorithm = SimpleNamespace(max_sampling_rounds=1, needs_whole_step=False)
+        self.config, self.sizes = SimpleNamespace(num_iterations=1), StageSizes(1, 1, 1, 1)
+        self.stats, self.failures = StepStats(), FailureCounts(RewardRunner(), environments)
+        self.loader = PromptLoader([{"prompt": str(n)} for n in range(100)], parts, shuffle=False)
+        self.weights: Any = 0
+        self.updates = 0
+        self.cluster = SimpleNamespace(
+            config=SimpleNamespace(runs_ahead=threaded),
+            rollout=SimpleNamespace(update_params=self.set_weights),
+            copy_weights=self.copy_weights,
+            sync_weights=lambda: self.set_weights(self.updates),
+        )
+
+    def on_phase(self, name: str) -> None: ...
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def copy_weights(self) -> Any:
+        return self.updates
+
+    def set_weights(self, weights: Any) -> None:
+        self.weights = weights
+
+    def sample(self, prompts: PromptBatch) -> RolloutBatch:
+        return RolloutBatch([])
+
+    def score(self, rollout: RolloutBatch) -> RolloutBatch:
+        return rollout
+
+    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, context: SamplingContext) -> RolloutBatch:
+        return rollout
+
+    @contextmanager
+    def running(self) -> Iterator[Rollouts]:
+        try:
+            with Rollouts(self, self.loader, STEPS).running() as rollouts:  # type: ignore[arg-type]
+                yield rollouts
+        finally:
+            assert not threads()
+
+    def train(self, rollouts: Rollouts, count: int = 1) -> list[int]:
+        """Take steps, and update the weights after each; return the numbers of the weights that sampled them."""
+        versions = []
+        for _ in range(count):
+            assert list(rollouts.of_step(self.step)) or self.lead == 0
+            versions.append(self.stats.version)
+            self.updates += 1
+            rollouts.new_weights()
+            self.step += 1
+        return versions
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("covey-")]
+
+
+class Failing(Played):
+    """Step s has 2s + 2 failures of an environment. A step is scored when the next one that the same weights or earlier
+    ones may sample is sampled, and replaces what it sampled.
     """
 
     def __init__(self) -> None:
-        config = EnvsConfig(environment="guess", on_error="none", budget=1000)
-        self.environments, self.weights, self.ahead = EnvironmentRunner("guess", config), -1, list[bool]()
-        self.counts = FailureCounts(RewardRunner(), self.environments)
-        self.used = list[tuple[int, int, int]]()
+        self.environments = EnvironmentRunner("guess", GUESS)
+        super().__init__(environments=self.environments)
+        self.next_was_sampled, self.used = list[bool](), list[tuple[int, Any]]()
         self._sampled = [threading.Event() for _ in range(STEPS + 1)]
         self._sampled[STEPS].set()
 
-    def __call__(self, step: int, version: int, drawing: Drawing) -> Finish | None:
-        with drawing():
-            failed = self.sample(step, version)
-        self._sampled[step].set()
-
-        def finish() -> DrawnStep:
-            if step % (LEAD + 1) < LEAD:
-                self.ahead.append(self._sampled[step + 1].wait(LIMIT))
-            with drawing():
-                more = self.sample(step, version)
-            _, of_environments = self.counts.agree(failed + more)
-            return DrawnStep(version, RolloutBatch([]), {}, of_environments)
-
-        return finish
-
-    def sample(self, step: int, version: int) -> int:
-        self.used.append((step, version, self.weights))
-        for _ in range(step + 1):
+    def sample(self, prompts: PromptBatch) -> RolloutBatch:
+        self.used.append((prompts.step, self.weights))
+        for _ in range(prompts.step + 1):
             self.environments.accept(EpisodeError("fails"))
-        return self.counts.take_sampled()
+        self._sampled[prompts.step].set()
+        return RolloutBatch([], env_failed=self.failures.take_sampled())
 
-    def set_weights(self, weights: int) -> None:
-        self.weights = weights
-
-
-@contextmanager
-def running(draw: Draw, set_weights: Callable[[int], None] = lambda weights: None) -> Iterator[RolloutThreads]:
-    updates = iter(range(STEPS + 1))
-    threads = RolloutThreads(draw, LEAD, range(STEPS), copy_weights=lambda: next(updates), set_weights=set_weights)
-    try:
-        with threads.running():
-            yield threads
-    finally:
-        assert not [thread for thread in threading.enumerate() if thread.name in ("covey-sampler", "covey-scorer")]
-
-
-def taken(threads: RolloutThreads, count: int) -> list[DrawnStep | None]:
-    found = []
-    for step in range(count):
-        threads.offer(step)
-        found.append(threads.take())
-    return found
+    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, context: SamplingContext) -> RolloutBatch:
+        if prompts.step % (LEAD + 1) < LEAD:
+            self.next_was_sampled.append(self._sampled[prompts.step + 1].wait(LIMIT))
+        with context():
+            return rollout.joined(self.sample(prompts))
 
 
 def test_the_next_steps_are_sampled_while_a_step_is_scored() -> None:
     """And each sample, also one that replaces others then, takes the weights of its step."""
-    draw = Failing()
-    with running(draw, draw.set_weights) as threads:
-        drawn = taken(threads, STEPS)
-    assert set(draw.ahead) == {True}
-    versions = [max(step - LEAD, 0) for step in range(STEPS)]
-    assert [step and step.version for step in drawn] == versions
-    assert sorted(draw.used) == sorted(2 * [(step, version, version) for step, version in enumerate(versions)])
+    learner = Failing()
+    with learner.running() as rollouts:
+        versions = learner.train(rollouts, STEPS)
+    assert set(learner.next_was_sampled) == {True}
+    assert versions == [max(step - LEAD, 0) for step in range(STEPS)]
+    assert sorted(learner.used) == sorted(2 * list(enumerate(versions)))
+    assert learner.weights == STEPS, "after the last step the rollout has the last weights"
 
 
 def test_the_failures_of_a_step_are_those_of_the_steps_up_to_it() -> None:
     """Although the environments have failed in later ones by then."""
-    draw = Failing()
-    with running(draw, draw.set_weights) as threads:
-        drawn = taken(threads, STEPS)
-    assert [step and step.env_failed for step in drawn] == [(step + 1) * (step + 2) for step in range(STEPS)]
+    learner, failed = Failing(), []
+    with learner.running() as rollouts:
+        for _ in range(STEPS - 1):
+            learner.train(rollouts)
+            failed.append([ahead.env_failed for ahead in rollouts.unused_steps()])
+    all_failed = [(step + 1) * (step + 2) for step in range(STEPS)]
+    assert failed == [all_failed[step : step + LEAD] for step in range(1, STEPS)]
+
+
+class Seen(Played):
+    """Notes the prompts of each part, and the weights that sample it."""
+
+    def __init__(self, *args: Any, **keywords: Any):
+        super().__init__(*args, **keywords)
+        self.seen = list[tuple[int, Any, list[str]]]()
+
+    def sample(self, prompts: PromptBatch) -> RolloutBatch:
+        self.seen.append((prompts.step, self.weights, [row["prompt"] for row in prompts.examples]))
+        return super().sample(prompts)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+def test_threads_and_turns_sample_the_same_prompts_with_the_same_weights(lead: int) -> None:
+    """And the data are as far as the steps that were trained, however many are ahead."""
+    seen, positions = [], []
+    for threaded in (False, True):
+        learner = Seen(lead, threaded, parts=2)
+        with learner.running() as rollouts:
+            for _ in range(STEPS):
+                learner.train(rollouts)
+                positions.append(learner.loader.position)
+            assert rollouts.of_step(STEPS) == ()
+        seen.append(learner.seen)
+    assert seen[0] == seen[1]
+    assert positions == 2 * [2 * step for step in range(1, STEPS + 1)]
+    assert [(step, weights) for step, weights, _ in seen[0][:: 1 if lead else 2]] == [
+        (step, max(step - lead, 0)) for step in range(STEPS)
+    ]
+
+
+def test_the_parts_of_a_step_are_sampled_while_the_first_is_trained_and_no_further() -> None:
+    learner = Seen(0, parts=3)
+    with learner.running() as rollouts:
+        parts = iter(rollouts.of_step(0))
+        next(parts)
+        begin = time.monotonic()
+        while len(learner.seen) < 3 and time.monotonic() - begin < LIMIT:
+            time.sleep(0.01)
+        assert [step for step, _, _ in learner.seen] == [0, 0, 0]
+        assert len(list(parts)) == 2
+
+
+def test_steps_of_a_checkpoint_are_not_sampled_again() -> None:
+    first, second = Seen(), Seen()
+    with first.running() as rollouts:
+        first.train(rollouts, 2)
+        second.drawn, second.step, second.updates = rollouts.unused_steps(), 2, 2
+        second.loader.take(2)
+    with second.running() as rollouts:
+        assert second.train(rollouts, 4) == [0, 1, 2, 3]
+    assert [step for step, _, _ in second.seen] == [4, 5]
+
+
+def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
+    data = serialize([SampledStep(3, RolloutBatch([]), {"judge": 2}, 1)])
+    start = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:start].replace(b"covey.rl.rollouts:SampledStep", b"covey.rl.drawn_steps:DrawnStep")
+    (step,) = load_steps([len(text).to_bytes(8, "little") + text + data[start:]])
+    assert (step.version, step.failed, step.env_failed) == (3, {"judge": 2}, 1)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["the sampler is late", "the sampler is early"])
@@ -105,60 +209,61 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
 ) -> None:
     """Each of two processes has failed 5 times in step 0, and this one once in step 1: 11 of 10."""
     environments = EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none", budget=10))
-    counts, elsewhere = FailureCounts(RewardRunner(), environments), iter([5, 0, 0])
+    elsewhere = iter([5, 0, 0])
     monkeypatch.setattr(channel, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
     sampled, scored = threading.Event(), threading.Event()
 
-    def draw(step: int, version: int, drawing: Drawing) -> Finish:
-        if step == 1 and not early:
-            scored.wait(LIMIT)
-        for _ in range((5, 1, 0)[step]):
-            environments.accept(EpisodeError("fails"))
-        failed = counts.take_sampled()
-        if step == 1:
-            sampled.set()
+    class Late(Played):
+        def sample(self, prompts: PromptBatch) -> RolloutBatch:
+            if prompts.step == 1 and not early:
+                scored.wait(LIMIT)
+            for _ in range((5, 1, 0)[prompts.step]):
+                environments.accept(EpisodeError("fails"))
+            failed = self.failures.take_sampled()
+            if prompts.step == 1:
+                sampled.set()
+            return RolloutBatch([], env_failed=failed)
 
-        def finish() -> DrawnStep:
+        def score(self, rollout: RolloutBatch) -> RolloutBatch:
             if early:
                 sampled.wait(LIMIT)
-            _, of_environments = counts.agree(failed)
-            scored.set()
-            return DrawnStep(version, RolloutBatch([]), {}, of_environments)
+            threading.Timer(0.1, scored.set).start()  # once its failures are counted
+            return rollout
 
-        return finish
-
-    threads = RolloutThreads(draw, 1, range(3), copy_weights=lambda: None, set_weights=lambda weights: None)
-    with threads.running():
-        assert [step and step.env_failed for step in taken(threads, 1)] == [10]
-        with pytest.raises(EpisodeError, match="11 failures of the environment 'guess'"):
-            threads.take()
+    learner = Late(1, environments=environments)
+    with pytest.raises(EpisodeError, match="11 failures of the environment 'guess'"), learner.running() as rollouts:
+        learner.train(rollouts, 2)
+    assert learner.step == 1
 
 
 class FailedError(Exception):
     """Stands for an error of a sampler or of a reward function."""
 
 
-def fail_at(step: int, version: int) -> DrawnStep:
+def fail_at(step: int) -> None:
     if step == 1:
         raise FailedError
-    return DrawnStep(version, RolloutBatch([]))
 
 
-def while_sampling(step: int, version: int, drawing: Drawing) -> Finish:
-    drawn = fail_at(step, version)
-    return lambda: drawn
+class FailsToSample(Played):
+    def sample(self, prompts: PromptBatch) -> RolloutBatch:
+        fail_at(prompts.step)
+        return super().sample(prompts)
 
 
-def while_scoring(step: int, version: int, drawing: Drawing) -> Finish:
-    return lambda: fail_at(step, version)
+class FailsToScore(Played):
+    def replace_tied(self, rollout: RolloutBatch, prompts: PromptBatch, context: SamplingContext) -> RolloutBatch:
+        fail_at(prompts.step)
+        return rollout
 
 
-@pytest.mark.parametrize("draw", [while_sampling, while_scoring])
-def test_an_error_comes_to_the_trainer_at_its_step_and_ends_both_threads(draw: Draw) -> None:
-    with running(draw) as threads:
-        taken(threads, 1)
-        with pytest.raises(FailedError) as caught:
-            threads.take()
+@pytest.mark.parametrize("kind", [FailsToSample, FailsToScore])
+@pytest.mark.parametrize("lead", [0, LEAD])
+def test_an_error_comes_to_the_trainer_at_its_step_and_ends_both_threads(kind: type[Played], lead: int) -> None:
+    learner = kind(lead)
+    with pytest.raises(FailedError) as caught, learner.running() as rollouts:
+        learner.train(rollouts, 2)
+    assert learner.step == 1
     assert caught.traceback[-1].name == "fail_at"
 
 
@@ -168,29 +273,28 @@ class Weights:
 
 def test_no_more_copies_of_the_weights_live_than_steps_that_wait_for_theirs() -> None:
     """Those of a step that was scored are gone while the next one is sampled."""
-    alive, held, end = weakref.WeakSet[Weights](), list[Any](), threading.Event()
+    alive, end = weakref.WeakSet[Weights](), threading.Event()
 
-    def copy() -> Weights:
-        alive.add(weights := Weights())
-        return weights
+    class Copies(Played):
+        def copy_weights(self) -> Weights:
+            alive.add(weights := Weights())
+            return weights
 
-    def draw(step: int, version: int, drawing: Drawing) -> Finish:
-        with drawing():
-            end.wait(2 * LIMIT if step > LEAD else 0)
-        return lambda: (drawing, DrawnStep(version, RolloutBatch([])))[1]
+        def sample(self, prompts: PromptBatch) -> RolloutBatch:
+            end.wait(2 * LIMIT if prompts.step > LEAD else 0)
+            return RolloutBatch([])
 
-    def set_weights(weights: Weights) -> None:
-        held[:] = [weights]
-
-    threads = RolloutThreads(draw, LEAD, range(STEPS), copy_weights=copy, set_weights=set_weights)
-    with threads.running():
-        taken(threads, LEAD + 1)
+    learner = Copies()
+    with learner.running() as rollouts:
+        learner.train(rollouts, LEAD + 1)
+        taken = threading.Thread(target=learner.train, args=(rollouts,))
+        taken.start()
         begin = time.monotonic()
-        threads.offer(LEAD + 1)
         while len(alive) > LEAD + 1 and time.monotonic() - begin < LIMIT:
             time.sleep(0.01)
         found = len(alive)
         end.set()
+        taken.join()
     assert found == LEAD + 1
 
 
@@ -203,5 +307,85 @@ def test_the_sampler_ends_where_the_scorer_cannot_begin(monkeypatch: pytest.Monk
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start"), running(while_scoring):
+    with pytest.raises(RuntimeError, match="can't start"), Played().running():
         pass
+
+
+# The worker
+
+
+@contextmanager
+def worker() -> Iterator[Worker]:
+    try:
+        with Worker("sampler", "wait") as thread:
+            yield thread
+    finally:
+        assert not threads()
+
+
+def submitted(thread: Worker, call: Callable[[], Any]) -> Future[Any]:
+    future = Future[Any]()
+    thread.submit(future, lambda waited: future.set_result(call()))
+    return future
+
+
+def fails(error: BaseException) -> None:
+    raise error
+
+
+def test_calls_are_made_in_their_order_in_one_thread() -> None:
+    calls = list[tuple[int, str]]()
+    with worker() as thread:
+        futures = [submitted(thread, lambda n=n: calls.append((n, threading.current_thread().name))) for n in range(20)]
+        futures[-1].result(LIMIT)
+    assert calls == [(n, "covey-sampler") for n in range(20)]
+
+
+@pytest.mark.parametrize("kind", [FailedError, KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_error_is_raised_where_its_result_is_read_and_ends_the_calls(kind: type[BaseException]) -> None:
+    futures: list[Future[Any]] = []
+
+    def read_all() -> None:
+        with worker() as thread:
+            futures.extend(submitted(thread, call) for call in (int, lambda: fails(kind("why")), int))
+            assert futures[0].result(LIMIT) == 0
+            futures[1].result(LIMIT)
+
+    with pytest.raises(kind) as caught:
+        read_all()
+    assert caught.traceback[-1].name == "fails"
+    assert not futures[2].done()
+
+
+def test_an_error_that_nobody_read_is_raised_in_the_end() -> None:
+    with pytest.raises(FailedError, match="why"), worker() as thread:
+        submitted(thread, lambda: fails(FailedError("why"))).exception(LIMIT)
+
+
+def test_when_both_fail_the_readers_error_goes_on_with_a_note() -> None:
+    def fail_too() -> None:
+        with worker() as thread:
+            submitted(thread, lambda: fails(FailedError("why"))).exception(LIMIT)
+            1 / 0  # noqa: B018
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail_too()
+    assert caught.value.__notes__ == ["the sampler had failed too: FailedError('why')"]
+
+
+@pytest.mark.parametrize("leave", [None, FailedError, KeyboardInterrupt])
+def test_leaving_midway_waits_for_the_call_in_progress_and_drops_the_rest(leave: type[BaseException] | None) -> None:
+    began, made = threading.Event(), list[int]()
+
+    def call() -> None:
+        began.set()
+        time.sleep(0.1)
+        made.append(1)
+
+    with nullcontext() if leave is None else pytest.raises(leave), worker() as thread:
+        submitted(thread, call)
+        submitted(thread, lambda: made.append(2))
+        began.wait(LIMIT)
+        if leave is not None:
+            raise leave
+    assert made == [1]

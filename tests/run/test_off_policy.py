@@ -29,7 +29,7 @@ from covey.config import recipe
 from covey.errors import RecipeError, ResumeError, Stopped
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import METRICS, SAMPLES
-from covey.rl.rollouts import RolloutThreads
+from covey.rl.rollouts import Rollouts
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
 
@@ -146,13 +146,12 @@ def test_weights_that_follow_the_clock_would_be_found(monkeypatch: pytest.Monkey
     were sampled with the weights before is sampled after slow rewards.
     """
     expected = trained(3, **REPLACING)
-    original = RolloutThreads.__init__
 
-    def newest(self: RolloutThreads, *args: Any, copy_weights: Any, set_weights: Any, **others: Any) -> None:
-        latest = lambda weights: set_weights(copy_weights())  # noqa: E731
-        original(self, *args, copy_weights=copy_weights, set_weights=latest, **others)
+    def newest(rollouts: Rollouts, weights: Any) -> Any:
+        return original(rollouts, rollouts._learner.cluster.copy_weights())
 
-    monkeypatch.setattr(RolloutThreads, "__init__", newest)
+    original = Rollouts._sampling_context
+    monkeypatch.setattr(Rollouts, "_sampling_context", newest)
     assert trained(3, Thread, reward_fns=slow, **REPLACING) != expected
 
 

@@ -190,7 +190,7 @@ def advantages(trainer: Trainer, rewards: np.ndarray) -> np.ndarray:
     scores = [_column(rewards[..., k]) for k in range(functions)]
     learner = _refusals(lambda: make_learner(trainer.folder, s, optax.identity(), reward_fns=scores, advantage_fn=None))
     rows = [{"prompt": [5], "completion": [6, 2], "group": p, "finished": True} for p in range(prompts)]
-    groups = learner.make_experience(learner.rollout(*_stand_in(learner, [r for r in rows for _ in range(samples)])))
+    groups = learner.make_experience(learner.rollout(_stand_in(learner, [r for r in rows for _ in range(samples)])))
     return np.array([g.advantages for g in groups.groups])
 
 
@@ -221,8 +221,7 @@ def restore(folder: str, settings: Mapping[str, Any]) -> Trainer:
 def agreement(trainer: Trainer, prompts: Sequence[str]) -> float:
     """Sample and make an update; return the metric of its record."""
     learner = make_learner(trainer.folder, trainer.settings, optax.identity(), reward_fns=_either)
-    record = learner.train_step([{"prompt": text} for text in prompts], lambda missing: [], 1)
-    return record.metrics["sampling/token_agreement"]
+    return _step(learner, [{"prompt": text} for text in prompts], 1).metrics["sampling/token_agreement"]  # type: ignore[no-any-return]
 
 
 def turns(trainer: Trainer, messages: Sequence[covey_types.Message], replies: Sequence[str]) -> list[dict[str, Any]]:
@@ -281,19 +280,23 @@ def _old_logps(learner: _Learner, groups: list[covey.Group]) -> list[np.ndarray]
 
 
 def _train(learner: _Learner, rows: Sequence[Row]) -> None:
-    prompts, next_prompts = _stand_in(learner, rows)
-    learner.train_step(prompts.examples, next_prompts, learner.step + 1)
+    _step(learner, _stand_in(learner, rows).examples, learner.step + 1)
     del learner.cluster.generate  # that of the class samples again
     learner.rows = ()
 
 
-def _stand_in(learner: _Learner, rows: Sequence[Row]) -> tuple[PromptBatch, Callable[[int], list[Any]]]:
-    """Let the cluster give these rows for what it would sample; return the arguments of a rollout."""
+def _step(learner: _Learner, examples: Sequence[Row], total: int) -> Any:
+    """Make one step on these prompts, in a run of `total` updates, and return its record."""
+    return next(learner.steps(covey.PromptLoader(examples, len(examples), shuffle=False, num_epochs=1), total))
+
+
+def _stand_in(learner: _Learner, rows: Sequence[Row]) -> PromptBatch:
+    """Let the cluster give these rows for what it would sample; return their prompts."""
     groups = {group.columns["number"]: group for group in _groups(rows)}
     learner.rows = rows if "old_logps" in rows[0] else ()
     learner.cluster.generate = lambda examples, *_, **__: [groups[row["number"]] for row in examples]  # type: ignore[method-assign]
     examples = [{"prompt": "", "number": number} for number in groups]
-    return PromptBatch(learner.step, 0, examples), lambda missing: []
+    return PromptBatch(learner.step, 0, examples)
 
 
 def _groups(rows: Sequence[Row]) -> list[covey.Group]:
