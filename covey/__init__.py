@@ -5,7 +5,6 @@ The public names stand in `__init__.pyi`, which type checkers read too. Each is 
 """
 
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -16,7 +15,11 @@ def __getattr__(name: str) -> Any:
         return sorted(_modules())
     if name not in _modules():
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
-    return getattr(import_module(_modules()[name]), name)
+    from covey import errors, registry  # late, here and below: most commands ask for no public name
+
+    return getattr(
+        registry.import_package(_modules()[name], errors.CoveyError, f"covey.{name} cannot be imported"), name
+    )
 
 
 def __dir__() -> list[str]:
@@ -26,7 +29,7 @@ def __dir__() -> list[str]:
 @cache
 def _modules() -> dict[str, str]:
     """Return {public name: module that defines it}."""
-    import ast  # late, here and below: most commands ask for no public name
+    import ast
     from pathlib import Path
 
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))

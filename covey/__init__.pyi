@@ -25,8 +25,7 @@ from covey.envs.runner import EnvironmentRunner as EnvironmentRunner
 from covey.envs.schemas import json_schema as json_schema
 from covey.envs.trl import TrlFactory as TrlFactory
 from covey.errors import CoveyError as CoveyError
-from covey.models.export import write_hf as write_hf
-from covey.models.export import write_peft as write_peft
+from covey.models.export.hf import write_hf as write_hf
 from covey.models.lora import with_lora as with_lora
 from covey.monitor.record import History as History
 from covey.monitor.trackers import Tracked as Tracked
@@ -56,6 +55,7 @@ from covey.train.checkpoint import Checkpointer as Checkpointer
 from covey.types import Completion as Completion
 from covey.types import FinishReason as FinishReason
 from covey.types import Group as Group
+from covey_formats.peft import write_peft as write_peft
 
 __all__: list[str]
 __version__: str

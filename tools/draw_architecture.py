@@ -18,7 +18,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
-    "run": "a run folder: start, resume, export",
+    "run": "a run folder: start, resume",
     "board": "all runs of a folder as a local web page",
     "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",

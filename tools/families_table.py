@@ -6,9 +6,9 @@ python -m tools.families_table --print   # print it
 
 from pathlib import Path
 
-from covey.cli.models import HEADINGS, rows
 from covey.models.families import FAMILIES
 from covey.models.loading.hf_config import TEXT_PARTS
+from covey_formats.models import HEADINGS, rows
 from tools.written_part import with_part, write
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -5,20 +5,17 @@ function as `module:function`, which is imported when the command is executed, s
 once.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from covey.config import recipe
 from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
-from covey.errors import CoveyError
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 ANY = 10_000
 """Largest number of arguments of a command that takes any number."""
 
@@ -39,32 +36,6 @@ class GenerateOptions(ChatOptions):
 
     n: GroupSize = 1
     """Number of completions of the prompt."""
-
-
-class ExportOptions(Config):
-    """Settings of `covey export` and `covey push`."""
-
-    format: Literal["hf", "peft", "gguf"] = "hf"
-    """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
-    merged.
-    """
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights written; that of the run when not set."""
-    shard_size: str = "5GB"
-    """hf: largest size of a file of weights: 500MB, 5GB, or a number of bytes."""
-
-    @property
-    def shard_bytes(self) -> int:
-        """Return `shard_size` in bytes.
-
-        Raises:
-            CoveyError: it is not a size.
-        """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)?", self.shard_size.strip(), re.IGNORECASE)
-        size = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
-        if size < 1:
-            raise CoveyError(f"--shard-size is {self.shard_size!r}", want="bytes, as in 500MB or 5GB")
-        return size
 
 
 OptionsT = TypeVar("OptionsT", bound=Config)
@@ -108,6 +79,7 @@ class Command(NamedTuple):
         usages: lines of usage, where they are not simply the arguments, options and settings.
         prefix_of: commands of which one follows with its options.
         values: values of placeholders in the usage that stand for no files, for completion.
+        follows: command after which the overview lists one of an installed package; the last one if it is "".
     """
 
     name: str
@@ -125,6 +97,7 @@ class Command(NamedTuple):
     usages: tuple[str, ...] = ()
     prefix_of: tuple[str, ...] = ()
     values: Mapping[str, Sequence[str]] = MappingProxyType({})
+    follows: str = ""
 
     @property
     def synopsis(self) -> str:
@@ -157,8 +130,8 @@ class Command(NamedTuple):
 
 
 class Commands(Mapping[str, Command]):
-    """Commands by name: Covey's own in the order of the overview, then those of installed packages, which are imported
-    when a name that is not Covey's own is looked up.
+    """Commands by name in the order of the overview: Covey's own, each followed by those of installed packages, which
+    are imported when a name that is not Covey's own is looked up.
     """
 
     def __init__(self, own: Iterable[Command]):
@@ -166,7 +139,12 @@ class Commands(Mapping[str, Command]):
 
     @cached_property
     def _all(self) -> dict[str, Command]:
-        return self._own | {point.name: point.load() for point in entry_points(group="covey.commands")}
+        offered = {point.name: point.load() for point in entry_points(group="covey.commands")}
+        rows = self._own | offered
+        order: list[str] = []
+        for name in (*self._own, ""):
+            _append_with_followers(order, name, offered)
+        return {name: rows[name] for name in order if name}
 
     def __getitem__(self, name: str) -> Command:
         return self._own[name] if name in self._own else self._all[name]
@@ -176,6 +154,13 @@ class Commands(Mapping[str, Command]):
 
     def __len__(self) -> int:
         return len(self._all)
+
+
+def _append_with_followers(order: list[str], name: str, commands: Mapping[str, Command]) -> None:
+    """Append `name` to `order`, then those of `commands` that follow it, and their followers."""
+    order.append(name)
+    for follower in (other.name for other in commands.values() if other.follows == name):
+        _append_with_followers(order, follower, commands)
 
 
 JSON = Option("--json", help="the same as one line of JSON")
@@ -282,21 +267,6 @@ examples
   covey chat runs/quickstart-1
   covey chat smollm2-135m --temperature 0.7""",
             settings=(ChatOptions,),
-        ),
-        Command(
-            "export", "covey.cli.model:export", "RUN_OR_MODEL --out FOLDER",
-            "write it for transformers, PEFT or llama.cpp",
-            """\
-Writes a model for others to use: a Hugging Face folder with the adapters merged, a PEFT adapter, or a GGUF file.
-What was written is read back, and its logits are compared with those of the model, before it is put in place.""",
-            """\
-examples
-  covey export runs/quickstart-1 --out exported
-  covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
-  covey export runs/gsm8k-smollm2-1 --out adapter --format peft
-  covey export smollm2-135m --out for-llama-cpp --format gguf""",
-            options=(Option("--out", "FOLDER", "folder to write: a new or an empty one. No file is ever replaced"),),
-            settings=(ExportOptions,),
         ),
         Command(
             "validate", "covey.cli.checks:validate", "NAME_OR_YAML",
@@ -462,26 +432,6 @@ examples
             options=(JSON,),
         ),
         Command(
-            "push", "covey.cli.model:push", "RUN hf:org/name", "publish a run on the Hugging Face hub",
-            """\
-Publishes a run on the Hugging Face hub: the trained model with its card, recipe.yaml, metrics.jsonl, summary.json and
-report.html. The report holds prompts, so text of your data, and completions of the model: all of it is published. It
-says so and asks first. It needs the extra 'hub' and a login (hf auth login).""",
-            """\
-examples
-  covey push runs/quickstart-1 hf:me/covey-quickstart --private
-  covey push runs/quickstart-1 hf:me/covey-quickstart --yes --no-report --format peft""",
-            least=2,
-            most=2,
-            options=(
-                Option("--yes", help="do not ask, as scripts need it"),
-                Option("--private", help="make the repository private, if it is new"),
-                Option("--samples", help="publish samples.jsonl too: every completion, with its prompt"),
-                Option("--no-report", help="do not publish report.html"),
-            ),
-            settings=(ExportOptions,),
-        ),
-        Command(
             "recipes", "covey.cli.recipes:recipes", "[NAME]", "the built-in recipes, or the text of one",
             """\
 Lists the built-in recipes, prints the text of one, or copies it to a new file, to be changed. --json lists them as one
@@ -494,20 +444,6 @@ examples
             most=3,
             options=(Option("--json"),),
             usages=("covey recipes [NAME]", "covey recipes copy NAME FILE", "covey recipes --json"),
-        ),
-        Command(
-            "models", "covey.cli.models:models", "[SOURCE]", "the known models, or the facts of one",
-            """\
-Lists models that are known by name: family, number of weights, licence, chat template, tools, whether it was trained
-here, and the memory that training needs at least. With a source (a folder, a .gguf file, hf:org/name, a run) it tells
-the facts of that model, from its config and its tokenizer.""",
-            """\
-examples
-  covey models
-  covey models smollm2-135m
-  covey models runs/quickstart-1 --json""",
-            least=0,
-            options=(JSON,),
         ),
         Command(
             "completion", "covey.cli.completion:completion", "bash|zsh|fish",

@@ -27,6 +27,9 @@ class ScratchCheckpoint:
         self.config = SCRATCH_MODELS[name].config
         self.tokenizer = character_tokenizer(SCRATCH_MODELS[name].alphabet, SCRATCH_MODELS[name].words)
 
+    def check(self) -> None:
+        """Check nothing: there is no file."""
+
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         random = np.random.RandomState(self.seed)

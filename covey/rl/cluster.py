@@ -50,9 +50,9 @@ from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
 if TYPE_CHECKING:
-    from covey.models.export import Difference
+    from covey.models.export.files import Difference
 
-WRITER = "covey.models.export:write_hf"
+WRITER = "covey.models.export.hf:write_hf"
 """Function that writes the actor, by name: training imports no format of export."""
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from covey.config.recipe import Recipe, SFTRecipe, load_any
 from covey.run import inference, sft
 from covey.run.base import Announce, Run
-from covey.run.export import export
 from covey.run.inference import chat, generate, play
 from covey.run.load_model import open_model, use_compilation_cache
 from covey.run.rl import RLRun
@@ -47,7 +46,6 @@ __all__ = [
     "RUNS",
     "chat",
     "evaluate",
-    "export",
     "generate",
     "open_model",
     "play",

@@ -26,7 +26,7 @@ from covey.display import check_no_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError, WeightsError
 from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
 from covey.models.config import ModelConfig
-from covey.models.export import write_settings
+from covey.models.export.hf import write_settings
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, MODEL, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, sample_lines, write_answers, write_bad_batch, write_summary

@@ -26,7 +26,6 @@ from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, read_rows, sample_lines
 from covey.rl.rollout import RolloutWorker
 from covey.run import inference
-from covey.run.export import Lineage, model_card
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"
@@ -158,6 +157,7 @@ def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) 
 
 def test_a_model_card_is_text(tmp_path: Path) -> None:
     """Of a recipe that came from elsewhere, in a run folder that did."""
+    exporting = pytest.importorskip("covey_formats.export")
     run = tmp_path / "run"
     run.mkdir()
     described = json.dumps(f"{NASTY}\n\n<img src=x onerror=y>\n| a | b |")
@@ -166,7 +166,7 @@ def test_a_model_card_is_text(tmp_path: Path) -> None:
         f"rewards: [first_letter]\ndescription: {described}\nmodel: {{source: {source}}}\n"
     )
     (run / "summary.json").write_text(json.dumps({"before": {f"a|{NASTY}": 1.0}, "after": {f"a|{NASTY}": 2.0}}))
-    card = model_card(Lineage.of(str(run)), "gguf")
+    card = exporting.model_card(exporting.Lineage.of(str(run)), "gguf")
     assert clean(card)
     assert "<script>" not in card
     assert "<img" not in card
@@ -190,17 +190,18 @@ def without_code(card: str) -> str:
 @pytest.mark.parametrize("link", LINKS)
 def test_a_model_card_has_no_links_but_that_of_its_base(link: str, tmp_path: Path) -> None:
     """Markdown makes links of bare addresses; in code it does not."""
+    exporting = pytest.importorskip("covey_formats.export")
     run = tmp_path / "run"
     run.mkdir()
     ready = {"rewards": ["first_letter"], "description": f"See <{link}>, ({link}) and `{link}`.", "critic": None}
     (run / "recipe.yaml").write_text(json.dumps(ready | {"model": {"source": f"hf:org/name) {link}"}}))
     summary = {"model": f"hf:org/x`{link}`\n\n{link}", "before": {f"a {link}": 1.0}, "after": {}}
     (run / "summary.json").write_text(json.dumps(summary))
-    card = model_card(Lineage.of(str(run)), "transformers")
+    card = exporting.model_card(exporting.Lineage.of(str(run)), "transformers")
     assert f"`{link}`" in card
     assert link not in without_code(card)
     assert "](https://huggingface.co/org/name)" not in card
-    alone = model_card(Lineage((), "models/www.evil.example <b>x`"), "gguf")
+    alone = exporting.model_card(exporting.Lineage((), "models/www.evil.example <b>x`"), "gguf")
     assert not any(mark in without_code(alone) for mark in ("<b>", "evil.example"))
 
 

@@ -1,88 +1,17 @@
-"""What tests of checkpoints share: the golden models as folders, logits to compare with golden numbers, and a small
-wheel with a model in it.
-"""
+"""What tests of checkpoints share: a small wheel with a model in it."""
 
 import hashlib
-import json
 import os
 import zipfile
-import zlib
-from collections.abc import Callable
-from functools import cache as cached
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import safetensors.numpy
-import tokenizers
 
 from covey.models.loading import sources
 from covey.models.loading.sources import Wheel
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 CONTENT = os.urandom(1 << 12) * 64
-
-
-def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The weights of `make_golden.weight`, which follow from the tensor's name."""
-    draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
-    return ((1 + 0.3 * draw) if "norm" in name else 0.3 * draw).astype(np.float32)
-
-
-@pytest.fixture(scope="session")
-def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`golden_folder(name)` → a new checkpoint of a model of golden/families.json, with the smallest tokenizer there
-    can be.
-    """
-
-    def write(name: str) -> Path:
-        described, folder = json.loads((GOLDEN / "families.json").read_text())[name], tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(described["config"]))
-        words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
-        tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
-        tensors = {key: weight(key, tuple(shape)) for key, shape in described["shapes"].items()}
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-        return folder
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def golden_model(golden_folder: Callable[[str], Path]) -> Callable[[str], Any]:
-    """`golden_model(name)` → that checkpoint as `weights.load` returns it, loaded once: tests do not change it."""
-    from covey.models.loading import weights
-
-    return cached(lambda name: weights.load(golden_folder(name)))
-
-
-@pytest.fixture(scope="session")
-def logits() -> Callable[..., np.ndarray]:
-    """`logits(model, tokens [B, T], valid [B, T])` → float32 [B, T, V] under causal attention; all is valid when not
-    given. With `looped=False` layers are spelt out, as in decoding.
-    """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from covey.models.attention import causal_attention
-    from covey.models.decoder import Decoder
-
-    @partial(jax.jit, static_argnums=(0, 4))
-    def forward(
-        graph: nnx.GraphDef[Decoder], state: nnx.State, tokens: jax.Array, valid: jax.Array, looped: bool
-    ) -> jax.Array:
-        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-        model = nnx.merge(graph, state)
-        cache = None if looped else [None] * model.config.num_layers
-        return model.logits(model(tokens, positions, causal_attention(valid, positions), cache)[0])
-
-    def run(model: Decoder, tokens: np.ndarray, valid: np.ndarray | None = None, *, looped: bool = True) -> np.ndarray:
-        valid = np.ones(tokens.shape, bool) if valid is None else valid
-        return np.asarray(forward(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(valid), looped))
-
-    return run
 
 
 def sha256(data: bytes) -> str:

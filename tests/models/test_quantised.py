@@ -17,8 +17,8 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
-from covey.models.export import write_hf, write_peft
 from covey.models.export.files import causal_logits
+from covey.models.export.hf import write_hf
 from covey.models.layers import project, project_quantised
 from covey.models.loading import weights
 from covey.models.loading.peft import load_adapter
@@ -287,6 +287,7 @@ def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_pa
     wanted = causal_logits(model, TOKENS)
     write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
     np.testing.assert_allclose(causal_logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
+    write_peft = pytest.importorskip("covey_formats.peft").write_peft
     write_peft(model, 300, tmp_path / "peft", base="somewhere")
     np.testing.assert_allclose(causal_logits(load_adapter(load(how), tmp_path / "peft"), TOKENS), wanted, atol=1e-5)
     assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from covey.config.schema import ModelOptions
 from covey.errors import WeightsError
 from covey.models.decoder import Decoder
-from covey.models.export import write_hf
+from covey.models.export.hf import write_hf
 from covey.models.loading import sources, weights
 from covey.models.scratch import (
     SCRATCH_MODELS,

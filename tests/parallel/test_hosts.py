@@ -24,7 +24,7 @@ from covey.cli.main import main
 from covey.config.processes import PEER_LOST
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
-from covey.models.export import write_hf
+from covey.models.export.hf import write_hf
 from covey.models.loading import weights
 from covey.parallel import channel, distributed, make_mesh, mesh_from_config
 from covey.train.checkpoint import Checkpointer

@@ -5,7 +5,6 @@ runs the command WORDS, which a mistake in process 1 ends; with WORDS that resum
 """
 
 import faulthandler
-import importlib
 import io
 import itertools
 import json
@@ -71,7 +70,6 @@ from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group
 
-exporting = importlib.import_module("covey.run.export")  # covey.run has a function of this name
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 OWN = (*CLOCKS, "waste/")
 """Metrics that say how the work was done, not what came of it."""
@@ -344,7 +342,7 @@ def commands(model: str) -> dict[str, Any]:
 
     with mock.patch.object(supervised, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
         figures = supervised.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
-        with mock.patch.object(exporting, "_mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
+        with mock.patch("covey_formats.export._mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
             codes = [exported("hf"), exported("peft", "--format", "peft")]
         codes.append(main(["eval", model, *EVALUATION]))
         codes.append(exported("gguf", "--format", "gguf") if distributed.count() > 1 else exported("from one device"))

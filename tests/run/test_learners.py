@@ -581,6 +581,7 @@ def small(**more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_commands_open_a_run_of_adapters_that_a_script_began(tmp_path: Path) -> None:
     """Its recipe says what the script gave; the run and its exported adapter are models to train further."""
+    pytest.importorskip("covey_formats")
     first, adapter = tmp_path / "first", tmp_path / "adapter"
     train_grpo(model="scratch:arithmetic-tiny@1", lora=LoRAConfig(rank=2), out=first, **small())
     model = load_any(first).model

@@ -20,7 +20,6 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
 from covey.errors import RecipeError, ResumeError, WeightsError
 from covey.models.decoder import Decoder
-from covey.models.export import write_gguf
 from covey.models.loading import weights
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
@@ -189,6 +188,7 @@ def as_folder(place: Path) -> Path:
 
 def as_gguf(place: Path) -> Path:
     loaded = weights.load(TINY)
+    write_gguf = pytest.importorskip("covey_formats.gguf_writer").write_gguf
     write_gguf(loaded.model, loaded.tokenizer, place / "gguf")
     return place / "gguf" / "model.gguf"
 

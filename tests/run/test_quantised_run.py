@@ -74,6 +74,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path:
 @pytest.mark.slow
 def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What goes out whole is a float model that computes the same; an adapter's card says what it was trained on."""
+    pytest.importorskip("covey_formats")
     wanted = causal_logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
     for kind in ("hf", "peft", "gguf"):
         assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0

@@ -20,7 +20,6 @@ from covey.config import recipe
 from covey.config.metrics import CLOCKS, RL, is_logged
 from covey.config.schema import LoRAConfig
 from covey.errors import DataError, NumbersError
-from covey.models.export import write_peft
 from covey.models.loading import weights
 from covey.models.lora import projections, with_lora
 from covey.monitor.writer import MetricsWriter
@@ -134,6 +133,7 @@ def on_an_adapter(folder: Path, *more: str) -> recipe.Recipe:
     for linear in projections(adapter).values():
         assert linear.lora is not None
         linear.lora.b[...] = np.random.RandomState(0).normal(size=linear.lora.b.shape, scale=0.05)
+    write_peft = pytest.importorskip("covey_formats.peft").write_peft
     write_peft(adapter, 300, folder / "adapter", base="x")
     short = ("training.max_steps=2", "training.checkpoint_every_n_steps=1", "evaluation.prompts=2")
     loaded = (f"model.adapter={folder / 'adapter'}", "model.lora.rank=0")

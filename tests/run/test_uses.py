@@ -31,7 +31,7 @@ from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 
-export = import_module("covey.run.export")  # the package has a function of this name
+EXPORTING = [import_module("covey_formats.export")] if find_spec("covey_formats") else []
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
@@ -113,7 +113,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, inference, export, sft):
+    for module in (load_model, inference, *EXPORTING, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -175,7 +175,7 @@ def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -
     plan = pytest.importorskip("covey_plan.plan")
     plan.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
     plan.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
-    run.export(TINY, tmp_path / "export", "hf", None, 10**9)
+    EXPORTING[0].export(TINY, tmp_path / "export", "hf", None, 10**9)
     run.open_model(TINY)
     assert loads == ["abstract_for"] * 2 + ["load_for"] * 2
 

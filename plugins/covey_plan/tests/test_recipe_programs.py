@@ -6,8 +6,8 @@ import jax
 import pytest
 from flax import nnx
 
+from covey import write_peft
 from covey.config import recipe
-from covey.models.export import write_peft
 from covey.parallel import flatten
 from covey.parallel.programs import abstract
 from covey.parallel.sharding import place_model

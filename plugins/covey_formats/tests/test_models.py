@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
-from covey.models.catalogue import MODELS, memory_of
 from covey.models.decoder import abstract_decoder, num_parameters
 from covey.models.families import FAMILIES, read_config
 from covey.models.loading.sources import NAMED_MODELS
 from covey.models.scratch import SCRATCH_MODELS, scratch_names
+from covey_formats.catalogue import MODELS, memory_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
 SHAPES = {
     "hf:meta-llama/Llama-3.1-8B-Instruct": "llama-3-1-8b",

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from covey.errors import WeightsError
 from covey.models import families
@@ -45,11 +44,6 @@ class Run(NamedTuple):
     data: bytes
 
 
-def lies_over_processes(model: Decoder) -> bool:
-    """Return whether this process has only a part of the model."""
-    return any(not array.is_fully_addressable for array in jax.tree.leaves(nnx.state(model)))
-
-
 def write_jointly(model: Decoder, dtype: str, files: Mapping[Path, Sequence[str]]) -> None:
     """Write the tensors named for each of `files`, each process its shards, and read them back.
 
@@ -63,7 +57,9 @@ def write_jointly(model: Decoder, dtype: str, files: Mapping[Path, Sequence[str]
     with together("export/header"):
         if jax.process_index() == 0:
             for file, (text, places) in headers.items():
-                _create(file, text, _end(places, dtype))
+                with file.open("wb") as out:
+                    out.write(text)
+                    out.truncate(_end(places, dtype))
     where = {name: (file, place) for file, (_, places) in headers.items() for name, place in places.items()}
     with together("export/shards"):
         for name, parameters in groupby(export_arrays(model, dtype), lambda item: names[item[0]]):
@@ -99,12 +95,6 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, d
 def _end(places: Mapping[str, Place], dtype: str) -> int:
     """Return the length of a file."""
     return max(place.start + math.prod(place.shape) * jnp.dtype(dtype).itemsize for place in places.values())
-
-
-def _create(file: Path, header: bytes, size: int) -> None:
-    with file.open("wb") as out:
-        out.write(header)
-        out.truncate(size)
 
 
 def _write_shards(file: Path, place: Place, array: jax.Array, transposed: bool) -> None:

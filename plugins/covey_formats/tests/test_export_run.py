@@ -22,7 +22,7 @@ from covey.models.loading import weights
 from covey.models.loading.peft import load_adapter
 from covey.models.lora import has_lora, projections
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[3] / "tests"
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
@@ -89,7 +89,9 @@ def test_no_exported_file_names_a_path_of_this_machine(trained: Path, exported: 
 def test_a_tokenizer_that_gguf_cannot_hold_is_refused_before_the_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["covey.run.export"], "load_for", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(
+        sys.modules["covey_formats.export"], "load_for", lambda *_: pytest.fail("the weights were read")
+    )
     words = ["export", "scratch:arithmetic-tiny", "--out", str(tmp_path / "x"), "--format", "gguf"]
     assert main(words) == 2
     told = capsys.readouterr().err

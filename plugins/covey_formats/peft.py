@@ -11,8 +11,14 @@ import numpy as np
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare_logits, new_folder, write_json, write_safetensors
-from covey.models.export.sharded import lies_over_processes
+from covey.models.export.files import (
+    Difference,
+    compare_logits,
+    lies_over_processes,
+    new_folder,
+    write_json,
+    write_safetensors,
+)
 from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter

@@ -23,14 +23,14 @@ from tokenizers import pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.models.config import RopeScaling
-from covey.models.loading import gguf as gguf_file
 from covey.models.loading import weights
-from covey.models.loading.gguf import PRE_TOKENIZERS, GGUFCheckpoint
-from covey.models.loading.gguf_reader import open_reader
 from covey.registry import install_command
 from covey.text.tokenizer import Tokenizer
+from covey_formats import gguf as gguf_file
+from covey_formats.gguf import PRE_TOKENIZERS, GGUFCheckpoint
+from covey_formats.gguf_reader import open_reader
 
-GOLDEN = Path(__file__).parents[2] / "parity" / "golden"
+GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
 TEXTS = [case["text"] for case in json.loads((GOLDEN / "smollm2.json").read_text())["strings"]]
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

@@ -1,4 +1,4 @@
-"""Export to an unquantised GGUF file for llama.cpp: the inverse of `models.loading.gguf`, by the same tables.
+"""Export to an unquantised GGUF file for llama.cpp: the inverse of `covey_formats.gguf`, by the same tables.
 
 Matrices have the requested type; norms and biases stay float32, as llama.cpp requires.
 """
@@ -19,7 +19,8 @@ from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, compare_logits, export_parameters, new_folder, parameter_arrays
 from covey.models.layers import rope_frequencies
 from covey.models.loading import weights
-from covey.models.loading.gguf import (
+from covey.text.tokenizer import Tokenizer
+from covey_formats.gguf import (
     CONTROL,
     PRE_TOKENIZERS,
     ROPE_FREQS,
@@ -28,14 +29,13 @@ from covey.models.loading.gguf import (
     GGUFCheckpoint,
     permute,
 )
-from covey.models.loading.gguf_reader import import_gguf
-from covey.text.tokenizer import Tokenizer
+from covey_formats.gguf_reader import import_gguf
 
 FILE_NAME = "model.gguf"
 WRITTEN = ("llama", "qwen2", "qwen3")
 """Families that are written; more are read."""
 NORMAL, UNUSED = 1, 5
-"""GGUF token types besides those of `models.loading.gguf`: ordinary tokens, and unused ones."""
+"""GGUF token types besides those of `covey_formats.gguf`: ordinary tokens, and unused ones."""
 SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from covey.cli.checks import check_source
 from covey.cli.parse import Line
 from covey.display import echo, make_console
-from covey.models.catalogue import MODELS, KnownModel, memory_of
 from covey.monitor.formats import size
+from covey_formats.catalogue import MODELS, KnownModel, memory_of
 
 HEADINGS = ("source", "family", "weights", "licence", "template", "tools", "status", "train all", "LoRA")
 LEFT_OUT = ("family", "template", "tools", "licence", "LoRA", "status")

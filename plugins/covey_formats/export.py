@@ -31,8 +31,9 @@ from covey.config.schema import ModelOptions
 from covey.display import echo, escape_markdown, printable, show_log
 from covey.errors import CoveyError, WeightsError, foreign_errors
 from covey.files import number, open_below
-from covey.models import export as formats
 from covey.models.decoder import Decoder
+from covey.models.export.files import Difference, check_new_folder
+from covey.models.export.hf import write_hf, write_tokenizer
 from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import checks, distributed, make_mesh
@@ -42,6 +43,8 @@ from covey.report import REPORT, write_report
 from covey.run.folder import model_folder, read_summary
 from covey.run.load_model import abstract_for, load_for
 from covey.text.tokenizer import Tokenizer, read_json
+from covey_formats.gguf_writer import make_metadata, write_gguf
+from covey_formats.peft import no_adapters_error, write_peft
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Lineage:
 
     def origin(self) -> str | None:
         """Exact weights of the base, where they are public: one name may stand for several versions."""
-        origin = str(_summary(self.runs[-1]).get("model", "")) if self.runs else self.base
+        origin = str((read_summary(self.runs[-1] / SUMMARY) or {}).get("model", "")) if self.runs else self.base
         return origin if origin.startswith(("hf:", "pypi:")) else None
 
 
@@ -93,7 +96,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
         CoveyError: `out` is taken; the run has no adapters, or their base is the result of another run (peft); the
             family does not support the format, or there are several processes (gguf).
     """
-    formats.check_new_folder(out)
+    check_new_folder(out)
     lineage = Lineage.of(source)
     if kind == "peft":
         _check_adapters(lineage, source, out)
@@ -109,7 +112,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     options = ModelOptions(source=source, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     if kind == "gguf":
         model, tokenizer = abstract_for(AnyRecipe(model=options), "cpu")
-        formats.make_metadata(model.config, tokenizer)  # refused before the weights are read
+        make_metadata(model.config, tokenizer)  # refused before the weights are read
     with show_log(info=_say, warning=_say):
         model, tokenizer, _ = load_for(AnyRecipe(model=options), _mesh_over_processes(), source)
     _say(f"writing {kind}, and reading it back")
@@ -138,24 +141,24 @@ def _mesh_over_processes() -> Mesh | None:
 
 def _write(
     lineage: Lineage, model: Decoder, tokenizer: Tokenizer, out: Path, kind: str, dtype: str | None, shard_size: int
-) -> formats.Difference:
+) -> Difference:
     card = model_card(lineage, "transformers" if kind == "hf" else kind)
     recipe = load_recipe(lineage.runs[0]) if lineage.runs else None
     sampling = recipe.rollout if isinstance(recipe, Recipe) else None
     if kind == "gguf":
-        return formats.write_gguf(model, tokenizer, out, dtype=dtype, card=card, sampling=sampling)
+        return write_gguf(model, tokenizer, out, dtype=dtype, card=card, sampling=sampling)
     source = lineage.folder()
     if kind == "peft":
-        return formats.write_peft(
+        return write_peft(
             model,
             tokenizer.vocab_size,
             out,
             base=_base(lineage),
             inside=_module(lineage),
             card=card,
-            write_beside=lambda folder: formats.write_tokenizer(tokenizer, source, folder, sampling),
+            write_beside=lambda folder: write_tokenizer(tokenizer, source, folder, sampling),
         )
-    return formats.write_hf(
+    return write_hf(
         model, tokenizer, out, source=source, dtype=dtype, shard_size=shard_size, card=card, sampling=sampling
     )
 
@@ -164,7 +167,7 @@ def _check_adapters(lineage: Lineage, source: str, out: Path) -> None:
     """Refuse a run whose adapters are not usable elsewhere: it has none, or their base is the model of another run."""
     trained = load_recipe(source).model if lineage.runs else ModelOptions()
     if not (trained.adapter or trained.lora.rank):
-        raise formats.no_adapters_error()
+        raise no_adapters_error()
     if len(lineage.runs) > 1:
         raise WeightsError(
             f"the adapters of this run belong on the model that the run {lineage.runs[1].name!r} left, and nobody else "
@@ -239,15 +242,11 @@ def _template() -> jinja2.Template:
 
 def _describe(run: Path) -> dict[str, Any]:
     """Return recipe, steps, and the held-out results before and after training by name."""
-    summary = _summary(run)
+    summary = read_summary(run / SUMMARY) or {}
     before, after = (summary.get(name) or {} for name in ("before", "after"))
     names = [name for name in {**before, **after} if number(after.get(name, before.get(name))) is not None]
     results = [(name, before.get(name), after.get(name)) for name in names]
     return {"recipe": load_recipe(run), "steps": summary.get("steps"), "results": results}
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    return read_summary(run / SUMMARY) or {}
 
 
 def publish(

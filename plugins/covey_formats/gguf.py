@@ -25,9 +25,9 @@ from covey.models.families import (
     shared_rows,
     tensor_names,
 )
-from covey.models.loading.gguf_reader import Metadata, open_reader
 from covey.text.tokenizer import Tokenizer
 from covey.text.tokenizers_library import library_errors
+from covey_formats.gguf_reader import Metadata, open_reader
 
 
 class GGUFCheckpoint:
