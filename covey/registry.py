@@ -48,7 +48,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Return all names without a colon: Covey's own, then those of installed packages."""
-        return list(dict.fromkeys([*self.table, *entry_points(group=self.group).names]))
+        return [n for n in dict.fromkeys([*self.table, *sorted(entry_points(group=self.group).names)]) if ":" not in n]
 
     def resolve(self, name: str) -> Any:
         """Return the object `name`: one of Covey, one of an installed package, or `package.module:member` of a module
@@ -61,7 +61,7 @@ class Registry:
             self._check_package(name)
             return resolve_name(self.table[name])
         module, colon, attribute = name.partition(":")
-        if not colon:
+        if not colon or name in entry_points(group=self.group).names:
             module, attribute = self._offered(name).value.split(":")
         described = f"{self.kind.split()[0]} {name!r}"
         return self._member(import_user_module(module, described, self._form, self.where), attribute)
