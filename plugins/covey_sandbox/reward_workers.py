@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from covey.child import Cancelled, Child, ReplyError
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt
 from covey.rewards.runner import Attempt, Job, select
+from covey_sandbox.child import Cancelled, Child, ReplyError
 from covey_sandbox.reward_child import outcome_from_json
 
 HANDLER = "covey_sandbox.reward_child:handle_job"

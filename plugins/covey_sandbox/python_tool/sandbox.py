@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from covey.child import describe_exit, kill_group, start
+from covey_sandbox.child import describe_exit, kill_group, start
 from covey_sandbox.python_tool import wasm
 
 log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey import child
 from covey.config import recipe
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
+from covey_sandbox import child
 
 TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
