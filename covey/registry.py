@@ -13,9 +13,8 @@ import shlex
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -36,7 +35,6 @@ class Registry:
         member: what a module of the user's has, "function" or "Class".
         where: setting that names them.
         table: Covey's own, from a name to `module:attribute`.
-        packages: name of a thing of Covey's → the module that it needs, and the extra that installs that.
     """
 
     kind: str
@@ -44,11 +42,10 @@ class Registry:
     member: str
     where: str
     table: Mapping[str, str]
-    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Return all names without a colon: Covey's own, then those of installed packages."""
-        return list(dict.fromkeys([*self.table, *entry_points(group=self.group).names]))
+        return [n for n in dict.fromkeys([*self.table, *sorted(entry_points(group=self.group).names)]) if ":" not in n]
 
     def resolve(self, name: str) -> Any:
         """Return the object `name`: one of Covey, one of an installed package, or `package.module:member` of a module
@@ -58,10 +55,9 @@ class Registry:
             RecipeError: it does not exist, its module cannot be imported, or several packages offer it.
         """
         if name in self.table:
-            self._check_package(name)
             return resolve_name(self.table[name])
         module, colon, attribute = name.partition(":")
-        if not colon:
+        if not colon or name in entry_points(group=self.group).names:
             module, attribute = self._offered(name).value.split(":")
         described = f"{self.kind.split()[0]} {name!r}"
         return self._member(import_user_module(module, described, self._form, self.where), attribute)
@@ -94,15 +90,6 @@ class Registry:
             what = f"{module.__name__} has no {self.member.lower()} {attribute!r}"
             raise RecipeError(what, fix=nearest(attribute, have) if have else "", where=self.where)
         return member
-
-    def _check_package(self, name: str) -> None:
-        module, extra = self.packages.get(name, ("covey", ""))
-        if find_spec(module) is None:
-            raise RecipeError(
-                f"the {self.kind} {name!r} needs the package {module.replace('_', '-')}",
-                fix=install_command(extra),
-                where=self.where,
-            )
 
 
 def offered(group: str, name: str) -> Any:
@@ -152,7 +139,7 @@ def import_user_module(module_name: str, what: str, want: str, where: str) -> Mo
     try:
         with block_exit():
             return importlib.import_module(module_name)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RecipeError):  # a module may say what it needs
         raise
     except BaseException as error:  # including scripts that exit when they are imported
         what = f"{what}: importing {module_name!r} failed: {type(error).__name__}: {safe_format(error, str)}"

@@ -115,11 +115,11 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
         "config/recipes/*.yaml",
         "report/assets/*",
         "board/assets/*",
-        "envs/python_tool/*.bpf",
         "py.typed",
         "__init__.pyi",
     )
-    wanted = [*PACKAGE, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
+    files = [*(ROOT / "plugins" / "covey_sandbox").rglob("*.bpf")]
+    wanted = [*PACKAGE, *files, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
     assert len(wanted) > len(PACKAGE) + 20
     assert {str(file.relative_to(ROOT)).removeprefix("plugins/") for file in wanted} - held == set()
     folders = {"covey", f"covey-{covey.__version__}.dist-info", *(folder.name for folder in PLUGINS)}

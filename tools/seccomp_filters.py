@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "covey" / "envs" / "python_tool"
+FOLDER = Path(__file__).parents[1] / "plugins" / "covey_sandbox" / "python_tool"
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machine → its number in a filter."""
 PROCESS = 0x5EC0C0DE

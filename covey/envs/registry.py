@@ -17,7 +17,7 @@ from covey.errors import RecipeError, nearest
 from covey.registry import Registry
 
 ENVIRONMENTS = {"guess": "covey.envs.games:Guess", "wordle": "covey.envs.games:Wordle"}
-TOOLS = {"calculator": "covey.envs.tools:calculator", "python": "covey.envs.python_tool.tool:python"}
+TOOLS = {"calculator": "covey.envs.tools:calculator"}
 ADAPTERS = {"openenv": "covey.envs.openenv", "trl": "covey.envs.trl", "verifiers": "covey.envs.verifiers"}
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` makes the environment."""
 
@@ -52,13 +52,14 @@ def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]
 
     Args:
         name: name of the tool.
-        engine: engine of the tool `python`.
+        engine: engine of a tool that has several.
 
     Raises:
         RecipeError: it does not exist, or its module cannot be imported, or the engine's packages are missing.
     """
     function: Callable[..., Any] = TOOL_REGISTRY.resolve(name)
-    return import_module("covey.envs.python_tool.tool").with_engine(engine) if name == "python" else function
+    with_engine = getattr(function, "with_engine", None)
+    return with_engine(engine) if with_engine else function
 
 
 def environment_name(environment: str | Factory) -> str:

@@ -4,10 +4,9 @@ A reward function is `fn(prompts, completions, **columns) -> list[float | None]`
 returns one number for each, or None for "not scored by this function". It receives only what its signature takes: the
 data columns, repeated for each completion, and the entries of `ARGUMENTS`. It may be async. The result is checked,
 because a wrong length, a NaN or a truncated integer would silently train the model on nonsense. Failures become an
-`Outcome`, in the run's own process and in a worker alike; `runner` decides whether they end the run.
+`Outcome`, in the run's own process and in others alike; `runner` decides whether they end the run.
 """
 
-import asyncio
 import inspect
 import itertools
 import logging
@@ -17,13 +16,13 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import EvalConfig
 from covey.display import printable, safe_format
-from covey.errors import CoveyError, RecipeError, RewardError, nearest
+from covey.errors import RecipeError, RewardError, nearest
 from covey.rewards.registry import resolve
 from covey.types import Completion, Group
 
@@ -340,24 +339,6 @@ def format_error(name: str, outcome: Outcome, samples: Samples) -> RewardError:
     return RewardError(f"the reward function {name!r} {what}", want=failure.want, fix=failure.fix, where=failure.where)
 
 
-def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON-serializable values."""
-    values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
-    failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
-    return {"values": values, "invalid": {str(i): text for i, text in outcome.invalid.items()}, "failure": failure}
-
-
-def outcome_from_json(message: Mapping[str, Any], count: int) -> Outcome:
-    """Return the outcome that a worker sent. Workers are not trusted: it is checked like any function's result."""
-    if (failure := message.get("failure")) is not None:
-        what, kind, where, want, fix = (str(failure[key]) for key in ("what", "kind", "where", "want", "fix"))
-        sample = failure["sample"] if failure["sample"] in range(count) else None
-        return Outcome(None, failure=Failure(what, kind, where, want, fix, sample))
-    outcome = check_result(message.get("values"), count)
-    invalid = {int(i): str(text) for i, text in message.get("invalid", {}).items() if int(i) < count}
-    return replace(outcome, invalid={**invalid, **outcome.invalid})
-
-
 def excerpt(value: Any) -> str:
     """Format `value` for a message: shortened, with control characters escaped."""
     text = safe_format(value if not isinstance(value, str) else value[:80])
@@ -429,24 +410,3 @@ def text_of(completion: str | ChatCompletion) -> str:
 def texts(completions: Completions) -> list[str]:
     """Convert completions to texts, each by `text_of`."""
     return [text_of(completion) for completion in completions]
-
-
-find_function = cache(resolve)
-"""Find the function of a name; its module is imported once."""
-
-
-def handle_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Import the function of a job and, if the job has arguments, call it; return the outcome as JSON."""
-    try:
-        function = find_function(job["function"])
-        return call_function(function, job["arguments"], job["count"]) if "arguments" in job else {}
-    except CoveyError as error:
-        return {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
-
-
-def call_function(function: RewardFn, arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
-    """Call a function, which may be async, and return its outcome as JSON."""
-    outcome = call(function, arguments, count)
-    if inspect.isawaitable(outcome):
-        outcome = asyncio.run(await_outcome(outcome, count))
-    return outcome_to_json(outcome)

@@ -23,15 +23,10 @@ REWARDS = {
     "answer_close": "covey.rewards.gsm8k:answer_close",
     "exact_answer": "covey.rewards.gsm8k:exact_answer",
     "exact_answer_strict": "covey.rewards.gsm8k:exact_answer_strict",
-    "math_verify": "covey.rewards.math_answers:math_verify",
 }
 """Name → where the function is; it is imported at its first use."""
 
-PACKAGES = {"math_verify": ("math_verify", "math")}
-"""Reward → module that it needs, and the extra that installs it."""
-
-REGISTRY = Registry("reward function", "covey.rewards", "function", "rewards", REWARDS, PACKAGES)
-
+REGISTRY = Registry("reward function", "covey.rewards", "function", "rewards", REWARDS)
 
 resolve = REGISTRY.resolve
 """Return the reward function of a name."""

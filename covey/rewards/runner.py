@@ -1,6 +1,6 @@
 """Run reward functions so that a failure in one need not end a long run: `RewardRunner`.
 
-Functions run in the run's own process, or in workers (`workers`), which are killed when a call takes too long. By the
+Functions run in the run's own process, or in workers of a package, which are killed when a call takes too long. By the
 function's policy a failure raises an error, or its reward becomes None or a fixed number; such failures are counted,
 and the run ends when they exceed a budget.
 
@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Mu
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ import numpy as np
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RewardError
 from covey.exits import block_exit
+from covey.registry import offered
 from covey.rewards.call import (
     LOST,
     MALFORMED,
@@ -40,7 +42,6 @@ from covey.rewards.call import (
     metric_name,
     select_arguments,
 )
-from covey.rewards.workers import Worker, import_path, to_json_values
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ Attempt = Callable[[Sequence[int]], Outcome]
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A function, the completions that it scores, its arguments, and the counts of failures of this run."""
 
     name: str
@@ -80,8 +81,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self.safety = safety or RewardSafetyConfig()
         self.failed: dict[str, int] = {}
         self._reported: set[str] = set()
-        self._workers = [Worker() for _ in range(self.safety.workers)]
-        self._assigned: dict[str, Worker] = {}
+        self._workers: Any = offered("covey.isolation", "reward_workers")(self.safety) if self.safety.workers else None
         self._lock = threading.Lock()
 
     def check(self, functions: Mapping[str, RewardFn]) -> None:
@@ -92,7 +92,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         """
         for name, function in functions.items():
             if self._needs_worker(function):
-                import_path(name, function)
+                self._workers.check(name, function)
 
     def run(
         self, functions: Mapping[str, RewardFn], samples: Samples, failed: MutableMapping[str, int] | None = None
@@ -110,24 +110,12 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         failed = {} if failed is None else failed
         self._start_counts(functions, failed)
         jobs = [
-            _Job(name, function, samples, select_arguments(name, function, samples), failed)
+            Job(name, function, samples, select_arguments(name, function, samples), failed)
             for name, function in functions.items()
         ]
-        workers = {job.name: self._worker_of(job.name) for job in jobs if self._needs_worker(job.function)}
-        cancelled = threading.Event()
-        with ThreadPoolExecutor(max(1, len(workers))) as threads:
-            futures = {
-                job.name: threads.submit(self._run_in_worker, job, workers[job.name], cancelled)
-                for job in jobs
-                if job.name in workers
-            }
-            try:
-                values = self._run_in_process([job for job in jobs if job.name not in workers])
-                for name, future in futures.items():  # in order: of several errors the same one is always raised
-                    values[name] = future.result()
-            except BaseException:
-                cancelled.set()
-                raise
+        run_here = partial(self._run_in_process, [job for job in jobs if not self._needs_worker(job.function)])
+        elsewhere = [job for job in jobs if self._needs_worker(job.function)]
+        values = self._workers.run(elsewhere, self._apply_policy, run_here) if elsewhere else run_here()
         return np.array([values[name] for name in functions])
 
     def policy(self, name: str) -> str:
@@ -145,8 +133,8 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
     def close(self) -> None:
         """End the workers. They also end with this object and with the process."""
-        for worker in self._workers:
-            worker.close()
+        if self._workers:
+            self._workers.close()
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -161,23 +149,10 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
     def _needs_worker(self, function: RewardFn) -> bool:
         return bool(self._workers) and not getattr(function, "in_process", False)
 
-    def _worker_of(self, name: str) -> Worker:
-        """Return the function's worker, always the same one, so that state kept between calls is available there."""
-        with self._lock:
-            return self._assigned.setdefault(name, self._workers[len(self._assigned) % len(self._workers)])
-
-    def _run_in_worker(self, job: _Job, worker: Worker, cancelled: threading.Event) -> np.ndarray:
-        path, arguments = import_path(job.name, job.function), to_json_values(job.name, job.arguments)
-
-        def attempt(part: Sequence[int]) -> Outcome:
-            return worker.call(path, _select(arguments, part), len(part), self.safety.timeout, cancelled)
-
-        return self._apply_policy(job, attempt(range(len(job.samples))), attempt)
-
-    def _run_in_process(self, jobs: Sequence[_Job]) -> dict[str, np.ndarray]:
+    def _run_in_process(self, jobs: Sequence[Job]) -> dict[str, np.ndarray]:
         """Run functions in this process; coroutines in their own thread, as a notebook's already runs a loop."""
         values: dict[str, np.ndarray] = {}
-        waiting: list[tuple[_Job, Awaitable[Any]]] = []
+        waiting: list[tuple[Job, Awaitable[Any]]] = []
         try:
             for job in jobs:
                 start = time.perf_counter()
@@ -196,7 +171,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             values[job.name] = self._apply_policy(job, outcome, None)
         return values
 
-    def _apply_policy(self, job: _Job, outcome: Outcome, attempt: Attempt | None) -> np.ndarray:
+    def _apply_policy(self, job: Job, outcome: Outcome, attempt: Attempt | None) -> np.ndarray:
         """Return the values of a function, with failed ones replaced according to its policy."""
         policy, count = self.policy(job.name), len(job.samples)
         if policy == "raise" and (outcome.failure or outcome.invalid):
@@ -212,7 +187,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         values[unscored] = np.nan if policy == "none" else self.safety.value
         return values
 
-    def _count(self, job: _Job, outcome: Outcome, count: int) -> None:
+    def _count(self, job: Job, outcome: Outcome, count: int) -> None:
         """Count failures of a function, and report the first one."""
         error = format_error(job.name, outcome, job.samples)
         job.failed[job.name] += count
@@ -243,7 +218,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             )
 
 
-def _error(job: _Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:
+def _error(job: Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:
     """Build the error about the first completion for which the function fails in this way."""
     if outcome.failure and outcome.failure.sample is None:
         first = next(find_failing(outcome, attempt, len(job.samples), same=True), None)
@@ -251,11 +226,11 @@ def _error(job: _Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:
     return format_error(job.name, outcome, job.samples)
 
 
-def _attempt_in_process(job: _Job) -> Attempt:
+def _attempt_in_process(job: Job) -> Attempt:
     """Return an attempt in this process, with fresh argument lists, as the function may have modified the old ones."""
 
     def attempt(part: Sequence[int]) -> Outcome:
-        arguments = _select(select_arguments(job.name, job.function, job.samples), part)
+        arguments = select(select_arguments(job.name, job.function, job.samples), part)
         with block_exit():
             outcome = call(job.function, arguments, len(part))
         if isinstance(outcome, Outcome):
@@ -266,11 +241,12 @@ def _attempt_in_process(job: _Job) -> Attempt:
     return attempt
 
 
-def _select(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str, list[Any]]:
+def select(arguments: Mapping[str, list[Any]], part: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the arguments for some of the completions."""
     return {key: [values[i] for i in part] for key, values in arguments.items()}
 
 
-def _await_together(waiting: Sequence[tuple[_Job, Awaitable[Any]]]) -> list[Outcome]:
+def _await_together(waiting: Sequence[tuple[Job, Awaitable[Any]]]) -> list[Outcome]:
     """Await async functions concurrently in a thread and return their outcomes.
 
     An exit in one of their tasks ends the event loop and becomes the outcome of all unfinished functions.
@@ -282,7 +258,7 @@ def _await_together(waiting: Sequence[tuple[_Job, Awaitable[Any]]]) -> list[Outc
 
     outcomes: dict[str, Outcome] = {}
 
-    async def settle(job: _Job, result: Awaitable[Any]) -> None:
+    async def settle(job: Job, result: Awaitable[Any]) -> None:
         outcomes[job.name] = await await_outcome(result, len(job.samples))
 
     async def settle_all() -> None:

@@ -1,28 +1,23 @@
 """Chat templates: the checkpoint's own jinja2 code, run in a sandbox in a process of its own, and their messages.
 
 A template is untrusted code from the checkpoint, so it gets plain text only and cannot reach Python. Its length, its
-output, its CPU time and its memory are limited. The system enforces the last two: it kills the rendering process
-(`template_child`) that exceeds them, and the next request starts another. One process serves all templates, one request
-at a time. Names and filters are those that templates written for Hugging Face expect, with one deviation: the date is
-fixed.
+output, its CPU time and its memory are limited. A package enforces the last two: it offers `templates` by the entry
+point `covey.isolation`, a function that has `template_child.handle_request` called in a process which the system kills
+when it exceeds them. Without such a package no template is rendered. Names and filters are those that templates written
+for Hugging Face expect, with one deviation: the date is fixed.
 """
 
 import json
-import os
-import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from covey.child import Child
 from covey.errors import DataError, WeightsError
+from covey.registry import offered
 from covey.types import Message
 
-HANDLER = "covey.text.template_child:handle_request"
-"""Function that the rendering process calls."""
 MAX_TEMPLATE_LENGTH = 100_000
 """Largest length of a template, in characters."""
-MAX_SECONDS = 1.0
-"""Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""
 MAX_MEMORY = 1 << 29
 """Limit of the rendering process's memory, in bytes."""
 USUAL_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "model")
@@ -135,30 +130,17 @@ def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Send `request` to the rendering process and return its response.
+    """Have the rendering process handle a request, and return its response.
 
     Raises:
         ChildProcessError: the process ended while handling it; the message reads on from "the template".
+        CoveyError: no installed package offers such a process.
     """
-    with _lock:
-        _child.reap()
-        try:
-            return _child.call(request)
-        except TimeoutError as error:
-            raise ChildProcessError(f"takes {error}: it may not end") from None
-        except ChildProcessError as error:
-            raise ChildProcessError(f"ended the process that renders it ({error})") from None
+    answer: dict[str, Any] = _isolated()(request)
+    return answer
 
 
-def _new_child() -> Child:
-    return Child(HANDLER, cpu_seconds=MAX_SECONDS, memory=MAX_MEMORY)
-
-
-def _reset_after_fork() -> None:
-    """Give a forked process a child of its own: two cannot share one socket, or one lock."""
-    global _child, _lock
-    _child, _lock = _new_child(), threading.Lock()
-
-
-_child, _lock = _new_child(), threading.Lock()
-os.register_at_fork(after_in_child=_reset_after_fork)
+@cache
+def _isolated() -> Any:
+    """Return the function that handles requests in a process with limits, which a package offers."""
+    return offered("covey.isolation", "templates")

@@ -1,4 +1,4 @@
-"""Rendering of chat templates, in the process that `chat_template` starts.
+"""Rendering of chat templates, in a process of its own (`chat_template`).
 
 The sandbox keeps a template from reaching Python, but not from endless loops or from filling the memory: a list nested
 forty times, each level holding the one below twice, prints as terabytes, and a filter may be quadratic. So the system

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from covey.child import Child, ReplyError
 from covey.errors import CoveyError
 from covey_conformance import worker
 from covey_conformance.oracle import Row
 from covey_conformance.tiny_model import Weights
+from covey_sandbox.child import Child, ReplyError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -289,25 +289,6 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
     assert list(doctor.EXTRAS) == sorted(doctor.EXTRAS)
 
 
-@pytest.mark.parametrize("lacking", [(), ("landlock",), ("landlock", "no packages")])
-def test_doctor_says_what_holds_for_the_programs_of_a_model(monkeypatch, lacking):
-    from covey.envs.python_tool import tool, wasm
-
-    held = tuple(name for name in tool.PROTECTIONS if name not in lacking)
-    monkeypatch.setattr(tool, "protections", lambda: held)
-    monkeypatch.setattr(wasm, "missing_packages", lambda: ["wasmtime"] if "no packages" in lacking else [])
-    (finding,) = doctor._programs()
-    engine = "wasm" if lacking else "child"
-    if "no packages" in lacking:
-        assert "lacks protections on this system: landlock" in finding.result
-        assert "wasm" in finding.fix
-    else:
-        assert finding.result.startswith(
-            f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}"
-        )
-        assert finding.result.endswith("; without landlock" if lacking else "seccomp")
-
-
 @pytest.mark.slow
 def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)

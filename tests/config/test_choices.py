@@ -13,7 +13,6 @@ from covey.config.kinds import without_none
 from covey.config.recipe import METHODS, AnyRecipe
 from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, OptimizerConfig, RolloutConfig
 from covey.data.sources import TASKS
-from covey.envs.python_tool import ENGINES
 from covey.envs.tool_calls import FORMATS
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
@@ -42,7 +41,6 @@ def choices(cls: type[Config], name: str) -> set[str]:
         (GRPOConfig, "aggregate", AGGREGATES, set()),
         (GRPOConfig, "kl", KLS, set()),
         (EnvsConfig, "tool_format", FORMATS, {"auto"}),
-        (EnvsConfig, "python_engine", ENGINES, set()),
         (EvalConfig, "preset", SAMPLING_PRESETS, {"all"}),
         (OptimizerConfig, "kind", OPTIMIZERS, set()),
         (OptimizerConfig, "schedule", SCHEDULES, set()),

@@ -34,7 +34,10 @@ LISTED_BLOCKS = {
     ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-model.md", "import AutoModelForCausalLM"): PEER,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
-    ("docs/reward-failures.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes workers",
+    (
+        "docs/reward-failures.md",
+        "with RewardRunner(",
+    ): "covey_sandbox/tests/test_reward_faults.py executes workers",
     ("docs/api/train_grpo.md", "train_grpo("): "README.md has the same call",
     ("docs/environment-libraries.md", "import reasoning_gym"): PEER,
     ("docs/environment-libraries.md", "import textarena"): PEER,

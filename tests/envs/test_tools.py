@@ -25,7 +25,6 @@ from covey.data.loader import fit_prompts
 from covey.envs import EnvironmentRunner, independent, json_schema
 from covey.envs.episodes import Episodes
 from covey.envs.protocol import FaultError
-from covey.envs.python_tool import python_with_limits
 from covey.envs.registry import resolve_tool
 from covey.envs.runner import prompt_encoder
 from covey.envs.tool_calls import FORMATS, choose_format
@@ -624,10 +623,8 @@ def test_a_fault_ends_the_episode_behind_the_calls_beside_it() -> None:
     assert ended == [1, 2]
 
 
-def test_built_in_tools_say_whether_they_are_independent() -> None:
-    tools = [resolve_tool("calculator"), *(resolve_tool("python", engine) for engine in ("auto", "child"))]
-    assert all(Tool.of(tool).independent for tool in tools)
-    assert not Tool.of(python_with_limits).independent
+def test_the_calculator_is_independent() -> None:
+    assert Tool.of(resolve_tool("calculator")).independent
 
 
 def test_tools_are_named_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

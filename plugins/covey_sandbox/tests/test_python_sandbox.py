@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.envs.python_tool import native_child, sandbox
-from covey.envs.python_tool.sandbox import Outcome, run_program
+from covey_sandbox.python_tool import native_child, sandbox
+from covey_sandbox.python_tool.sandbox import Outcome, run_program
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILTERS = Path(native_child.__file__).parent
 COLUMNS = ("none", "1", "2", "3", "4", "5", "6")
 

@@ -13,10 +13,10 @@ from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.registry import install_command
 from covey.rewards import RewardRunner, resolve, score
-from covey.rewards import math_answers as module
-from covey.rewards.math_answers import final_answer, math_verify
-from covey.rewards.workers import Worker
 from covey.types import Completion, FinishReason, Group
+from covey_sandbox import math_answers as module
+from covey_sandbox.math_answers import final_answer, math_verify
+from covey_sandbox.reward_workers import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +98,7 @@ def test_a_missing_package_is_told_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(RecipeError, match="needs the package math-verify") as caught:
         resolve("math_verify")
     assert caught.value.fix == install_command("math")

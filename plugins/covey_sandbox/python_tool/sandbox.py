@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from covey.child import describe_exit, kill_group, start
-from covey.envs.python_tool import wasm
+from covey_sandbox.child import describe_exit, kill_group, start
+from covey_sandbox.python_tool import wasm
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 CHILD = Path(__file__).with_name("native_child.py")
 PROTECTIONS = ("limits", "capabilities", "landlock", "seccomp")

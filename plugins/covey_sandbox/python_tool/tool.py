@@ -14,12 +14,12 @@ from functools import cache
 
 from covey.config.schema.envs import PythonEngine
 from covey.envs.protocol import FaultError, independent
-from covey.envs.python_tool import wasm
-from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
 from covey.registry import install_command
+from covey_sandbox.python_tool import wasm
+from covey_sandbox.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 MAX_SHOWN = 250
 """Maximum characters of what a program printed that an error shows: its end, where the exception is."""
@@ -58,7 +58,7 @@ def choose_engine() -> PythonEngine:
         f"the Python tool lacks protections on this system: {', '.join(missing)}",
         want=f"{', '.join(PROTECTIONS)}, or the engine wasm",
         fix=f"{install_command('wasm')}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
-        " container of its own the tool covey.envs.python_tool:python_with_limits",
+        " container of its own the tool python_with_limits",
         where="envs.tools",
     )
 
@@ -172,7 +172,7 @@ ENGINES: dict[PythonEngine, Callable[[str], str]] = {
 
 
 def with_engine(engine: PythonEngine) -> Callable[[str], str]:
-    """Return the tool `python` with an engine.
+    """Return the tool `python` with an engine; the tool has this function as its `with_engine`.
 
     Raises:
         RecipeError: the packages of the engine are missing.
@@ -180,3 +180,6 @@ def with_engine(engine: PythonEngine) -> Callable[[str], str]:
     if engine == "wasm":
         wasm.require_packages()
     return ENGINES[engine]
+
+
+python.with_engine = with_engine  # type: ignore[attr-defined]

@@ -15,19 +15,26 @@ import resource
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from covey.errors import RewardError
+from covey.errors import RecipeError, RewardError
+from covey.registry import install_command
 from covey.rewards.call import LOST, Completions, Outcome, texts
 from covey.rewards.numbers import as_number
-from covey.rewards.workers import START_SECONDS, Worker
+from covey_sandbox.reward_workers import START_SECONDS, Worker
+
+if find_spec("math_verify") is None:
+    raise RecipeError(
+        "the reward function 'math_verify' needs the package math-verify", fix=install_command("math"), where="rewards"
+    )
 
 TIMEOUT = 5.0
 """Maximum seconds for one answer."""
 MAX_CHARACTERS = 20_000
 """Number of characters read at the end of a completion, where the answer is."""
-FUNCTION = "covey.rewards.math_answers:equal"
+FUNCTION = "covey_sandbox.math_answers:equal"
 """Function that the separate process calls; it may be killed at any time."""
 
 
@@ -77,7 +84,7 @@ def _score(text: str, truth: Any) -> float:
 def _equal(answer: str, truth: str) -> float | None:
     """Return 1.0 or 0.0, or None when the process died or was killed."""
     if _PROCESS.pid is None:
-        _call([], [], START_SECONDS)  # what the process imports is no part of the time for an answer
+        _call(["1"], ["1"], START_SECONDS)  # what the process loads is no part of the time for an answer
     outcome = _call([answer], [truth], TIMEOUT)
     if outcome.values is not None:
         return float(outcome.values[0])

@@ -16,17 +16,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 import psutil
 import pytest
 
+from covey.config.schema.envs import PythonEngine
 from covey.envs import EnvironmentRunner
-from covey.envs.python_tool import python, sandbox, tool, wasm
-from covey.envs.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
-from covey.envs.python_tool.tool import ProgramError
-from covey.envs.tools import ToolEnvironment
+from covey.envs.registry import resolve_tool
+from covey.envs.tools import Tool, ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
+from covey_sandbox.python_tool import ENGINES, findings, python, python_with_limits, sandbox, tool, wasm
+from covey_sandbox.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
+from covey_sandbox.python_tool.tool import ProgramError
 
 T = TypeVar("T")
 
@@ -133,10 +135,11 @@ def test_a_program_that_does_not_end_is_ended(
 
 @pytest.mark.slow
 def test_no_program_outlives_a_killed_run() -> None:
-    limits = (
-        "from covey.envs.python_tool.sandbox import Limits, run_program\nrun_program('import time; time.sleep(600)', "
-    )
-    run = subprocess.Popen([sys.executable, "-c", f"{limits}Limits(600))"])
+    code = """
+from covey_sandbox.python_tool.sandbox import Limits, run_program
+run_program("import time; time.sleep(600)", Limits(600))
+"""
+    run = subprocess.Popen([sys.executable, "-c", code])
     try:
         locked = until(lambda: [p for p in psutil.Process(run.pid).children() if "Seccomp:\t2" in status(p.pid)])
         assert set(re.findall(r"Cap(?:Inh|Prm|Eff|Amb):\t(\w+)", status(locked[0].pid))) == {"0" * 16}
@@ -171,7 +174,7 @@ def test_a_run_begins_only_where_all_protections_hold(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = "{{ messages[0].content }}"
-    with caplog.at_level(logging.INFO, "covey.envs"):
+    with caplog.at_level(logging.INFO, "covey"):
         (runner := EnvironmentRunner(tools=["python"])).prepare(template)
     assert runner.tools is not None
     assert "protections: limits, capabilities, landlock, seccomp" in caplog.text
@@ -218,3 +221,42 @@ def test_an_error_while_a_program_is_followed_ends_it_at_once(monkeypatch: pytes
     with pytest.raises(EpisodeError, match=r"cannot execute programs: .*no such disk"):
         tool.ENGINES["child"]("import time; time.sleep(5)")
     assert children[0].returncode == -signal.SIGKILL
+
+
+# --- where it is named
+
+
+@pytest.mark.parametrize("lacking", [(), ("landlock",), ("landlock", "no packages")])
+def test_doctor_says_what_holds_for_the_programs_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...]
+) -> None:
+    held = tuple(name for name in tool.PROTECTIONS if name not in lacking)
+    monkeypatch.setattr(tool, "protections", lambda: held)
+    monkeypatch.setattr(wasm, "missing_packages", lambda: ["wasmtime"] if "no packages" in lacking else [])
+    (finding,) = findings.programs()
+    engine = "wasm" if lacking else "child"
+    if "no packages" in lacking:
+        assert "lacks protections on this system: landlock" in finding.result
+        assert "wasm" in finding.fix
+    else:
+        assert finding.result.startswith(
+            f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}"
+        )
+        assert finding.result.endswith("; without landlock" if lacking else "seccomp")
+
+
+@pytest.mark.parametrize("name", ["python_with_limits", "covey.envs.python_tool:python_with_limits"])
+def test_a_recipe_names_the_tools_and_an_older_one_too(name: str) -> None:
+    assert resolve_tool(name) is python_with_limits
+    assert not Tool.of(python_with_limits).independent
+    with pytest.raises(RecipeError, match="did you mean 'python_with_limits'"):
+        resolve_tool("python_with_limit")
+
+
+@pytest.mark.parametrize("engine", ["auto", "child"])
+def test_each_engine_is_independent(engine: Any) -> None:
+    assert Tool.of(resolve_tool("python", engine)).independent
+
+
+def test_each_engine_that_can_be_set_is_there() -> None:
+    assert set(get_args(PythonEngine)) == {*ENGINES}
