@@ -36,9 +36,9 @@ def evaluate(line: Line) -> None:
         _check_own_model(source, recipe.load_any(str(chosen)).model, settings.model)
     check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import processes
 
-    with distributed.start():
+    with processes.start():
         run.evaluate(source, settings)
 
 
@@ -103,9 +103,9 @@ def export(line: Line) -> None:
     shard_bytes = options.shard_bytes
     check_source(source)
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import processes
 
-    with distributed.start():
+    with processes.start():
         run.export(source, Path(line.options["--out"]).expanduser(), options.format, options.dtype, shard_bytes)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from covey.parallel import distributed, order
+from covey.parallel import processes
 from covey.rl.experience import RolloutBatch
 from covey.rl.metrics import Clock
 from covey.rl.run_ahead import DataQueue, produce
@@ -85,13 +85,15 @@ def own_share(parts: Sequence[DrawnStep]) -> DrawnStep:
     """Return this process's share of a step, given those of the processes that drew it, perhaps of another number."""
     first, of_each = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(of_each[owner]) for owner in first.rollout.table.owner]
-    sizes = np.diff(distributed.share_bounds(len(groups)))
-    table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), sizes))
+    sizes = np.diff(processes.here().share_bounds(len(groups)))
+    table = replace(first.rollout.table, owner=np.repeat(np.arange(processes.here().count), sizes))
     # Each count of the processes that drew it goes to one process.
-    kept = (part.rollout for part in parts[distributed.index() :: distributed.count()])
+    kept = (part.rollout for part in parts[processes.here().index :: processes.here().count])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
     counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
-    return replace(first, rollout=replace(first.rollout, groups=[*distributed.share(groups)[1]], table=table, **counts))
+    return replace(
+        first, rollout=replace(first.rollout, groups=[*processes.here().share(groups)[1]], table=table, **counts)
+    )
 
 
 class RolloutsAhead:
@@ -204,7 +206,7 @@ class RolloutThreads(RolloutsAhead):
 
     def _copy_weights(self) -> Any:
         """Copy the weights of the last update; of several processes, in the thread that trains."""
-        with order.phase("sync", self._end - self._left):
+        with processes.here().phase("sync", self._end - self._left):
             return self._copy()
 
     def _sample_offers(self) -> Iterator[tuple[Finish | None, Clock]]:
@@ -267,5 +269,5 @@ def rollouts_ahead(
     weights: Any = {"copy_weights": cluster.copy_weights, "set_weights": cluster.rollout.update_params}
     with RolloutThreads(draw, lead, steps, drawn, **weights, on_phase=on_phase).running() as threads:
         yield threads
-    with order.phase("sync", steps.stop):
+    with processes.here().phase("sync", steps.stop):
         cluster.sync_weights()  # the last that it was given may be those of k steps ago

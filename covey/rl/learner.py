@@ -6,7 +6,7 @@ method, and each takes and returns data (`experience`); a debugger can stop afte
 ahead of the rest, within a step (`run_ahead`) and over steps (`drawn_steps`). Observers log, print and save the results
 of each step.
 
-Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
+Several processes run the loop in lockstep (`parallel.processes`): each samples and scores a share. All know the
 numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
 to a token for its own share, and has the rows of its own devices (`packed_groups`).
 """
@@ -34,7 +34,7 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import Layout, make_layout
-from covey.parallel import checks, distributed, order
+from covey.parallel import processes
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -121,7 +121,7 @@ class Learner(Keywords, ABC):
         config = with_correction(config, self.lead)
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
-        standard = [StepLines(show)] if distributed.is_first() else []
+        standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
@@ -255,7 +255,7 @@ class Learner(Keywords, ABC):
     def _end_step(self, updates: list[Metrics], total: int) -> StepRecord:
         """Give the rollout the new weights, and return the record of the step."""
         if self._ahead is None or not self._ahead.takes_copies:
-            with self.stats.clock("sync"), order.phase("sync", self.step):
+            with self.stats.clock("sync"), processes.here().phase("sync", self.step):
                 self.cluster.sync_weights()
         self.step += len(updates)
         return self._record(updates, total)
@@ -283,7 +283,7 @@ class Learner(Keywords, ABC):
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
         whatever the slices and shares.
         """
-        start, local = distributed.share(prompts.examples)
+        start, local = processes.here().share(prompts.examples)
         groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
         with clock("rollout"):
             first = prompts.first + start
@@ -334,7 +334,7 @@ class Learner(Keywords, ABC):
         algorithm needs it.
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
-        with self.stats.clock("logps"), order.phase("logps", self.step, x.table.lengths.tolist):
+        with self.stats.clock("logps"), processes.here().phase("logps", self.step, x.table.lengths.tolist):
             packed = PackedGroups(x.groups, x.table, self._layout, cluster.row_holders)
             ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
@@ -451,13 +451,13 @@ class Learner(Keywords, ABC):
 
     def _check_order(self, batch: TrainBatch) -> None:
         """Compare a micro-batch with that of the other processes, before any of them launches a program on it."""
-        with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
+        with processes.here().phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
             pass
 
     def _update_repeatedly(self, batches: Replay[TrainBatch], count: int) -> list[Metrics]:
         """Make `count` updates on the same micro-batches; the first may make them."""
         shapes = lambda: [batch.shapes() for batch in batches.made]  # noqa: E731
-        with self.stats.clock("update"), order.phase("update", self.step, shapes):
+        with self.stats.clock("update"), processes.here().phase("update", self.step, shapes):
             updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
             self._token_scorer.score_again()
         for later in updates[1:]:  # their weights are no longer the sampler's
@@ -512,13 +512,13 @@ class Learner(Keywords, ABC):
     def _check_same_start(self, loader: PromptLoader, total: int) -> None:
         """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
-        checks.check_same("training data or step", at, "give all of them the same data and run folder")
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     def _scores_tokens(self, updates: int) -> bool:
         """Return whether token values are computed in a step of so many updates; only a run of one process does so,
         because all processes must launch the same programs.
         """
-        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
+        return processes.here().count == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
