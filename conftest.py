@@ -81,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 LONG = (
-    "small runs", "tests/parallel/test_processes.py", "tests/e2e/test_tiny.py", "tests/test_benchmarks.py",
+    "small runs", "plugins/covey_hosts/tests/test_processes.py", "tests/e2e/test_tiny.py", "tests/test_benchmarks.py",
     "tests/rl/test_cluster.py", "tests/rl/test_learning.py", "tests/rl/test_invariance.py", "learners",
     "tests/docs/test_blocks.py",
 )  # fmt: skip

@@ -24,19 +24,21 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from covey.parallel.links import Peer
 
 from benchmarks.common import Settings, short, tell_json
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig
 from covey.packing.rows import make_layout
-from covey.parallel import channel, distributed
-from covey.parallel.channel import Channel
-from covey.parallel.links import Peer
-from covey.parallel.wire import ANSWER, BEAT, HELLO, VALUES, Message, deserialize, serialize
+from covey.parallel import processes
+from covey.parallel.values import deserialize, serialize
 from covey.rl.experience import Experience, make_train_batch
 from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.packed_groups import PackedGroups
 from covey.types import Completion, FinishReason, Group
+from covey_hosts.channel import Channel
+from covey_hosts.several import Several
+from covey_hosts.wire import ANSWER, BEAT, HELLO, VALUES, Message
 
 ROOT = Path(__file__).parents[1]
 PROCESSES, CONNECTED = (1, 8, 64), (64, 256, 1000)
@@ -77,11 +79,11 @@ def measure_groups() -> tuple[list[str], list[dict[str, float]]]:
 
 def groups_of_one(case: str) -> dict[str, float]:
     """Return seconds by phase, megabytes of memory and of messages of one process."""
-    processes, laps = 1 if case == ALL_GROUPS else int(case), dict[str, float]()
-    own, sent = _groups(PROMPTS // processes), b""
+    count, laps = 1 if case == ALL_GROUPS else int(case), dict[str, float]()
+    own, sent = _groups(PROMPTS // count), b""
     tables = [
         serialize(table_of(own)),
-        *(serialize(_table(number, PROMPTS // processes)) for number in range(1, processes)),
+        *(serialize(_table(number, PROMPTS // count)) for number in range(1, count)),
     ]
     if case == ALL_GROUPS:
         sent, own = serialize(own), []
@@ -92,14 +94,14 @@ def groups_of_one(case: str) -> dict[str, float]:
     lap("table")
     layout = make_layout(table.shapes, ROW_LENGTH, max_tokens=ROWS * ROW_LENGTH)
     lap("assign_rows")
-    with _processes(processes) as moved:
-        packed = PackedGroups(own, table, lambda _: layout, partial(_holders, processes)).slice(0, len(table))
+    with _processes(count) as moved:
+        packed = PackedGroups(own, table, lambda _: layout, partial(_holders, count)).slice(0, len(table))
         lap("fill_rows")
         advantages = [np.full(len(c.tokens), 0.5, np.float32) for group in own for c in group.completions]
         x = Experience(own, table, advantages=advantages)
         make_train_batch(x, packed, algorithm_of(GRPOConfig()), 0.0, LONGEST)
         lap("inputs_of_loss")
-    messages = len(sent) + sum(map(len, tables)) * (processes > 1) + sum(moved)
+    messages = len(sent) + sum(map(len, tables)) * (count > 1) + sum(moved)
     sizes = {"seconds": sum(laps.values()), "memory_mb": _memory() - before, "messages_mb": messages / 1e6}
     return {name: short(value) for name, value in (laps | sizes | {"tokens": table.lengths.sum()}).items()}
 
@@ -157,10 +159,10 @@ def _table(number: int, count: int) -> GroupTable:
     )
 
 
-def _holders(processes: int, count: int, length: int) -> list[np.ndarray]:
+def _holders(holders: int, count: int, length: int) -> list[np.ndarray]:
     """Return the rows of each process, which has an equal part of each micro-batch."""
     rows = np.arange(count)
-    return [rows[rows % ROWS // (ROWS // processes) == process] for process in range(processes)]
+    return [rows[rows % ROWS // (ROWS // holders) == process] for process in range(holders)]
 
 
 @contextmanager
@@ -172,7 +174,8 @@ def _processes(count: int) -> Iterator[list[int]]:
         moved.extend([*map(len, outgoing.values()), *sizes.values()])
         return {process: bytearray(size) for process, size in sizes.items()}
 
-    with mock.patch.object(channel, "exchange", exchange), mock.patch.object(distributed, "count", return_value=count):
+    several = Several(0, count)
+    with mock.patch.object(several, "exchange", exchange), mock.patch.object(processes, "current", several):
         yield moved
 
 

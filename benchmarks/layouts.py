@@ -119,9 +119,9 @@ def digits(completions: Sequence[str]) -> list[float]:
 def work(folder: Path, layout: str, cases: Sequence[Case]) -> None:
     """Train each case, and resume the run of another layout at step 1 as `<other>-to-<layout>`."""
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import processes
 
-    with distributed.start():
+    with processes.start():
         connect(cases)
         for case in cases:
             place = folder / case.name
@@ -144,15 +144,15 @@ def connect(cases: Sequence[Case]) -> None:
     from jax.sharding import PartitionSpec
 
     from covey.config.schema import MeshConfig
-    from covey.parallel import channel, mesh_from_config
+    from covey.parallel import mesh_from_config, processes
 
-    channel.all_gather(None, "connect")
+    processes.here().all_gather(None, "connect")
     for sizes in {case.mesh: MESHES[case.mesh] for case in cases}.values():
         mesh = mesh_from_config(MeshConfig(**sizes))
         assert mesh is not None
         for axes in [mesh.axis_names, *((axis,) for axis in mesh.axis_names)]:
             count = lambda axes=axes: jax.lax.psum(jax.lax.axis_index(axes), axes)  # noqa: E731
-            channel.all_gather(None, "connect")
+            processes.here().all_gather(None, "connect")
             jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))().block_until_ready()
 
 
@@ -165,15 +165,15 @@ def resumes(case: Case) -> list[tuple[str, str]]:
 
 def copy_for_resuming(place: Path, layout: str, to: Path) -> None:
     """Wait until the run of another layout has ended; copy it as it was after step 1, in the first process."""
-    from covey.parallel import channel, distributed
+    from covey.parallel import processes
 
-    if distributed.is_first():
+    if processes.here().is_first:
         while not (place / f"{layout}.ended").exists():
             time.sleep(0.5)
         shutil.copytree(place / layout, to)
         for step in range(2, STEPS + 1):
             shutil.rmtree(to / CHECKPOINTS / f"{step:08d}")
-    channel.broadcast(None, "copy of a run")
+    processes.here().broadcast(None, "copy of a run")
 
 
 # Starting them, and looking at what they did.

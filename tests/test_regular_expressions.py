@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from covey.config import metrics, strict_yaml
-from covey.parallel import distributed
-from covey_hosts import jobs
+from covey_hosts import jobs, start
 
 ROOT = Path(__file__).parents[1]
 MODES = {
@@ -314,7 +313,7 @@ def test_every_expression_that_is_made_when_it_is_needed_was_reviewed(uses: list
 
 
 def test_the_expressions_of_tables_are_linear() -> None:
-    forms = [form for form, _ in (*jobs.FORMS.values(), *distributed.FORMS.values())]
+    forms = [form for form, _ in (*jobs.FORMS.values(), *start.FORMS.values())]
     yaml = [rf"(?:{pattern})\Z" for pattern, _ in strict_yaml._PATTERNS.values()]
     names = [pattern.pattern for pattern, _ in metrics._PATTERNS]
     assert len(forms) >= 3

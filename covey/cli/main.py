@@ -105,9 +105,9 @@ def _report(error: CoveyError) -> int:
     stopped: Stopped | None = getattr(error, "stopped", None)
     code = stopped.exit_code if stopped else error.exit_code
     if code == PEER_LOST:
-        from covey.parallel import channel  # late: it needs JAX
+        from covey.parallel import processes  # late: it needs JAX
 
-        channel.leave(code)
+        processes.here().leave(code)
     return code
 
 

@@ -30,9 +30,9 @@ def evaluate(line: Line) -> None:
         _check_own_model(source, recipe.load_any(str(chosen)).model, settings.model)
     check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import processes
 
-    with distributed.start():
+    with processes.start():
         run.evaluate(source, settings)
 
 

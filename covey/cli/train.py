@@ -51,12 +51,12 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
     out = new_run_folder(settings)  # first: it takes less time than the other checks
     check_run(settings)
     from covey import run
-    from covey.parallel import channel, distributed
+    from covey.parallel import processes
 
-    with distributed.start(), ExitStack() as stack:
-        if distributed.is_first():
+    with processes.start(), ExitStack() as stack:
+        if processes.here().is_first:
             out = stack.enter_context(reserve_run_folder(settings))
-        out = channel.broadcast(out, "run folder")
+        out = processes.here().broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
         run.train(settings, out, _announce)
 
@@ -72,9 +72,9 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -
     if recipe.load_any(folder, changes).out != recipe.load_any(folder).out:
         raise CoveyError("--out beside --resume", fix="leave it out: a run goes on in its own folder", where=folder)
     from covey import run
-    from covey.parallel import distributed
+    from covey.parallel import processes
 
-    with distributed.start(), print_resume_command(kind.method, Path(folder)):
+    with processes.start(), print_resume_command(kind.method, Path(folder)):
         run.resume(Path(folder), changes)
 
 

@@ -1,4 +1,4 @@
-"""Environment variables by which several processes of a run find each other (see `parallel.distributed.initialize`)."""
+"""Environment variables by which several processes of a run find each other (see `parallel.processes.start`)."""
 
 MODE = "COVEY_DISTRIBUTED"
 """auto: the cluster is asked. off: one process, whatever else is set."""
@@ -11,10 +11,10 @@ NUMBER = "JAX_PROCESS_ID"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """host:port at which process 0 listens, when it differs from the address that the others use."""
 PORT = "COVEY_CHANNEL_PORT"
-"""Port of process 0 for the channel between the processes; a free one when not set (see `parallel.channel`)."""
+"""Port of process 0 for the channel between the processes; a free one when not set (`covey_hosts.channel`)."""
 SILENT = "COVEY_SILENT_SECONDS"
 """Seconds without a sign of a process after which the others give it up."""
 PEER_LOST = 69
 """Exit code of a process that has ended because another one is stopped, gone, or has failed."""
 LAUNCHER = "COVEY_LAUNCHER_PIPE"
-"""Descriptor of a pipe that is open as long as the launcher of this process lives (see `launch.local`)."""
+"""Descriptor of a pipe that is open as long as the launcher of this process lives (see `covey_hosts.local`)."""

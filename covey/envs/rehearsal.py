@@ -16,7 +16,7 @@ from covey.envs.schemas import Schema
 from covey.envs.tool_calls import Call
 from covey.envs.tools import Toolset
 from covey.errors import EpisodeError
-from covey.parallel import channel, distributed
+from covey.parallel import processes
 from covey.rewards.call import excerpt
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
         EpisodeError: the two courses differ.
     """
     difference = ""
-    if distributed.is_first():
+    if processes.here().is_first:
         difference = runner.submit(_find_difference(runner, rows[0], rows[min(1, len(rows) - 1)])).result()
-    if difference := channel.broadcast(difference, "rehearsal"):
+    if difference := processes.here().broadcast(difference, "rehearsal"):
         raise EpisodeError(
             f"the environment {runner.name!r} played the same row with the same replies twice, the second time beside "
             f"another episode, and the courses differ: {difference}",

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree, UInt8
 
 from covey.errors import CoveyError
-from covey.parallel import channel
+from covey.parallel import processes
 from covey.parallel.mesh import PROCESS, local_mesh, with_process_axis
 
 Tree = TypeVar("Tree")
@@ -183,7 +183,7 @@ def put_host(tree: Tree, to: Sharding) -> Tree:
 
 def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
     """Return the bytes of each process as a row on its first device, with zeros behind shorter ones. All call this."""
-    row = np.zeros((1, max(channel.all_gather(len(data), "number of bytes"))), np.uint8)
+    row = np.zeros((1, max(processes.here().all_gather(len(data), "number of bytes"))), np.uint8)
     row[0, : len(data)] = np.frombuffer(data, np.uint8)
     firsts = [next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())]
     rows = NamedSharding(Mesh(firsts, (PROCESS,)), PartitionSpec(PROCESS))

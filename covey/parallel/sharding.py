@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
-from covey.parallel import checks, distributed
+from covey.parallel import processes
 from covey.parallel.mesh import local_mesh, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
@@ -210,8 +210,23 @@ def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
         return build_for_devices(nnx.merge(graph, jax.tree.map(abstract, params, targets)))
     if isinstance(place, Mesh) and spans_processes(place):
         whole = [x for x in jax.tree.leaves(params) if x.is_fully_addressable]
-        checks.check_same("model", lambda: checks.fingerprint(whole), "the same weights for all of them")
+        processes.here().check_same("model", lambda: fingerprint(whole), "the same weights for all of them")
     return build_for_devices(nnx.merge(graph, reshard(params, targets)))
+
+
+def fingerprint(tree: Any) -> int:
+    """Return a checksum of the bits of all arrays of `tree`; differences that cancel out in the sum go unnoticed."""
+    return int(_bits(tree))
+
+
+@jax.jit
+def _bits(tree: Any) -> jax.Array:
+    """Sum the arrays' bits as integers modulo 2³²: the order, and so the sharding, does not matter."""
+    total: jax.Array = jnp.uint32(0)
+    for x in jax.tree.leaves(tree):
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
+    return total
 
 
 def on_local_devices(params: Tree) -> Tree:
@@ -237,24 +252,6 @@ def put_rows(batch: Tree, like: Any) -> Tree:
     several processes each puts the rows of its own devices, and reads no others of the batch.
     """
     return put_host(batch, rows_placement(like))
-
-
-def row_holders(mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
-    """Return the numbers of the rows that the devices of each process compute, by process.
-
-    Args:
-        mesh: where rows are computed; on one that does not span processes each process computes all rows.
-        count: number of rows.
-        rows_at_once: number of rows of a micro-batch, in which each device has a part.
-    """
-    rows = np.arange(count)
-    if mesh is None or not spans_processes(mesh):
-        return [rows] * distributed.count()
-    computes = np.zeros((distributed.count(), rows_at_once), bool)
-    places: Mapping[Any, Any] = row_sharding(mesh).devices_indices_map((rows_at_once,))
-    for device, (part,) in places.items():
-        computes[device.process_index, part] = True
-    return [rows[of_process[rows % rows_at_once]] for of_process in computes]
 
 
 def rows_placement(like: Any) -> Sharding:

@@ -28,7 +28,7 @@ from covey.models.lora import check_rank, has_dropout, split_trainable, with_lor
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
-from covey.parallel import distributed
+from covey.parallel import processes
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
 from covey.rl.inference import (
@@ -328,7 +328,7 @@ class RLCluster(Keywords):
         _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
         # processes what samples meanwhile has other devices, and where nothing does the copy is not needed.
-        return reshard(trainer.trainable, held, copy=distributed.count() == 1)
+        return reshard(trainer.trainable, held, copy=processes.here().count == 1)
 
     def state(self) -> dict[str, Any]:
         """Return the arrays of a checkpoint as nested dicts: the actor's part has the names of `Trainer.state`."""

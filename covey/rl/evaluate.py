@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from covey.config.schema import EvalConfig, RolloutConfig, SamplingConfig
-from covey.parallel import channel, distributed
+from covey.parallel import processes
 from covey.rewards import RewardFn, RewardRunner, score
 from covey.types import Group
 
@@ -103,7 +103,7 @@ def evaluate(
     chosen = list(examples[: config.prompts or None])
 
     def evaluate_preset(preset: Any) -> Evaluation:
-        start, local = distributed.share(chosen)
+        start, local = processes.here().share(chosen)
         groups = model.generate(
             local,
             config.samples,
@@ -129,8 +129,8 @@ def evaluate_groups(
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
     correct = {what: _find_correct(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
-    correct = {what: channel.gather_items(right, f"evaluation: {what}") for what, right in correct.items()}
-    scored = channel.gather_items(scored, "evaluation")
+    correct = {what: processes.here().gather_items(right, f"evaluation: {what}") for what, right in correct.items()}
+    scored = processes.here().gather_items(scored, "evaluation")
     rewards = np.array([r for g in scored if g.rewards is not None for r in g.rewards])
     completions = [c for g in scored for c in g.completions]
     judged = {what: [known for r in right if (known := r[~np.isnan(r)]).size] for what, right in correct.items()}

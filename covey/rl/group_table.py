@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from covey.losses.advantages import reward_table
 from covey.packing.rows import GroupShape
-from covey.parallel import channel, distributed
+from covey.parallel import processes
 from covey.types import Branch, Completion, Episode, Group
 
 
@@ -66,12 +66,12 @@ class GroupTable:
     @property
     def own(self) -> Int[np.ndarray, "p"]:
         """Numbers of the groups that this process has sampled."""
-        return np.flatnonzero(self.owner == distributed.index())
+        return np.flatnonzero(self.owner == processes.here().index)
 
     @property
     def own_completions(self) -> Int[np.ndarray, "b"]:
         """Numbers of the completions of these groups."""
-        return np.flatnonzero(np.repeat(self.owner, self.sizes) == distributed.index())
+        return np.flatnonzero(np.repeat(self.owner, self.sizes) == processes.here().index)
 
     @cached_property
     def starts(self) -> Int[np.ndarray, "P+1"]:
@@ -112,7 +112,7 @@ class GroupTable:
 
     def collect(self, values: Sequence[Any], about: str) -> list[Any]:
         """Return the values of all groups, given those of this process's. All processes must call it."""
-        by_process = [iter(theirs) for theirs in channel.all_gather(list(values), about)]
+        by_process = [iter(theirs) for theirs in processes.here().all_gather(list(values), about)]
         return [next(by_process[owner]) for owner in self.owner]
 
     def collect_numbers(self, values: np.ndarray, about: str) -> np.ndarray:
@@ -141,7 +141,7 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
     rewards = [n if group.rewards is None else np.asarray(group.rewards) for group, n in zip(groups, none, strict=True)]
     names = groups[0].rewards_by_function if groups else ()
     return GroupTable(
-        owner=np.full(len(groups), distributed.index()),
+        owner=np.full(len(groups), processes.here().index),
         prompts=column(int, (len(group.prompt_tokens) for group in groups)),
         sizes=column(int, (len(group.completions) for group in groups)),
         lengths=column(int, (len(c.tokens) for c in completions)),
@@ -175,7 +175,7 @@ def join(tables: Sequence[GroupTable]) -> GroupTable:
 
 def gather_table(groups: Sequence[Group]) -> GroupTable:
     """Return the table of the groups of all processes, given those of this one. All processes must call it."""
-    return join(channel.all_gather(table_of(groups), "groups"))
+    return join(processes.here().all_gather(table_of(groups), "groups"))
 
 
 def _first_equal(group: Group) -> list[int]:

@@ -25,7 +25,7 @@ from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
-from covey.parallel.order import check_launch_order
+from covey.parallel import processes
 from covey.parallel.programs import Program, abstract
 from covey.parallel.reshard import put_host, read_own_rows, reshard
 from covey.parallel.sharding import rows_placement
@@ -43,7 +43,7 @@ class RowScorer:
     """
 
     def __init__(self, graph: Any, name: str, compute: Callable[[Any, Rows], Any]):
-        self.graph, self._name, self._score = graph, name, check_launch_order(name, jax.jit(compute))
+        self.graph, self._name, self._score = graph, name, processes.here().in_order(name, jax.jit(compute))
 
     @classmethod
     def of_logps(cls, graph: Any, temperature: float) -> "RowScorer":

@@ -5,7 +5,7 @@ log-probs that the loss needs, estimate advantages, update, give the new weights
 method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
 ahead of the rest (`rollouts`). Observers log, print and save the results of each step.
 
-Several processes run the loop in lockstep (`parallel.distributed`): each samples and scores a share. All know the
+Several processes run the loop in lockstep (`parallel.processes`): each samples and scores a share. All know the
 numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
 to a token for its own share, and has the rows of its own devices (`packed_groups`).
 """
@@ -30,7 +30,7 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import Layout, make_layout
-from covey.parallel import checks, distributed, order
+from covey.parallel import processes
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -115,7 +115,7 @@ class Learner(Keywords, ABC):
         config = with_correction(config, self.lead)
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
-        standard = [StepLines(show)] if distributed.is_first() else []
+        standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
@@ -193,8 +193,8 @@ class Learner(Keywords, ABC):
 
     @contextmanager
     def phase(self, name: str, program: Any = "") -> Iterator[None]:
-        """Measure the seconds of a phase of this step, in which all processes launch equal programs (`order.phase`)."""
-        with self.stats.clock(name), order.phase(name, self.step, program):
+        """Measure the seconds of a phase of this step, in which all processes launch equal programs (`Processes.phase`)."""
+        with self.stats.clock(name), processes.here().phase(name, self.step, program):
             yield
 
     def collect(self, prompts: PromptBatch) -> Experience:
@@ -213,7 +213,7 @@ class Learner(Keywords, ABC):
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
         whatever the slices and shares.
         """
-        start, local = distributed.share(prompts.examples)
+        start, local = processes.here().share(prompts.examples)
         groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
         with clock("rollout"):
             first = prompts.first + start
@@ -289,7 +289,7 @@ class Learner(Keywords, ABC):
             self.stats.add(rollout, experience.groups)
             for batch in self._split(experience):
                 # Compare it with that of the other processes, before any of them launches a program on it.
-                with order.phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
+                with processes.here().phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
                     pass
                 yield batch
         if not self.stats.waste:
@@ -422,13 +422,13 @@ class Learner(Keywords, ABC):
     def _check_same_start(self, loader: PromptLoader, total: int) -> None:
         """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
-        checks.check_same("training data or step", at, "give all of them the same data and run folder")
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     def _scores_tokens(self, updates: int) -> bool:
         """Return whether token values are computed in a step of so many updates; only a run of one process does so,
         because all processes must launch the same programs.
         """
-        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
+        return processes.here().count == 1 and is_due(self.step + updates, updates, self.token_values_every)
 
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes; then adapt β and the reference to it."""

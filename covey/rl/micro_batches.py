@@ -23,7 +23,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, split_micro_batches
-from covey.parallel import channel
+from covey.parallel import processes
 from covey.parallel.sharding import put_rows
 from covey.rl.group_table import GroupTable
 from covey.rl.roles import Role
@@ -192,7 +192,7 @@ def gather_batches(batches: Sequence[TrainBatch]) -> tuple[list[Group], dict[str
     for number, batch in enumerate(batches):
         groups += batch.groups if batch.table is None else batch.table.collect(batch.groups, "groups of a bad batch")
         own = batch.counted, {name: array[batch.counted] for name, array in batch.arrays().items()}
-        parts = channel.all_gather(own, "arrays of a bad batch")
+        parts = processes.here().all_gather(own, "arrays of a bad batch")
         for name, array in batch.arrays().items():
             arrays[f"{number}.{name}"] = whole = np.array(array)
             for rows, of_process in parts:

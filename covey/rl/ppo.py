@@ -17,7 +17,7 @@ from covey.errors import RecipeError
 from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
-from covey.parallel import channel
+from covey.parallel import processes
 from covey.rewards import RewardFns
 from covey.rl.cluster import RLCluster
 from covey.rl.experience import Experience, tokens_in_loss
@@ -81,7 +81,7 @@ def _explained_variance(batches: Iterable[TrainBatch]) -> float:
         if batch.value_inputs is not None:
             returns, values, weight = (x[batch.counted] for x in batch.value_inputs)
             pairs.append((values[weight > 0], returns[weight > 0]))
-    total = lambda sums: np.sum(channel.all_gather(sums, "explained variance"), axis=0)  # noqa: E731
+    total = lambda sums: np.sum(processes.here().all_gather(sums, "explained variance"), axis=0)  # noqa: E731
     return explained_variance([v for v, _ in pairs], [r for _, r in pairs], total)
 
 

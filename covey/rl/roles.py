@@ -17,6 +17,7 @@ from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.models.decoder import DecoderOptions
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import Rows, rows_at_a_time
+from covey.parallel import processes
 from covey.parallel.mesh import (
     MESH_AXES,
     check_even_mesh,
@@ -25,7 +26,7 @@ from covey.parallel.mesh import (
     local_mesh,
     spans_processes,
 )
-from covey.parallel.sharding import Model, num_row_shards, place_model, row_holders
+from covey.parallel.sharding import Model, num_row_shards, place_model
 from covey.text.tokenizer import Tokenizer
 
 
@@ -127,7 +128,9 @@ class ClusterConfig(Config):
         meshes = {self.mesh(role) for role in Role if role not in PER_PROCESS_ROLES}
         limit = self.training_config.max_tokens_per_micro_batch
         of_meshes = [
-            row_holders(mesh, count, rows_per_micro_batch(count, length, limit, num_row_shards(mesh), fixed_shapes))
+            processes.here().row_holders(
+                mesh, count, rows_per_micro_batch(count, length, limit, num_row_shards(mesh), fixed_shapes)
+            )
             for mesh in meshes
         ]
         return [np.unique(np.concatenate(rows)) for rows in zip(*of_meshes, strict=True)]

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from covey.data.loader import PromptLoader
-from covey.parallel import distributed, order
-from covey.parallel.wire import deserialize
+from covey.parallel import processes
+from covey.parallel.values import deserialize
 from covey.rl.experience import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
 from covey.rl.metrics import Clock
 from covey.types import Completion
@@ -89,13 +89,13 @@ def local_step(parts: Sequence[SampledStep]) -> SampledStep:
     """Return this process's part of a step, given those of the processes that sampled it, perhaps of another number."""
     first, by_process = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(by_process[owner]) for owner in first.rollout.table.owner]
-    sizes = np.diff(distributed.share_bounds(len(groups)))
-    table = replace(first.rollout.table, owner=np.repeat(np.arange(distributed.count()), sizes))
+    sizes = np.diff(processes.here().share_bounds(len(groups)))
+    table = replace(first.rollout.table, owner=np.repeat(np.arange(processes.here().count), sizes))
     # Each count of the processes that sampled it goes to one process.
-    kept = (part.rollout for part in parts[distributed.index() :: distributed.count()])
+    kept = (part.rollout for part in parts[processes.here().index :: processes.here().count])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
     counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
-    return replace(first, rollout=replace(first.rollout, groups=[*distributed.share(groups)[1]], table=table, **counts))
+    return replace(first, rollout=replace(first.rollout, groups=[*processes.here().share(groups)[1]], table=table, **counts))
 
 
 class Worker:
@@ -199,7 +199,7 @@ class Rollouts:
             with self._sampler, self._scorer, closing(self._sampler):  # it stops before the scorer is waited for
                 yield self
             if self._copies:
-                with order.phase("sync", self._learner.step):
+                with processes.here().phase("sync", self._learner.step):
                     self._learner.cluster.sync_weights()  # the last that it has may be those of k steps ago
         finally:
             self._learner.ahead = None
@@ -313,7 +313,7 @@ class Rollouts:
 
     def _copy_weights(self) -> Any:
         """Copy the weights of the last update; of several processes, in the thread that trains."""
-        with order.phase("sync", self._learner.step):
+        with processes.here().phase("sync", self._learner.step):
             return self._learner.cluster.copy_weights()
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from threading import Lock
 
 from covey.config.algorithms import Algorithm
-from covey.parallel import channel
+from covey.parallel import processes
 from covey.rewards import RewardRunner
 from covey.rl.experience import RolloutBatch, sum_by_name
 from covey.rl.metrics import Clock, combine_updates, group_metrics, known_mean, sampling_metrics, work_metrics
@@ -42,7 +42,7 @@ class StepStats:
 def gather_step_stats(stats: StepStats) -> StepStats:
     """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
     local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
-    sampler, failed, dropped, seconds = zip(*channel.all_gather(local, "step"), strict=True)
+    sampler, failed, dropped, seconds = zip(*processes.here().all_gather(local, "step"), strict=True)
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
     rollout = replace(
         stats.rollout, stats=sum(sampler, SamplerStats()), failed=sum_by_name(*failed), dropped=sum(dropped)
@@ -109,7 +109,7 @@ class FailureCounts:
         """
         rewards, environments = self.counts()[0], self._known[1] + sampled
         new = rewards - self._known[0]
-        of_rewards, of_environments = zip(*channel.all_gather((dict(new), sampled), "failures"), strict=True)
+        of_rewards, of_environments = zip(*processes.here().all_gather((dict(new), sampled), "failures"), strict=True)
         elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new, sum(of_environments) - sampled
         self._known = rewards + elsewhere[0], environments + elsewhere[1]
         if elsewhere[0]:

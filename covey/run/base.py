@@ -36,9 +36,8 @@ from covey.monitor.run_files import METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import STOPPED
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
-from covey.parallel import distributed, mesh_from_config
-from covey.parallel.checks import check_shared_folder
-from covey.parallel.wire import PeerLostError
+from covey.parallel import mesh_from_config, processes
+from covey.parallel.processes import PeerLostError
 from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.inference import console_of_process
@@ -174,7 +173,7 @@ class Run(ABC, Generic[RecipeT]):
         announce: Announce | None = None,
     ) -> dict[str, Any]:
         """Run `recipe` in `out`, in the type of products that the recipe `began` leads to."""
-        check_shared_folder(out)
+        processes.here().check_shared_folder(out)
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(began.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with open_folder(out, recipe) as folder:
@@ -234,7 +233,7 @@ class Run(ABC, Generic[RecipeT]):
         """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
         check_same_recipe(recipe, "the same command for all")
         mesh = mesh_from_config(recipe.model.mesh)
-        show = echo if distributed.is_first() else lambda text: None
+        show = echo if processes.here().is_first else lambda text: None
         with show_log(info=show, warning=show):
             return cls.load_data(recipe), mesh
 
@@ -428,7 +427,7 @@ def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
     """Return `recipe` with the type of products that was chosen, and report it where the recipe leaves the choice."""
     if recipe.model.compute_dtype != AUTO:
         return recipe
-    if distributed.is_first():
+    if processes.here().is_first:
         echo(f"model.compute_dtype auto: this run computes in {chosen}")
     model: Any = replace(recipe.model, compute_dtype=chosen)
     return replace(recipe, model=model)

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -30,8 +31,7 @@ from covey.models.export.hf import write_settings
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, MODEL, RECIPE, SUMMARY
 from covey.monitor.writer import Correct, MetricsWriter, sample_lines, write_answers, write_bad_batch, write_summary
-from covey.parallel import channel, distributed
-from covey.parallel.checks import versions
+from covey.parallel import processes
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import claim, release
@@ -65,11 +65,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, step_files: Sequence[str] = ()):
         self.path, self.path_as_given, self.saves, self.resuming = out.absolute(), out, saves, resuming
-        self.writes = distributed.is_first()
-        self.last = channel.broadcast(saves.latest(), "last checkpoint")
+        self.writes = processes.here().is_first
+        self.last = processes.here().broadcast(saves.latest(), "last checkpoint")
         self.saved = self.last if resuming else None
         self.resume_at = (self.last or 0) if resuming else None
-        self.summary = channel.broadcast(read_summary(self.path / SUMMARY) if resuming else None, "summary")
+        self.summary = processes.here().broadcast(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
         self._writer = (
             MetricsWriter(self.path, resume_at=self.resume_at, must_reach=step_files if self.resume_at else ())
@@ -105,7 +105,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         first one writes those of all.
         """
         self.metrics = record.metrics
-        lines = channel.gather_parts(
+        lines = processes.here().gather_parts(
             sample_lines(record.step, record.groups, record.numbers), record.numbers, "samples"
         )
         if self._writer is not None:
@@ -173,7 +173,7 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
     that the corrected command can use the name.
     """
     check_not_url(out)
-    text, path, writes = to_yaml(recipe), out.absolute(), distributed.is_first()
+    text, path, writes = to_yaml(recipe), out.absolute(), processes.here().is_first
     check_no_secrets(text)
     claimed = writes and claim(path, CHECKPOINTS)
     with Checkpointer(
@@ -266,14 +266,18 @@ Figure = int | float | None
 """Value of an evaluation metric; None where nothing was measured."""
 
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+"""Packages whose version may change results."""
+
+
 def describe_environment() -> dict[str, str]:
     """Describe software and devices by name; no text names the machine or its user."""
     devices = jax.devices()
     described = {
         "covey": __version__,
         "commit": _commit(),
-        **versions(),
         "python": platform.python_version(),
+        **{name: str(resolve_name(name).__version__) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})",
         "processes": str(jax.process_count()),

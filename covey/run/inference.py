@@ -26,7 +26,7 @@ from covey.models.decoder import Decoder
 from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.progress import Progress
 from covey.monitor.writer import Correct
-from covey.parallel import checks, distributed
+from covey.parallel import processes
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
@@ -90,12 +90,12 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
     """
     same = "the same command and data for all"
     check_same_recipe(recipe, same)
-    checks.check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
+    processes.here().check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
 
 
 def console_of_process() -> Console | None:
     """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
-    return None if distributed.is_first() else Console(quiet=True)
+    return None if processes.here().is_first else Console(quiet=True)
 
 
 def play(recipe: Recipe, episodes: int) -> None:

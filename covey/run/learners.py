@@ -46,9 +46,9 @@ from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
 from covey.models.lora import check_rank
 from covey.monitor.record import Observer, StepLines, total_steps
-from covey.parallel import channel, checks
-from covey.parallel.checks import check_shared_folder
+from covey.parallel import processes
 from covey.parallel.reshard import flatten
+from covey.parallel.sharding import fingerprint
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -241,9 +241,9 @@ def _train_in_folder(
 ) -> dict[str, Any]:
     """Begin a run in the new folder `out`, or resume the one that is there; return its summary."""
     out = out.expanduser()
-    check_shared_folder(out)
+    processes.here().check_shared_folder(out)
     in_use = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    resuming, in_use = channel.broadcast((is_run(out), in_use), "run folder")  # process 0 soon writes there
+    resuming, in_use = processes.here().broadcast((is_run(out), in_use), "run folder")  # process 0 soon writes there
     if resuming and not is_from_python(load_any(out)):
         raise ResumeError(
             "this run was begun by a command",
@@ -431,7 +431,7 @@ def _naming(argument: str) -> Iterator[None]:
 
 def _checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
     """Return a checksum of all weights: a resumed run must have begun with the same ones."""
-    checksum = sum(checks.fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
+    checksum = sum(fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
     return f"a model from Python, checksum {checksum:08x}"
 
 

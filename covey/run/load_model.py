@@ -31,7 +31,7 @@ from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.monitor.run_files import CHECKPOINTS, RECIPE
-from covey.parallel import channel, checks, mesh_from_config
+from covey.parallel import mesh_from_config, processes
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
 from covey.run.folder import RunFolder, model_folder
@@ -82,7 +82,7 @@ def load_for(recipe: AnyRecipe, mesh: Mesh | None = None, source: str | None = N
         if source is not None and chain_of_runs(source)[0]
         else load_source(recipe.model, source or recipe.model.source, recipe.seed, mesh)
     )
-    checks.check_same("model", lambda: loaded[2], "the same weights for all of them")
+    processes.here().check_same("model", lambda: loaded[2], "the same weights for all of them")
     return loaded
 
 
@@ -253,7 +253,7 @@ def _is_same_local(then: str, now: str) -> bool:
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
-    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.distributed.start`).
+    empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.processes.start`).
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
@@ -300,7 +300,7 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
     tokenizer = tokenizer if settings is None else settings[1]
     with Checkpointer(folder_below(folder, CHECKPOINTS), read_only=True) as saves:
         graph, trained, rest = split_trainable(model)
-        step = channel.broadcast(saves.latest(), "checkpoint")
+        step = processes.here().broadcast(saves.latest(), "checkpoint")
         held, extra = saves.restore(step, target={"params": nnx.to_pure_dict(trained)}, subset=True)
         origin = f"checkpoint {step} of a run, sha256 {saves.digest(step or 0)[:16]}"
     if base:

@@ -25,10 +25,10 @@ from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.monitor.formats import SampleLine
 from covey.monitor.record import StepRecord, total_steps
-from covey.parallel import checks
+from covey.parallel import processes
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.parallel.reshard import stack_bytes
-from covey.parallel.wire import serialize
+from covey.parallel.values import serialize
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -191,7 +191,7 @@ def load_value_models(
     if recipe.critic:
         loaded = load_critic(recipe.critic, mesh=mesh, **decoder_options(options))
         critic, origins["critic"] = loaded.model, with_digest(loaded.origin)
-        checks.check_same("critic", lambda: origins["critic"], "the same weights for all of them")
+        processes.here().check_same("critic", lambda: origins["critic"], "the same weights for all of them")
     else:
         critic = make_value_model(without_lora(actor), share=bool(options.lora.rank))
     models[Role.CRITIC] = with_lora(critic, options.lora, seed=recipe.seed + 1) if options.lora.rank else critic

@@ -23,8 +23,9 @@ from covey.config.algorithms import PPOConfig, algorithm_of
 from covey.config.base import OnResume, on_resume, without_check
 from covey.config.recipe import METHODS, SECTION, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
+from covey.files import file_sha256
 from covey.monitor.run_files import RECIPE
-from covey.parallel import checks
+from covey.parallel import processes
 
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ def check_same_recipe(recipe: Recipe | SFTRecipe, want: str) -> None:
     Raises:
         CoveyError: one does; `want` says of a recipe what is expected.
     """
-    checks.check_same("recipe", lambda: to_yaml(recipe), want)
-    checks.check_same(
+    processes.here().check_same("recipe", lambda: to_yaml(recipe), want)
+    processes.here().check_same(
         "code of the recipe",
         lambda: {name: digest for module in module_names(recipe) for name, digest in digests(module).items()},
         want="the same files in all processes",
@@ -119,7 +120,7 @@ def digests(module: str) -> dict[str, str]:
             files += [(f"{top}/{file.relative_to(root).as_posix()}", file) for file in root.rglob("*.py")]
     elif spec is not None and spec.origin:
         files = [(Path(spec.origin).name, Path(spec.origin))]
-    return {name: checks.digest_of(file) for name, file in files if file.is_file()}
+    return {name: file_sha256(file) for name, file in files if file.is_file()}
 
 
 def _members(recipe: Recipe | SFTRecipe) -> Iterator[str]:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Self
 
 from covey.errors import Stopped
-from covey.parallel import channel
+from covey.parallel import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -58,7 +58,7 @@ class SignalHandler:
     def requested(self) -> str:
         """Return the name of the signal that any process has received, or "". All processes must call it."""
         received = self._received  # another one may come meanwhile, and only to this process
-        return next(filter(None, channel.compare(received, "stop").values()), received)
+        return next(filter(None, processes.here().compare(received, "stop").values()), received)
 
     def raise_if_requested(self) -> None:
         """End the run if any process has received a signal. All processes must call it.

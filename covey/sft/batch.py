@@ -21,7 +21,7 @@ from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import token_logps
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches
-from covey.parallel.order import check_launch_order
+from covey.parallel import processes
 from covey.parallel.programs import Program, abstract
 from covey.parallel.sharding import put_rows, rows_placement
 from covey.text.tokenizer import Tokenizer
@@ -128,7 +128,9 @@ class HeldOutLoss:
 
     def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
         self.config, self.mesh = config, mesh
-        self._sum = check_launch_order("held-out loss", jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0]))
+        self._sum = processes.here().in_order(
+            "held-out loss", jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0])
+        )
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""

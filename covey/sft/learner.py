@@ -23,7 +23,7 @@ from covey.models.loading.weights import load
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
-from covey.parallel import checks, distributed, order
+from covey.parallel import processes
 from covey.parallel.mesh import check_even_mesh, default_mesh
 from covey.parallel.sharding import place_model
 from covey.sft.batch import (
@@ -86,14 +86,14 @@ class SFTLearner(Keywords):
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        if mesh is not None and distributed.count() > 1:
+        if mesh is not None and processes.here().count > 1:
             check_even_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         show = ("loss", *self.config.show, "eval/loss", "step_time")
-        standard = [StepLines(show)] if distributed.is_first() else []
+        standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history = History()
         self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
@@ -115,13 +115,13 @@ class SFTLearner(Keywords):
         cost = compile_cost(num_parameters(self._model), total, self._model.fixed_shapes)
         held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
         at = lambda: (self.step, total, loader.state())  # noqa: E731
-        checks.check_same("training data or step", at, "give all of them the same data and run folder")
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")
             groups = self._to_groups(next(loader))
             rows = pack_rows(groups, self.config, cost)
-            with order.phase("update", self.step):
+            with processes.here().phase("update", self.step):
                 metrics = self._update_or_skip(trainer, groups, rows)
             self.step += 1
             metrics["learning_rate"] = trainer.last_learning_rate

@@ -37,9 +37,9 @@ from orbax.checkpoint import v1 as ocp
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, is_count, number
-from covey.parallel.channel import all_gather, seconds_to_end, together
+from covey.parallel import processes
+from covey.parallel.processes import PeerLostError
 from covey.parallel.reshard import flatten
-from covey.parallel.wire import PeerLostError
 from covey.train.bucket import BucketStore, open_store
 from covey.train.storage import LOCK, SUMS, is_open_at, take_lock
 
@@ -88,7 +88,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         with ExitStack() as resources:  # an error below gives the lock back
             writes = self._is_first and not read_only
             # Of a launch in which one process was killed the others hold the lock for some seconds more.
-            self._lock = resources.enter_context(take_lock(self.folder, seconds_to_end())) if writes else None
+            self._lock = (
+                resources.enter_context(take_lock(self.folder, processes.here().seconds_to_end)) if writes else None
+            )
             self._store = open_store(self.folder, address, writes)
             if writes:
                 self._store.finish_interrupted()
@@ -158,7 +160,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             meta |= {"score": score, "scored_by": self._scored_by}
         text = json.dumps(meta, indent=1)
         needed = sum(leaf.nbytes for leaf in flat.values()) + len(text)
-        with together("checkpoint/prepare"):
+        with processes.here().together("checkpoint/prepare"):
             if self._is_first:
                 self._prepare(step, needed)
         # Random keys are stored as their uint32 data.
@@ -269,10 +271,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         release_free_memory()  # of what Orbax encoded
         try:
-            with together("checkpoint/written"):
+            with processes.here().together("checkpoint/written"):
                 writing.result()
-            digests = all_gather(self._store.local_digests(step, jax.process_index()), "checkpoint/digests")
-            with together("checkpoint/complete"):
+            digests = processes.here().all_gather(
+                self._store.local_digests(step, jax.process_index()), "checkpoint/digests"
+            )
+            with processes.here().together("checkpoint/complete"):
                 if self._is_first:
                     known = {name: digest for local in digests for name, digest in local.items()}
                     self._store.commit(step, {META: meta.encode()}, known)
@@ -298,7 +302,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _find_damage(self, step: int) -> str:
         """Describe the damage to the files of a step; empty when they are intact. Each process verifies a part."""
         damage = self._store.damage(step, (jax.process_index(), jax.process_count()))
-        return next(filter(None, all_gather(damage, "checkpoint/damage")), "")
+        return next(filter(None, processes.here().all_gather(damage, "checkpoint/damage")), "")
 
     def _read_meta(self, step: int) -> dict[str, Any]:
         """Read meta.json.

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from covey.models.layer_stack import is_state
-from covey.parallel.order import check_launch_order
+from covey.parallel import processes
 from covey.parallel.programs import Program
 from covey.parallel.reshard import dotted_path
 from covey.train.gradient_sums import GradientLayout, GradientSums
@@ -45,7 +45,7 @@ class PartProgram:
         shardings = tuple(map(list, places))
         self.init = jax.jit(self._init, out_shardings=shardings[1])
         apply = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=shardings)
-        self.apply: Any = check_launch_order("apply", apply)
+        self.apply: Any = processes.here().in_order("apply", apply)
 
     def _init(self, weights: Leaves) -> Leaves:
         return jax.tree.leaves(self._optimizer.init(jax.tree.unflatten(self._weights, weights)))

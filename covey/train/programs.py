@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder, compiler_options
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import apply_lora_dropout, split_trainable
-from covey.parallel.order import check_launch_order
+from covey.parallel import processes
 from covey.parallel.programs import Program, abstract, takes_shapes
 from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
@@ -70,11 +70,11 @@ class UpdatePrograms:
             out_shardings=(sum_shardings, None),
             compiler_options=compiler_options(model),
         )
-        self.accumulate = check_launch_order("gradients", accumulate)
+        self.accumulate = processes.here().in_order("gradients", accumulate)
         reduce = jax.jit(self.layout.reduce, out_shardings=reduced_shardings)
-        self._reduce = check_launch_order("reduce", reduce)
+        self._reduce = processes.here().in_order("reduce", reduce)
         self.reduce = takes_shapes(self._reduce, reduced_shardings) if self.layout.parts > 1 else _unchanged
-        self.norm = check_launch_order("norm", jax.jit(self.layout.norm))
+        self.norm = processes.here().in_order("norm", jax.jit(self.layout.norm))
         self._update: LayerUpdates | WholeUpdate
         if isinstance(optimizer, ScheduledOptimizer) and len(self.layout.layers) > 1:
             self._update = LayerUpdates(optimizer, self.layout, self.norm, self.trainable, state)
@@ -120,7 +120,7 @@ class WholeUpdate:
         shardings = jax.tree.map(lambda x: x.sharding, (trainable, state))
         self.init = jax.jit(optimizer.init, out_shardings=shardings[1])
         apply = jax.jit(partial(apply_sums, optimizer, layout), donate_argnums=(0, 1), out_shardings=shardings)
-        self.apply: Any = check_launch_order("apply", apply)
+        self.apply: Any = processes.here().in_order("apply", apply)
 
     def largest_program(self, sums: GradientSums, learning_rates: LearningRates) -> Program:
         """Return the program for sums of these shapes."""

@@ -23,8 +23,8 @@ import jinja2
 from jax.sharding import Mesh
 
 from covey import __version__
-from covey.config import processes
 from covey.config.algorithms import algorithm_of
+from covey.config.processes import MODE
 from covey.config.recipe import AnyRecipe, Recipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
@@ -36,8 +36,7 @@ from covey.models.export.files import Difference, check_new_folder
 from covey.models.export.hf import write_hf, write_tokenizer
 from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
-from covey.parallel import checks, distributed, make_mesh
-from covey.parallel.checks import check_shared_folder
+from covey.parallel import make_mesh, processes
 from covey.registry import import_package
 from covey.report import REPORT, write_report
 from covey.run.folder import model_folder, read_summary
@@ -100,15 +99,15 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
     lineage = Lineage.of(source)
     if kind == "peft":
         _check_adapters(lineage, source, out)
-    if kind == "gguf" and distributed.count() > 1:
+    if kind == "gguf" and processes.here().count > 1:
         raise CoveyError(
-            f"a GGUF file is written by one process, and there are {distributed.count()}",
+            f"a GGUF file is written by one process, and there are {processes.here().count}",
             want="--format hf or peft; llama.cpp converts the first to GGUF",
-            fix=f"{processes.MODE}=off before the command, where one process can hold the model",
+            fix=f"{MODE}=off before the command, where one process can hold the model",
         )
     words = (source, str(out), kind, dtype, shard_size)
-    checks.check_same("export", lambda: words, "the same command for all of them")
-    check_shared_folder(out.absolute().parent)
+    processes.here().check_same("export", lambda: words, "the same command for all of them")
+    processes.here().check_shared_folder(out.absolute().parent)
     options = ModelOptions(source=source, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     if kind == "gguf":
         model, tokenizer = abstract_for(AnyRecipe(model=options), "cpu")
@@ -128,7 +127,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
 
 def _say(text: str) -> None:
     """Print a line, from the first process alone."""
-    if distributed.is_first():
+    if processes.here().is_first:
         echo(text)
 
 
@@ -136,7 +135,7 @@ def _mesh_over_processes() -> Mesh | None:
     """Return a mesh that divides a model over all devices of several processes; None in one process, which has all of
     it on one device.
     """
-    return make_mesh((len(jax.devices()),), ("fsdp",)) if distributed.count() > 1 else None
+    return make_mesh((len(jax.devices()),), ("fsdp",)) if processes.here().count > 1 else None
 
 
 def _write(

@@ -23,7 +23,7 @@ from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
-from covey.parallel.channel import together
+from covey.parallel import processes
 from covey.parallel.reshard import to_host
 
 Parts = list[Linear]
@@ -64,7 +64,7 @@ def write_peft(
         raise no_adapters_error()
     tensors, targets = _tensors(adapted), _target_modules(list(adapted), list(modules), inside)
     with new_folder(out, card) as folder:
-        with together("export/adapters"):
+        with processes.here().together("export/adapters"):
             if jax.process_index() == 0:
                 write_json(folder / CONFIG_FILE, _config(adapted, targets, base))
                 write_safetensors(folder / TENSORS_FILE, tensors)

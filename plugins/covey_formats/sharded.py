@@ -23,7 +23,7 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.export.files import export_arrays, parameter_arrays
-from covey.parallel.channel import together
+from covey.parallel import processes
 
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Names of the types in a header."""
@@ -54,14 +54,14 @@ def write_jointly(model: Decoder, dtype: str, files: Mapping[Path, Sequence[str]
     headers = {
         file: _header({name: shapes[name] for name in sorted(tensors)}, dtype) for file, tensors in files.items()
     }
-    with together("export/header"):
+    with processes.here().together("export/header"):
         if jax.process_index() == 0:
             for file, (text, places) in headers.items():
                 with file.open("wb") as out:
                     out.write(text)
                     out.truncate(_end(places, dtype))
     where = {name: (file, place) for file, (_, places) in headers.items() for name, place in places.items()}
-    with together("export/shards"):
+    with processes.here().together("export/shards"):
         for name, parameters in groupby(export_arrays(model, dtype), lambda item: names[item[0]]):
             file, place = where[name]
             for path, array in parameters:

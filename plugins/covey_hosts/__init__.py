@@ -1,4 +1,4 @@
-"""Start a training command as several processes: on this machine, or as a job file for a cluster."""
+"""Several processes: what they tell each other, and how a command is started as several, here or on a cluster."""
 
 from covey_hosts.jobs import JOBS, JobOptions
 from covey_hosts.local import LocalOptions, launch

@@ -18,7 +18,7 @@ from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.processes import PEER_LOST
 from covey.errors import STOPPED, Stopped
-from covey.parallel.wire import PeerLostError
+from covey.parallel.processes import PeerLostError
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"

@@ -142,7 +142,7 @@ def test_names_are_imported_from_covey_itself() -> None:
     """No script of the documents imports from a module of the package, but for the reason that is given here."""
     pattern = re.compile(r"^(?:from|import) covey\..*$", re.M)
     imported = {(block.page, line) for block in PYTHON for line in pattern.findall(block.code)}
-    begins_processes = ("docs/scaling.md", "from covey.parallel import distributed")  # before anything else is imported
+    begins_processes = ("docs/scaling.md", "from covey.parallel import processes")  # before anything else is imported
     assert imported == {begins_processes}
 
 

@@ -12,7 +12,7 @@ from covey.envs import EnvironmentRunner, Step
 from covey.envs.rehearsal import rehearse
 from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError
-from covey.parallel import channel, distributed
+from covey.parallel import processes
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Play {number}."}], "number": number} for number in range(2)]
 
@@ -161,8 +161,8 @@ def test_it_is_due_for_environments_in_this_process_unless_a_setting_says_otherw
 
 def test_one_process_plays_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 1 of 2 plays nothing and has the error of process 0."""
-    monkeypatch.setattr(distributed, "is_first", lambda: False)
-    monkeypatch.setattr(channel, "broadcast", lambda value, about: value or "the prompt 'a', then 'b'")
+    monkeypatch.setattr(processes.ALONE, "index", 1)
+    monkeypatch.setattr(processes.ALONE, "broadcast", lambda value, about: value or "the prompt 'a', then 'b'")
     never_played = SimpleNamespace(name="game", config=EnvsConfig())
     with pytest.raises(EpisodeError, match="the prompt 'a', then 'b'"):
         rehearse(never_played, ROWS)  # type: ignore[arg-type]

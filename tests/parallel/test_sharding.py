@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel import flatten, logical_axes, make_mesh, mesh_of, num_row_shards, row_sharding, shardings
-from covey.parallel.sharding import weight_shardings
+from covey.parallel.sharding import fingerprint, weight_shardings
 
 WIDE = ModelConfig(
     vocab_size=64,
@@ -123,3 +123,13 @@ def test_rows(shape: tuple[int, ...], axes: tuple[str, ...], parts: int) -> None
     rows = jax.device_put(jnp.arange(24).reshape(8, 3), row_sharding(mesh))
     assert {shard.data.shape for shard in rows.addressable_shards} == {(8 // parts, 3)}
     np.testing.assert_array_equal(rows, np.arange(24).reshape(8, 3))
+
+
+def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
+    a = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+    tree = {"a": a, "b": jnp.ones(3, jnp.bfloat16), "c": jnp.arange(2), "d": jnp.array([True, False])}
+    one = fingerprint(tree)
+    sharded = jax.device_put(a, NamedSharding(make_mesh((4, 1)), P("fsdp")))
+    assert fingerprint(tree | {"a": sharded}) == one
+    for name, value in {"a": jnp.nextafter(a[-1], jnp.inf), "b": 1.0078125, "c": 2, "d": True}.items():
+        assert fingerprint(tree | {name: tree[name].at[-1].set(value)}) != one

@@ -11,7 +11,7 @@ import pytest
 from covey.config.metrics import OVERLONG
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
 from covey.packing.rows import Rows, unpack
-from covey.parallel import channel, distributed
+from covey.parallel import processes
 from covey.rewards import RewardRunner
 from covey.rl.experience import PromptBatch, RolloutBatch, tokens_in_loss
 from covey.rl.group_table import table_of
@@ -148,7 +148,7 @@ def test_what_a_reward_function_fails_for_is_counted_and_left_out(
         assert batch.groups[0].advantages[1] == 0
     assert runner.failed == {"in_order": 2}
     other = SamplerStats(tokens=5), {"in_order": 3, "another": 0}, 2, {"reward": 9.0}
-    monkeypatch.setattr(channel, "all_gather", lambda mine, about: [mine, other])
+    monkeypatch.setattr(processes.ALONE, "all_gather", lambda mine, about: [mine, other])
     stats = gather_step_stats(replace(learner.stats, clock=Clock({"reward": 1.0, "update": 2.0})))
     assert stats.rollout.failed == {"in_order": 4, "another": 0}
     assert stats.rollout.dropped == 2
@@ -260,10 +260,10 @@ def test_a_share_of_a_drawn_step_follows_the_number_of_processes(monkeypatch: py
         SampledStep(7, RolloutBatch([groups[n] for n in np.flatnonzero(owner == mine)], table, dropped=1 + mine))
         for mine in range(2)
     ]
-    monkeypatch.setattr(distributed, "count", lambda: 3)
+    monkeypatch.setattr(processes.ALONE, "count", 3)
     seen, dropped = list[str](), 0
     for index in range(3):
-        monkeypatch.setattr(distributed, "index", lambda index=index: index)
+        monkeypatch.setattr(processes.ALONE, "index", index)
         share = local_step(parts)
         own = [groups[n] for n in share.rollout.table.own]
         assert share.version == 7

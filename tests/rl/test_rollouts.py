@@ -17,7 +17,7 @@ from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
 from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
-from covey.parallel import channel
+from covey.parallel import processes
 from covey.parallel.wire import serialize
 from covey.rewards import RewardRunner
 from covey.rl.experience import PromptBatch, RolloutBatch
@@ -210,7 +210,7 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
     """Each of two processes has failed 5 times in step 0, and this one once in step 1: 11 of 10."""
     environments = EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none", budget=10))
     elsewhere = iter([5, 0, 0])
-    monkeypatch.setattr(channel, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
+    monkeypatch.setattr(processes.ALONE, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
     sampled, scored = threading.Event(), threading.Event()
 
     class Late(Played):

@@ -23,7 +23,7 @@ from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merge_kernel, projections
-from covey.parallel.channel import broadcast, together
+from covey.parallel import processes
 from covey.parallel.reshard import flatten
 
 
@@ -59,16 +59,16 @@ def new_folder(out: Path, card: str) -> Iterator[Path]:
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
     """
-    draft = out.with_name(f".{out.name}.{broadcast(secrets.token_hex(4), 'export/name')}")
+    draft = out.with_name(f".{out.name}.{processes.here().broadcast(secrets.token_hex(4), 'export/name')}")
     first = jax.process_index() == 0
     try:
-        with together("export/folder"):
+        with processes.here().together("export/folder"):
             if first:
                 check_new_folder(out)
                 draft.mkdir(parents=True)
                 (draft / "README.md").write_text(card, encoding="utf-8")
         yield draft
-        with together("export/rename"):
+        with processes.here().together("export/rename"):
             if first:
                 check_new_folder(out)
                 os.rename(draft, out)  # replaces an empty folder and nothing else

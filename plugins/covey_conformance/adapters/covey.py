@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 import covey
 from covey import types as covey_types
 from covey.models import families
-from covey.parallel import distributed
+from covey.parallel import processes
 from covey.parallel.reshard import flatten, to_host
 from covey.rl.experience import Experience, PromptBatch
 from covey.rl.group_table import gather_table
@@ -150,11 +150,11 @@ def _gradient_of_processes(trainer: Trainer, rows: Sequence[Row]) -> Arrays:
 
 def _join(folder: str) -> None:
     """Compute the gradient together with other processes; the first one writes it."""
-    with distributed.start():
+    with processes.start():
         with np.load(f"{folder}/rows.npz") as arrays:
             arguments = worker.decode(json.loads(Path(folder, "arguments.json").read_text()), dict(arrays))
         found = gradient(load(*arguments[:2]), arguments[2])
-        if distributed.is_first():
+        if processes.here().is_first:
             np.savez(f"{folder}/gradient.npz", **found)  # type: ignore[arg-type]  # NumPy takes names for switches
 
 

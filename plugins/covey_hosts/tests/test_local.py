@@ -113,14 +113,14 @@ def test_a_signal_reaches_all_and_is_no_failure(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_joins_uninvited_is_named(tmp_path, capfd):
     """Real ones: a second process 1 joins, for which JAX aborts both with a stack trace of C++."""
-    join = "from covey.parallel import distributed\n"
-    join += f"with distributed.start():\n    open(f'{tmp_path}/{{me}}', 'w').write(os.environ['{ADDRESS}'])\n    {WAIT}"
+    join = "from covey.parallel import processes\n"
+    join += f"with processes.start():\n    open(f'{tmp_path}/{{me}}', 'w').write(os.environ['{ADDRESS}'])\n    {WAIT}"
     uninvited = []
 
     def intrude():
         wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"), 60)
         environment = os.environ | {ADDRESS: (tmp_path / "1").read_text(), COUNT: "2", NUMBER: "1"}
-        words = [sys.executable, "-c", "from covey.parallel import distributed\nwith distributed.start(): pass"]
+        words = [sys.executable, "-c", "from covey.parallel import processes\nwith processes.start(): pass"]
         uninvited.append(subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL))
 
     thread = threading.Thread(target=intrude)

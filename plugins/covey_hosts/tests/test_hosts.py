@@ -26,9 +26,11 @@ from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
 from covey.models.export.hf import write_hf
 from covey.models.loading import weights
-from covey.parallel import channel, distributed, make_mesh, mesh_from_config
+from covey.parallel import make_mesh, mesh_from_config, processes
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import CheckpointStore, FolderStore
+from covey_hosts.several import opened
+from covey_hosts.start import initialize
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -45,7 +47,7 @@ def say(*what: object) -> None:
 
 # Checkpoints and exports: 2 processes of 2 devices against 1 of 4.
 
-MODEL = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+MODEL = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 SHAPES = {"grid": (P("fsdp", "tp"), (64, 96)), "columns": (P(None, "fsdp"), (32, 8)), "whole": (P(), (5,))}
 
 
@@ -102,7 +104,7 @@ def crossing() -> bool:
     whole(x).block_until_ready()
     for step in range(20):
         found = whole(x)
-        if channel.all_gather(step, "crossing") != [step, step] or not np.all(found.addressable_data(0) == 1):
+        if processes.here().all_gather(step, "crossing") != [step, step] or not np.all(found.addressable_data(0) == 1):
             return False
     return True
 
@@ -111,13 +113,13 @@ def save(folder: Path, address: str) -> None:
     """Refuse to train; resume what another number of processes saved; save, export, and be killed in the middle of two
     saves, one of them in a bucket.
     """
-    distributed.initialize(os.environ)
+    initialize(os.environ)
     with (
-        channel.opened("127.0.0.1", 0, silent=6.0),
+        opened("127.0.0.1", 0, silent=6.0),
         Checkpointer(folder / "saves") as saves,
         Checkpointer(folder / "far", address=address) as far,
     ):
-        me, mesh = distributed.index(), grid(4, 1)
+        me, mesh = processes.here().index, grid(4, 1)
         say("trained", main(["train", "quickstart", f"--model.source={MODEL}", f"--out={folder / 'run'}"]))
         say("crossing", crossing())
         found, extra = saves.restore(1, state(0, mesh))
@@ -155,7 +157,7 @@ def changed_package(place: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last_whole_step(
-    tmp_path: Path, bucket: Any, processes: Any
+    tmp_path: Path, bucket: Any, host: Any
 ) -> None:
     """Process 1 is killed in the middle of the third save, on the disk and in a bucket. It has other code: together
     they train nothing.
@@ -168,8 +170,8 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
     write_hf(loaded.model, loaded.tokenizer, tmp_path / "one", source=MODEL, shard_size=20_000)
     roots = [Path(covey.__file__).parents[1], changed_package(tmp_path / "package")]
     words = [__file__, str(tmp_path), f"{bucket.address}/runs/two"]
-    started = processes.start(words, 2, environments=[{"PYTHONPATH": str(root)} for root in roots])
-    texts = processes.end(started, [PEER_LOST, -signal.SIGKILL])
+    started = host.start(words, 2, environments=[{"PYTHONPATH": str(root)} for root in roots])
+    texts = host.end(started, [PEER_LOST, -signal.SIGKILL])
     shown = "\n\n".join(texts)
     assert "process 1 of 2 is gone" in texts[0], shown
     for text in texts:

@@ -2,41 +2,37 @@
 one folder.
 
 A process with other code would compute other numbers from the same data, and nothing later notices it. A folder that
-each machine has for itself stops a run at its first save, where each process waits for the files of the others. With
-one process nothing is checked.
+each machine has for itself stops a run at its first save, where each process waits for the files of the others.
 """
 
-import hashlib
 import platform
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import covey
 from covey.errors import CoveyError, RecipeError
-from covey.parallel import channel
+from covey.files import file_sha256
+from covey.run.folder import PACKAGES
+from covey_hosts.channel import Channel
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-"""Packages whose version may change results."""
 NAMED = 5
 """Largest number of differences that an error names for a process, and of processes that it names."""
 
 
-def check_same_code() -> None:
+def check_same_code(between: Channel) -> None:
     """Refuse processes that have other versions of Python and of packages than process 0, or another source of Covey.
 
     Raises:
         RecipeError: some have.
     """
     check_same(
+        between,
         "code",
         lambda: versions() | source_digests(),
         want="the same versions, and the same files of Covey, in all processes",
@@ -44,10 +40,13 @@ def check_same_code() -> None:
     )
 
 
-def check_same(about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes") -> None:
-    """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
+def check_same(
+    between: Channel, about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
+) -> None:
+    """Refuse processes whose `value` differs from that of process 0.
 
     Args:
+        between: the channel.
         about: name of what is compared.
         value: function that returns the value of this process; differences of dicts are named, without digests.
         fix: way to mend it, in the error.
@@ -56,9 +55,7 @@ def check_same(about: str, value: Callable[[], Any], fix: str, want: str = "the 
     Raises:
         RecipeError: the values differ.
     """
-    if channel.current() is None:
-        return
-    everyone = channel.all_gather((socket.gethostname(), value()), about)
+    everyone = between.all_gather((socket.gethostname(), value()), about)
     host, first = everyone[0]
     others = [
         f"process {number} on {place}{_differences(first, theirs)}"
@@ -71,38 +68,21 @@ def check_same(about: str, value: Callable[[], Any], fix: str, want: str = "the 
         )
 
 
-def fingerprint(tree: Any) -> int:
-    """Return a checksum of the bits of all arrays of `tree`; differences that cancel out in the sum go unnoticed."""
-    return int(_bits(tree))
-
-
-@jax.jit
-def _bits(tree: Any) -> jax.Array:
-    """Sum the arrays' bits as integers modulo 2³²: the order, and so the sharding, does not matter."""
-    total: jax.Array = jnp.uint32(0)
-    for x in jax.tree.leaves(tree):
-        x = x.astype(jnp.uint8) if x.dtype == bool else x
-        total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
-    return total
-
-
-def check_shared_folder(folder: Path) -> None:
+def check_shared_folder(between: Channel, folder: Path) -> None:
     """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in. Process 0
     creates it if it is missing, and writes a new file, which all read.
 
     Raises:
         CoveyError: a process sees another folder or none, or may not write there.
     """
-    if (between := channel.current()) is None:
-        return
     folder, first = folder.absolute(), between.index == 0
     mine = {"name": f".shared-{secrets.token_hex(8)}", "text": secrets.token_hex(16), "folder": str(folder)}
     problem = _problem(lambda: _write(folder, mine)) if first else ""
-    announced, failed = channel.broadcast((mine, problem), "folder")
+    announced, failed = between.broadcast((mine, problem), "folder")
     try:
         if not failed and not first:
             problem = _problem(lambda: _read(folder, announced, between.index))
-        problems = channel.all_gather((socket.gethostname(), problem), "problems of the folder")
+        problems = between.all_gather((socket.gethostname(), problem), "problems of the folder")
     finally:
         if first:
             (folder / mine["name"]).unlink(missing_ok=True)
@@ -122,28 +102,20 @@ def versions() -> dict[str, str]:
     floats has changed in 3.12.
     """
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"covey": covey.__version__, "python": python} | {name: version_of(name) for name in PACKAGES}
-
-
-def version_of(package: str) -> str:
-    """Return the version of an installed package, or "" if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return {"covey": covey.__version__, "python": python} | {name: version(name) for name in PACKAGES}
 
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Return the SHA-256 of each module and recipe of Covey, by its path in the package."""
-    root = Path(covey.__file__).parent
-    files = (path for path in root.rglob("*") if path.suffix in (".py", ".yaml"))
-    return {f"covey/{path.relative_to(root).as_posix()}": digest_of(path) for path in files}
+    """Return the SHA-256 of each module and recipe of Covey and its plugins, by its path."""
+    packages = (Path(covey.__file__).parent, *Path(__file__).parents[1].glob("covey_*"))
+    return {f"{package.name}/{name}": digest for package in packages for name, digest in _digests(package).items()}
 
 
-def digest_of(file: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits, line ends as they are."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digests(package: Path) -> dict[str, str]:
+    files = (path for path in package.rglob("*") if path.suffix in (".py", ".yaml"))
+    names = {path.relative_to(package).as_posix(): path for path in files}
+    return {name: file_sha256(path) for name, path in names.items() if not name.startswith("tests/")}
 
 
 def _differences(wanted: Any, value: Any) -> str:

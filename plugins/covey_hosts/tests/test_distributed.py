@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -29,7 +28,7 @@ from covey.data.loader import PromptLoader
 from covey.envs import EnvironmentRunner
 from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
-from covey.parallel import distributed, make_mesh
+from covey.parallel import make_mesh, processes
 from covey.rewards.runner import RewardRunner
 from covey.rl.experience import RolloutBatch
 from covey.rl.grpo import GRPOLearner
@@ -41,9 +40,10 @@ from covey.rl.stage_sizes import StageSizes
 from covey.rl.step_stats import FailureCounts, gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
+from covey_hosts.channel import Channel
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 
 
 def told(group: Group) -> Any:
@@ -51,9 +51,9 @@ def told(group: Group) -> Any:
     return group.prompt, [(c.text, list(c.tokens)) for c in group.completions], *numbers
 
 
-def held(rows: int, index: int) -> np.ndarray:
+def held(rows: int, index: int, processes: int) -> np.ndarray:
     """Rows of a process's devices; every fourth is in all processes."""
-    return np.array([row for row in range(rows) if row % distributed.count() == index or row % 4 == 0])
+    return np.array([row for row in range(rows) if row % processes == index or row % 4 == 0])
 
 
 class Played:
@@ -80,7 +80,8 @@ class Played:
         ]
 
     def row_holders(self, count: int, length: int) -> list[np.ndarray]:
-        return [held(count, index) for index in range(distributed.count())]
+        number = processes.here().count
+        return [held(count, index, number) for index in range(number)]
 
     def get_values(self, rows: Any, lengths: Sequence[int]) -> list[np.ndarray]:
         return unpack(rows, np.sin(rows.target), lengths)
@@ -117,12 +118,12 @@ def test_every_process_has_the_batches_of_one(
     """Each samples and scores a share, and has the rows of its devices; their values, log and data are those of one
     process, bit for bit.
     """
-    ((batches, log, position, _),) = threads(1, lambda i: fed(made_by, WHOLE_STEP[name], step))
+    batches, log, position, _ = fed(made_by, WHOLE_STEP[name], step)
     every = threads(count, lambda i: fed(made_by, WHOLE_STEP[name], step))
     for index, (theirs, their_log, their_position, sampled) in enumerate(every):
         for one, other in zip(batches, theirs, strict=True):
             assert one.keys() == other.keys()
-            own = held(len(one["tokens"]), index)
+            own = held(len(one["tokens"]), index, count)
             assert len(own) < len(one["tokens"])
             for key in one.keys() - {"denominator"}:
                 assert np.array_equal(one[key][own], other[key][own])
@@ -139,8 +140,7 @@ def test_every_process_has_the_batches_of_one(
 def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -> None:
     shares = []
     for index in range(count):
-        with mock.patch.multiple(distributed, index=lambda index=index: index, count=lambda: count):
-            shares.append(distributed.share(range(size)))
+        shares.append(Channel(index, count).share(range(size)))
     assert [item for _, share in shares for item in share] == list(range(size))
     assert all(not len(share) or share[0] == start for start, share in shares)
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
@@ -165,7 +165,7 @@ def test_no_thread_samples_on_the_actors_devices_in_several_processes(monkeypatc
 def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
     code = """
     import jax
-    from covey.parallel import distributed
+    from covey_hosts.start import disable_compilation_cache
 
     found = []
     jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
@@ -176,7 +176,7 @@ def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
         return "/jax/compilation_cache/cache_hits" in found
 
     read = [reads(), reads()]
-    distributed.disable_compilation_cache()
+    disable_compilation_cache()
     read += [reads(), reads()]  # JAX looks for a program compiled before under another key than after
     assert read == [False, True, False, False], read
     """
@@ -204,15 +204,15 @@ def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
     ],
 )
 def test_a_contradictory_environment_is_refused(environment: dict[str, str], told_: str) -> None:
-    with pytest.raises(CoveyError) as error, distributed.start(environment):
+    with pytest.raises(CoveyError) as error, processes.start(environment):
         pass
     assert told_ in str(error.value)
 
 
 def test_one_process_joins_nothing() -> None:
-    with distributed.start({}), distributed.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
+    with processes.start({}), processes.start({COUNT: "1", NUMBER: "0", ADDRESS: "here:1"}):
         assert not jax.distributed.is_initialized()
-    assert (distributed.count(), distributed.index(), distributed.is_first()) == (1, 0, True)
+    assert (processes.here().count, processes.here().index, processes.here().is_first) == (1, 0, True)
 
 
 def test_the_command_reads_the_environment(

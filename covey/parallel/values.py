@@ -1,5 +1,4 @@
-"""Messages between processes, the verdict on a process that is lost, and the serialization of values, without pickle:
-received data cannot run code.
+"""Values as bytes, without pickle: what is read cannot run code. For checkpoints, and for other processes of a run.
 
 Supported values are plain ones, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
 enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.
@@ -12,101 +11,20 @@ import dataclasses
 import json
 import math
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from covey.config.processes import PEER_LOST
-from covey.errors import CoveyError, Stopped, reason_of
+from covey.errors import CoveyError
 
-OURS = "covey."
+OURS = ("covey.", "covey_")
+"""How the modules of Covey and of its plugins begin."""
 Convert = Callable[[Any], Any]
-HELLO, BEAT, VALUES, ANSWER, VERDICT, LEAVES = "hello", "beat", "values", "answer", "verdict", "leaves"
-"""Kinds of messages."""
-FAST = 1
-"""Level of compression."""
-
-
-class Message(NamedTuple):
-    """Message to another process: its kind, the exchange that it belongs to, its content, and the sender's phase."""
-
-    kind: str
-    key: str = ""
-    parts: Sequence[bytes] = ()
-    doing: str = "start"
-
-
-class PeerLostError(CoveyError):
-    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
-
-    Attributes:
-        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
-    """
-
-    exit_code = PEER_LOST
-    stopped: Stopped | None = None
-
-
-class Verdict(NamedTuple):
-    """Reason why a run cannot go on: a text that names the process; whether that process is lost, so that it does not
-    take part in the shutdown; and the signal that has stopped it, if one has.
-    """
-
-    text: str
-    lost: bool = False
-    signal: str = ""
-
-    def error(self) -> PeerLostError:
-        """Return the error that the other processes raise."""
-        error = PeerLostError(self.text, fix="its own output, or the system's log, says why")
-        error.stopped = Stopped(self.signal) if self.signal else None
-        return error
-
-    def message(self) -> Message:
-        """Return the message that tells another process."""
-        return Message(VERDICT, parts=[json.dumps(self).encode()])
-
-
-def verdict_on(error: BaseException, index: int) -> Verdict:
-    """Make the verdict on process `index`, which ends by `error`."""
-    if isinstance(error, KeyboardInterrupt):
-        return Verdict(
-            f"process {index} has failed: it was stopped by {str(error) or 'Ctrl-C'}",
-            signal=error.signal if isinstance(error, Stopped) else "SIGINT",
-        )
-    return Verdict(f"process {index} has failed: {reason_of(error)}")
-
-
-def split(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
-    """Yield the parts of these sizes that `data` is joined from."""
-    return (data[start:end] for start, end in pairwise(accumulate(sizes, initial=0)))
-
-
-def join_values(values: Sequence[bytes]) -> list[bytes]:
-    """Return the parts of a message with the values of all processes, in their order.
-
-    Process 0 sends it to each of them: N times what N processes have. Their values are much alike, and so compressed.
-    """
-    sizes = json.dumps([len(value) for value in values]).encode()
-    return [zlib.compress(part, FAST) for part in (sizes, b"".join(values))]
-
-
-def split_values(sizes: bytes, data: bytes) -> dict[int, bytes]:
-    """Return the values of all processes, by process, from the parts that `join_values` has made."""
-    parts = split(memoryview(zlib.decompress(data)), json.loads(zlib.decompress(sizes)))
-    return {number: bytes(part) for number, part in enumerate(parts)}
-
-
-def values_by_process(parts: Sequence[bytes]) -> dict[int, bytes]:
-    """Return the values of an answer by process; none if all are equal."""
-    return {0: parts[1], int(parts[0]): parts[2]} if parts else {}
 
 
 def serialize(value: Any) -> bytes:

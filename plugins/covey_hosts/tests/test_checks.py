@@ -6,16 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import covey
-from covey.config import recipe
 from covey.errors import RecipeError
-from covey.parallel import checks, make_mesh
-from covey.run import settings as run_settings
+from covey.files import file_sha256
+from covey.parallel import processes
+from covey_hosts import checks
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 
@@ -25,7 +22,7 @@ def test_other_versions_and_files_are_named_by_process(threads: Threads) -> None
     others = [{}, {"jax": "0.10.1"}, {"covey/rl/grpo.py": "c" * 64, "covey/old.py": "d" * 64}]
     values = [first | other for other in others]
     del values[2]["covey/new.py"]
-    errors = threads(3, lambda i: checks.check_same("code", lambda: values[i], "install it"))
+    errors = threads(3, lambda i: processes.here().check_same("code", lambda: values[i], "install it"))
     assert len({str(error) for error in errors}) == 1
     text = str(errors[0])
     assert "process 1 on " in text
@@ -34,11 +31,11 @@ def test_other_versions_and_files_are_named_by_process(threads: Threads) -> None
     assert "covey/new.py is missing" in text
     assert "covey/old.py is not there in process 0" in text
     assert "fix: install it" in text
-    assert threads(2, lambda i: checks.check_same("code", lambda: first, "")) == [None, None]
+    assert threads(2, lambda i: processes.here().check_same("code", lambda: first, "")) == [None, None]
 
 
 def test_differences_are_refused_by_all(threads: Threads) -> None:
-    for error in threads(3, lambda i: checks.check_same("recipe", lambda: i // 2, "start again")):
+    for error in threads(3, lambda i: processes.here().check_same("recipe", lambda: i // 2, "start again")):
         assert isinstance(error, RecipeError)
         assert "recipe differs from that of process 0 on" in str(error)
         assert "process 2 on" in str(error)
@@ -46,32 +43,22 @@ def test_differences_are_refused_by_all(threads: Threads) -> None:
 
 
 def test_few_of_many_differences_are_named(threads: Threads) -> None:
-    errors = threads(2, lambda i: checks.check_same("code", lambda: {str(n): f"v{i}" for n in range(20)}, ""))
+    errors = threads(2, lambda i: processes.here().check_same("code", lambda: {str(n): f"v{i}" for n in range(20)}, ""))
     assert str(errors[0]).count("there v0") == checks.NAMED
     assert f"{20 - checks.NAMED} more" in str(errors[0])
 
 
-def test_a_fingerprint_knows_every_bit_and_no_sharding() -> None:
-    a = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
-    tree = {"a": a, "b": jnp.ones(3, jnp.bfloat16), "c": jnp.arange(2), "d": jnp.array([True, False])}
-    one = checks.fingerprint(tree)
-    sharded = jax.device_put(a, NamedSharding(make_mesh((4, 1)), PartitionSpec("fsdp")))
-    assert checks.fingerprint(tree | {"a": sharded}) == one
-    for name, value in {"a": jnp.nextafter(a[-1], jnp.inf), "b": 1.0078125, "c": 2, "d": True}.items():
-        assert checks.fingerprint(tree | {name: tree[name].at[-1].set(value)}) != one
-
-
 def test_every_module_and_recipe_of_the_package_counts() -> None:
     digests, root = checks.source_digests(), Path(covey.__file__).parent
-    assert digests["covey/rl/grpo.py"] == checks.digest_of(root / "rl" / "grpo.py")
-    assert "covey/config/recipes/quickstart.yaml" in digests
+    assert digests["covey/rl/grpo.py"] == file_sha256(root / "rl" / "grpo.py")
+    assert {"covey/config/recipes/quickstart.yaml", "covey_hosts/checks.py"} <= digests.keys()
     assert {"covey", "python", "jax", "jaxlib", "numpy"} <= {name for name, value in checks.versions().items() if value}
 
 
 def test_one_shared_folder_is_left_as_it_was(threads: Threads, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("")
-    assert threads(3, lambda i: checks.check_shared_folder(tmp_path / "run")) == [None] * 3
+    assert threads(3, lambda i: processes.here().check_shared_folder(tmp_path / "run")) == [None] * 3
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
 
 
@@ -80,7 +67,7 @@ def test_folders_of_one_name_on_two_disks_are_refused(threads: Threads, tmp_path
     places = [tmp_path / str(number) / "run" for number in range(2)]
     if there:
         places[1].mkdir(parents=True)
-    errors = threads(2, lambda i: checks.check_shared_folder(places[i]))
+    errors = threads(2, lambda i: processes.here().check_shared_folder(places[i]))
     assert str(errors[0]) == str(errors[1])
     assert f"{places[1]} is not the folder of that path in process 0" in str(errors[0])
     assert "process 1 on " in str(errors[0])
@@ -99,7 +86,7 @@ def test_a_process_that_cannot_write_there_is_named(
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(checks, name, refuses)
-    errors = threads(2, lambda i: checks.check_shared_folder(tmp_path))
+    errors = threads(2, lambda i: processes.here().check_shared_folder(tmp_path))
     assert all(f"process {number} on " in str(error) and "Permission denied" in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 
@@ -109,21 +96,5 @@ def test_another_file_under_that_name_is_refused(
 ) -> None:
     read = checks._read
     monkeypatch.setattr(checks, "_read", lambda folder, told, index: read(folder, told | {"text": "another"}, index))
-    errors = threads(2, lambda i: checks.check_shared_folder(tmp_path))
+    errors = threads(2, lambda i: processes.here().check_shared_folder(tmp_path))
     assert "has another content than process 0 has written there" in str(errors[1])
-
-
-def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("raise SystemExit")
-    (tmp_path / "games" / "inner").mkdir(parents=True)
-    (tmp_path / "games" / "inner" / "chess.py").write_text("raise SystemExit")
-    settings = ["rewards=[environment,mine:score]", "envs.environment=trl:games.inner.chess:Chess"]
-    assert run_settings.module_names(recipe.load("guess-tiny", settings)) == ["games.inner.chess", "mine"]
-    settings = ["envs.tools=[calculator,no_such_module:f]"]
-    assert run_settings.module_names(recipe.load("quickstart", settings)) == ["no_such_module"]
-    assert run_settings.digests("mine") == {"mine.py": checks.digest_of(tmp_path / "mine.py")}
-    assert list(run_settings.digests("games.inner.chess")) == ["games/inner/chess.py"]
-    assert run_settings.digests("no_such_module") == run_settings.digests("") == {}
-    for name, module in {"verifiers:wordle": "wordle", "openenv:http://a:1": "", "guess": ""}.items():
-        assert run_settings._module_of(name) == module

@@ -4,7 +4,7 @@ Each process has a TCP connection to process 0, which listens at a port that it 
 JAX's coordination service, together with a token that must come first on a connection. No device program is involved,
 so the channel may be used from any thread, also while a program over several processes runs:
 
-    values = channel.all_gather(value, "what it is")      # by process index, on every process
+    values = processes.here().all_gather(value, "what it is")      # by process index, on every process
 
 Exchanges of the thread that has opened the channel come in one order, and processes at different places are told so.
 Other threads exchange beside it; there `about` tells the exchanges apart.
@@ -16,45 +16,36 @@ itself within `END_SECONDS`, because it waits in a device program, is ended with
 heartbeat would notice a stopped process late, and abort the others without a name.
 
 Bytes that only some processes need go over direct connections (`exchange`), which are opened with the first of them.
-
-With one process there is no channel: `all_gather` and `broadcast` return their input, and nothing is compared or sent.
 """
 
 import json
 import logging
 import os
-import secrets
 import socket
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import chain, count
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
-
-import jax
-from jax._src import distributed as runtime  # the only way to the key-value store at jax 0.10
+from typing import TypeVar
 
 from covey.config.processes import BIND, PEER_LOST, PORT
 from covey.display import printable
-from covey.errors import CoveyError, reason_of
-from covey.parallel.links import BEAT_SECONDS, CONNECT_SECONDS, Links, Peer, own_host
-from covey.parallel.wire import (
+from covey.errors import CoveyError
+from covey.parallel.processes import PeerLostError, Processes
+from covey.parallel.values import deserialize, serialize
+from covey_hosts.links import BEAT_SECONDS, CONNECT_SECONDS, Links, Peer, own_host
+from covey_hosts.wire import (
     ANSWER,
     HELLO,
     LEAVES,
     VALUES,
     VERDICT,
     Message,
-    PeerLostError,
     Verdict,
-    deserialize,
     join_values,
-    serialize,
-    split,
     split_values,
     values_by_process,
     verdict_on,
@@ -84,7 +75,7 @@ def end_process(verdict: str) -> None:
     os._exit(PEER_LOST)
 
 
-class Channel:
+class Channel(Processes):
     """The channel as one process sees it. An error in the body of the `with` statement is told to the other processes;
     without one, the body ends when those of all processes have.
 
@@ -105,6 +96,7 @@ class Channel:
         self, index: int, count: int, silent: float = SILENT_SECONDS, end: Callable[[str], None] = end_process
     ):
         self.index, self.count, self.silent, self._end = index, count, silent, end
+        self.seconds_to_end = silent + END_SECONDS + 2 * BEAT_SECONDS
         self.doing, self.thread = "start", threading.current_thread()
         self.verdict: Verdict | None = None
         self._peers: dict[int, Peer] = {}
@@ -138,7 +130,7 @@ class Channel:
             server.settimeout(0.05)
             while missing := set(range(1, self.count)) - self._peers.keys():
                 if time.monotonic() > until:
-                    raise _not_connected(f"process {min(missing)} has not connected to process 0")
+                    raise not_connected(f"process {min(missing)} has not connected to process 0")
                 with suppress(TimeoutError):
                     Peer(server.accept()[0]).start(self, token)
 
@@ -152,13 +144,13 @@ class Channel:
             connection = socket.create_connection((host, port), CONNECT_SECONDS)
             connection.sendall(token)
         except OSError as error:
-            raise _not_connected(f"process 0 cannot be reached at {host}:{port}: {error}") from error
+            raise not_connected(f"process 0 cannot be reached at {host}:{port}: {error}") from error
         peer = Peer(connection)
         peer.start(self)
         self._greet(peer)
         with self._changed:
             if not self._changed.wait_for(lambda: self._peers, CONNECT_SECONDS):
-                raise _not_connected(f"process 0 does not answer at {host}:{port}")
+                raise not_connected(f"process 0 does not answer at {host}:{port}")
 
     def _greet(self, peer: Peer) -> None:
         place = f"process {os.getpid()} on {socket.gethostname()}"
@@ -211,8 +203,6 @@ class Channel:
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or sends another number of bytes.
         """
-        if self.count == 1:
-            return {}
         if self._links is None:
             self._links = self._open_links()
         outgoing = {process: data for process, data in outgoing.items() if len(data)}
@@ -277,6 +267,18 @@ class Channel:
         self._leaves.set()
         with self._changed:
             self._changed.wait_for(lambda: not any(peer.is_open for peer in self._peers.values()), END_SECONDS)
+
+    def leave(self, code: int) -> None:
+        """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one. Process
+        0 lets the others end first, because JAX aborts them without it.
+        """
+        if self.verdict is None or not self.verdict.lost:
+            return
+        if self.index == 0:
+            self.wait_for_peers()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def close(self) -> None:
         """Tell the others that this process leaves as it should; close the connections."""
@@ -418,7 +420,8 @@ def _apart(about: str, number: int, place: str) -> PeerLostError:
     )
 
 
-def _not_connected(what: str) -> CoveyError:
+def not_connected(what: str) -> CoveyError:
+    """Return the error of a process that does not reach process 0, or is not reached."""
     return CoveyError(
         what,
         want="one connection of each process to process 0",
@@ -447,154 +450,3 @@ def listen(place: str) -> socket.socket:
             fix=f"where the others reach process 0 under another address, {BIND}=[::]:port listens on every interface",
             where="environment",
         ) from error
-
-
-_channel: Channel | None = None
-_opened = count()
-
-
-def current() -> Channel | None:
-    """Return the channel of this process; None with one process.
-
-    Raises:
-        CoveyError: there are several processes, and no channel between them.
-    """
-    if _channel is None and jax.process_count() > 1:
-        raise CoveyError("the processes have no channel", fix="run the program in `with distributed.start():`")
-    return _channel
-
-
-@contextmanager
-def opened(host: str, port: int, silent: float) -> Iterator[None]:
-    """Open the channel between all processes for the body of the `with` statement, unless it is open already.
-
-    Behind an error it stays open: the process may wait for the others at its end.
-
-    Args:
-        host: host that process 0 listens at; every interface if empty.
-        port: port that process 0 listens at; a free one if 0.
-        silent: seconds without a sign after which a process is taken to be stopped.
-
-    Raises:
-        CoveyError: the processes do not reach each other.
-    """
-    global _channel
-    if _channel is not None:
-        yield
-        return
-    with Channel(jax.process_index(), jax.process_count(), silent) as _channel:
-        _connect(_channel, f"{host}:{port}")
-        yield
-    _channel = None
-
-
-def _connect(channel: Channel, place: str) -> None:
-    """Connect to the host of JAX's coordinator, at a port that process 0 publishes there."""
-    state: Any = runtime.global_state
-    key = f"covey/channel/{next(_opened)}"
-    if channel.index == 0:
-        server, token = listen(place), secrets.token_hex(16)
-        state.client.key_value_set(key, f"{server.getsockname()[1]} {token}")
-        channel.accept(server, token.encode())
-        return
-    try:
-        port, token = state.client.blocking_key_value_get(key, int(1000 * CONNECT_SECONDS)).split()
-    except jax.errors.JaxRuntimeError as error:
-        raise _not_connected("process 0 has published no address") from error
-    channel.connect(state.coordinator_address.rpartition(":")[0].strip("[]"), int(port), token.encode())
-
-
-def all_gather(value: T, about: str) -> list[T]:
-    """Return the `value` of every process, by process index; arguments and errors as for `Channel.all_gather`."""
-    channel = current()
-    return [value] if channel is None else channel.all_gather(value, about)
-
-
-def compare(value: T, about: str) -> dict[int, T]:
-    """Return the values of process 0 and of the first process that has another one; see `Channel.compare`."""
-    channel = current()
-    return {} if channel is None else channel.compare(value, about)
-
-
-def exchange(outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str) -> dict[int, bytes]:
-    """Exchange bytes with some processes; arguments and errors as for `Channel.exchange`. With one process there is
-    nothing to exchange.
-    """
-    channel = current()
-    return {} if channel is None else channel.exchange(outgoing, sizes, about)
-
-
-def gather_parts(parts: Sequence[bytes], numbers: Sequence[int], about: str) -> list[bytes | memoryview]:
-    """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
-
-    Args:
-        parts: those of this process.
-        numbers: the number of each, among those of all processes.
-        about: what they are.
-    """
-    if (channel := current()) is None:
-        return list(parts)
-    sizes = channel.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {about}")
-    if channel.index:
-        channel.exchange({0: b"".join(parts)}, {}, about)
-        return []
-    whole = channel.exchange(
-        {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, about
-    )
-    numbered = list[tuple[int, bytes | memoryview]](zip(numbers, parts, strict=True))
-    for process, (theirs, lengths) in enumerate(sizes[1:], 1):
-        pieces = split(memoryview(whole.get(process, b"")), lengths)
-        numbered += zip(theirs, pieces, strict=True)
-    return [part for _, part in sorted(numbered, key=lambda each: each[0])]
-
-
-def seconds_to_end() -> float:
-    """Return the seconds within which the processes of a run end once one of them is killed; 0 for one process."""
-    return 0.0 if (channel := current()) is None else channel.silent + END_SECONDS + 2 * BEAT_SECONDS
-
-
-def gather_items(items: Sequence[T], about: str) -> list[T]:
-    """Return the `items` of all processes, by process index."""
-    return list(chain.from_iterable(all_gather(list(items), about)))
-
-
-def broadcast(value: T, about: str) -> T:
-    """Return the `value` of process 0 to all processes."""
-    return all_gather(value, about)[0]
-
-
-@contextmanager
-def together(about: str, several: bool = True) -> Iterator[None]:
-    """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
-
-    Args:
-        about: name of this place, the same in all processes.
-        several: whether the other processes come here too; if not, nothing is waited for.
-
-    Raises:
-        CoveyError: the body has raised an error in another process.
-    """
-    if not several:
-        yield
-        return
-    try:
-        yield
-    except Exception as error:
-        all_gather(reason_of(error), about)
-        raise
-    for number, failure in enumerate(all_gather("", about)):
-        if failure:
-            raise CoveyError(f"process {number} has failed at this: {failure}")
-
-
-def leave(code: int) -> None:
-    """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one. Process 0
-    lets the others end first, because JAX aborts them without it.
-    """
-    if _channel is None or _channel.verdict is None or not _channel.verdict.lost:
-        return
-    if _channel.index == 0:
-        _channel.wait_for_peers()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

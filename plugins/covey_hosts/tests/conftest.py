@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from covey.config.processes import ADDRESS, COUNT, NUMBER
-from covey.parallel import channel, distributed
-from covey.parallel.channel import Channel
+from covey.parallel import processes
+from covey_hosts.several import Several
 
 TOKEN = b"0123456789abcdef"
 
@@ -28,20 +28,18 @@ class Threads:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.own, self.count, self.ended = threading.local(), 1, list[str]()
-        monkeypatch.setattr(distributed, "index", lambda: getattr(self.own, "index", 0))
-        monkeypatch.setattr(distributed, "count", lambda: self.count)
-        monkeypatch.setattr(channel, "current", lambda: getattr(self.own, "channel", None))
+        self.own, self.ended = threading.local(), list[str]()
+        monkeypatch.setattr(processes, "here", lambda: getattr(self.own, "channel", processes.ALONE))
 
     def __call__(self, count: int, function: Callable[[int], Any]) -> list[Any]:
         """What each returned or raised."""
-        self.count, results = count, list[Any]([None] * count)
+        results = list[Any]([None] * count)
         server, over = socket.create_server(("127.0.0.1", 0)), threading.Barrier(count, timeout=20)
         port = server.getsockname()[1]
 
         def run(index: int) -> None:
             self.own.index = index
-            end = Channel(index, count, end=self.ended.append)
+            end = Several(index, count, end=self.ended.append)
             try:
                 with end as self.own.channel:
                     end.connect("127.0.0.1", port, TOKEN) if index else end.accept(server, TOKEN)
@@ -79,7 +77,7 @@ class Processes:
         """`python words`, in this folder and with these variables each."""
         common = os.environ | {
             "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}"),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": str(Path(__file__).parents[3]),
         }
         common |= {ADDRESS: f"127.0.0.1:{free_port()}", COUNT: str(count)} if count > 1 else {}
         own = [{NUMBER: str(number)} if count > 1 else {} for number in range(count)]
@@ -115,7 +113,7 @@ class Processes:
 
 
 @pytest.fixture(scope="session")
-def processes() -> Processes:
+def host() -> Processes:
     return Processes()
 
 

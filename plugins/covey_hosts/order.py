@@ -3,14 +3,14 @@
 Every process must launch the same programs over several processes in the same order. Where two of them do not, or where
 two threads of one process launch some, the collectives take each other's data: results are wrong without an error, or
 all wait for ever. So before a phase that launches such programs, the processes exchange a digest of program, step and
-phase (`parallel.channel`). If one differs from that of process 0, all are refused before they launch anything. So none
+phase (`channel`). If one differs from that of process 0, all are refused before they launch anything. So none
 waits for a late one inside of a collective, where it could not be told that the other is lost, and where the first
 exchange of a group of CPU devices gives up after 30 seconds.
 
-    with order.phase("update", step):
+    with processes.here().phase("update", step):
         ...  # launches programs over all processes
 
-With one process a phase does nothing. A launch outside of any phase is not seen.
+A launch outside of any phase is not seen.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from covey.errors import CoveyError
-from covey.parallel import channel
+from covey_hosts.channel import Channel
 
 
 class OrderError(CoveyError):
@@ -30,11 +30,12 @@ class OrderError(CoveyError):
 
 
 @contextmanager
-def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
+def phase(between: Channel, name: str, step: int, program: Any = "") -> Iterator[None]:
     """Launch programs over several processes in the body of the `with` statement. If a device program fails because a
     process is gone, that process is named. All processes must call it, from the thread that has opened the channel.
 
     Args:
+        between: the channel.
         name: name of the phase.
         step: number of the step.
         program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
@@ -43,9 +44,6 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
         OrderError: one process is at another phase than process 0, or this is another thread.
         PeerLostError: another process is stopped, gone, or has failed.
     """
-    if (between := channel.current()) is None:
-        yield
-        return
     _compare(between, f"{name!r} of step {step}", program)
     try:
         yield
@@ -55,25 +53,24 @@ def phase(name: str, step: int, program: Any = "") -> Iterator[None]:
         raise verdict.error() from error
 
 
-def check_launch_order(name: str, function: Any) -> Any:
+def in_order(between: Channel, name: str, function: Any) -> Any:
     """Return the jitted `function` so that all processes launch it at the same moment when its first call for some
     shapes has arrays of several processes: one that has compiled it sooner waits for the others here, and not inside of
-    a collective. With one process it is `function` itself.
+    a collective.
     """
-    return function if jax.process_count() == 1 else _Launched(name, function)
+    return _Launched(between, name, function)
 
 
 class _Launched:
-    def __init__(self, name: str, function: Any):
-        self._name, self._function, self._shapes = name, function, set[Any]()
+    def __init__(self, between: Channel, name: str, function: Any):
+        self._between, self._name, self._function, self._shapes = between, name, function, set[Any]()
 
     def __call__(self, *args: Any) -> Any:
         arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
         shapes = tuple((x.shape, x.dtype) for x in arrays)
         if shapes not in self._shapes and not all(x.is_fully_addressable for x in arrays):
             self._function.lower(*args).compile()  # the call finds it
-            if (between := channel.current()) is not None:
-                _compare(between, f"{self._name} in new shapes", shapes)
+            _compare(self._between, f"{self._name} in new shapes", shapes)
             self._shapes.add(shapes)
         return self._function(*args)
 
@@ -81,7 +78,7 @@ class _Launched:
         return getattr(self._function, name)
 
 
-def _compare(between: channel.Channel, what: str, program: Any) -> None:
+def _compare(between: Channel, what: str, program: Any) -> None:
     """Compare a launch with those of the other processes, before it; errors as for `phase`."""
     thread = threading.current_thread()
     if thread is not between.thread:

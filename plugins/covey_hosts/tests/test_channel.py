@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,9 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from covey.config.processes import PEER_LOST
 from covey.errors import CoveyError, RewardError, Stopped
-from covey.parallel import channel, distributed, links, make_mesh, order
-from covey.parallel.channel import Channel
-from covey.parallel.wire import PeerLostError
+from covey.parallel import make_mesh, processes
+from covey.parallel.processes import PeerLostError
+from covey.parallel.values import serialize
+from covey_hosts import channel, links
+from covey_hosts.channel import Channel
+from covey_hosts.several import opened
+from covey_hosts.start import initialize
+from covey_hosts.wire import join_values, split_values
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 TOKEN = b"0123456789abcdef"
@@ -31,10 +35,10 @@ TOKEN = b"0123456789abcdef"
 
 def test_everyone_gets_what_everyone_gave(threads: Threads) -> None:
     values = [{"text": "ä" * 1000}, None, [1.5, float("inf")]]
-    assert threads(3, lambda i: channel.all_gather(values[i], "x")) == [values] * 3
-    assert threads(3, lambda i: channel.gather_items("ab" * i, "x")) == [list("ababab")] * 3
-    assert threads(3, lambda i: channel.broadcast(i, "x")) == [0, 0, 0]
-    for large in threads(2, lambda i: channel.all_gather(np.full(16 << 20, i, np.int8), "large")):
+    assert threads(3, lambda i: processes.here().all_gather(values[i], "x")) == [values] * 3
+    assert threads(3, lambda i: processes.here().gather_items("ab" * i, "x")) == [list("ababab")] * 3
+    assert threads(3, lambda i: processes.here().broadcast(i, "x")) == [0, 0, 0]
+    for large in threads(2, lambda i: processes.here().all_gather(np.full(16 << 20, i, np.int8), "large")):
         assert [(each.size, int(each.sum())) for each in large] == [(16 << 20, 0), (16 << 20, 16 << 20)]
 
 
@@ -44,17 +48,17 @@ def test_bytes_go_to_the_processes_that_need_them(threads: Threads) -> None:
     """
 
     def work(index: int) -> Any:
-        first = channel.exchange(
+        first = processes.here().exchange(
             {(index + 1) % 3: bytes([index]) * 100_000, index: b""}, {(index + 2) % 3: 100_000}, "x"
         )
-        own = channel.current()
+        own = processes.here()
         assert own is not None
         assert own._links is not None
         host, port, _ = own._links.place
         with socket.create_connection((host, port)) as stranger:
             stranger.sendall(b"?" * 100)
-        second = channel.exchange({0: b"last"} if index == 1 else {}, {1: 4} if index == 0 else {}, "y")
-        return first, second, channel.gather_parts([b"a%d" % index, b"b%d" % index], [index, 9 - index], "z")
+        second = processes.here().exchange({0: b"last"} if index == 1 else {}, {1: 4} if index == 0 else {}, "y")
+        return first, second, processes.here().gather_parts([b"a%d" % index, b"b%d" % index], [index, 9 - index], "z")
 
     found = threads(3, work)
     for index, (first, second, parts) in enumerate(found):
@@ -64,7 +68,7 @@ def test_bytes_go_to_the_processes_that_need_them(threads: Threads) -> None:
 
 
 def test_a_process_that_expects_other_bytes_says_so(threads: Threads) -> None:
-    found = threads(2, lambda index: channel.exchange({1 - index: b"four"}, {1 - index: 5}, "sizes"))
+    found = threads(2, lambda index: processes.here().exchange({1 - index: b"four"}, {1 - index: 5}, "sizes"))
     assert all("4 bytes of 'sizes' and not 5" in str(error) for error in found)
 
 
@@ -108,11 +112,11 @@ def test_a_process_that_was_stopped_says_by_what(
     """
 
     def work(index: int) -> None:
-        channel.all_gather(index, "before")
+        processes.here().all_gather(index, "before")
         if index == victim:
             raise error
         if index == 2:
-            channel.all_gather(index, "after")
+            processes.here().all_gather(index, "after")
 
     results = threads(3, work)
     assert results.pop(victim) is error
@@ -124,14 +128,14 @@ def test_a_process_that_was_stopped_says_by_what(
 
 def test_processes_that_are_not_at_the_same_place_stop(threads: Threads) -> None:
     """The trap: one evaluates while the other trains, and each takes the other's numbers for what it waits for."""
-    for index, error in enumerate(threads(2, lambda index: channel.all_gather(index, f"place {index}"))):
+    for index, error in enumerate(threads(2, lambda index: processes.here().all_gather(index, f"place {index}"))):
         assert isinstance(error, PeerLostError)
         assert f"come apart: this one is at 'place {index}', process {1 - index} at 'place {1 - index}'" in str(error)
 
 
 def test_a_failure_in_one_process_is_one_in_all(threads: Threads) -> None:
     def work(index: int) -> None:
-        with channel.together("here"):
+        with processes.here().together("here"):
             if index == 1:
                 raise OSError("disk full")
 
@@ -155,11 +159,11 @@ def test_a_process_that_is_gone_is_named_at_once(threads: Any, victim: int) -> N
     def work(index: int) -> None:
         threads.own.channel.doing = f"step {index}"
         for place in ("before", "and again"):
-            channel.all_gather(index, place)
+            processes.here().all_gather(index, place)
         if index == victim:
             return gone(threads, index)
         if index == 1:
-            with order.phase("update", 1):
+            with processes.here().phase("update", 1):
                 pass
         threads.own.channel.doing = "the device program"
         try:
@@ -179,7 +183,7 @@ def test_a_process_that_is_gone_is_named_at_once(threads: Any, victim: int) -> N
 
 def test_a_failed_device_program_names_the_process_that_is_gone(threads: Any) -> None:
     def work(index: int) -> None:
-        with order.phase("update", 1):
+        with processes.here().phase("update", 1):
             if index == 1:
                 return gone(threads, index)
             raise ValueError("Connection closed by peer")
@@ -235,7 +239,6 @@ def test_process_0_leaves_last(threads: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     def work(index: int) -> None:
         own = threads.own.channel
-        monkeypatch.setattr(channel, "_channel", SimpleNamespace(verdict=None))
         if index == 1:
             return gone(threads, index)
         assert own.find_lost_peer().lost
@@ -243,8 +246,7 @@ def test_process_0_leaves_last(threads: Any, monkeypatch: pytest.MonkeyPatch) ->
             time.sleep(0.3)
             left.append((2, 0))
             return gone(threads, index)
-        monkeypatch.setattr(channel, "_channel", own)
-        channel.leave(69)
+        processes.here().leave(69)
 
     threads(3, work)
     assert left == [(2, 0), (0, 69)]
@@ -276,7 +278,7 @@ def test_pieces_of_a_value_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) ->
     """A large value on a slow line delays the beats behind it."""
     monkeypatch.setattr(channel, "BEAT_SECONDS", 0.1)
     hub, other = link(TOKEN, frame("hello", "1", [5]), b"there")
-    value = channel.serialize(["x", "a" * 1000])
+    value = serialize(["x", "a" * 1000])
     with other:
         other.sendall(frame("values", "/1", [len(value)]))
         for start in range(0, len(value), 100):
@@ -305,12 +307,20 @@ def test_a_stranger_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_processes_need_a_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     value = object()
-    assert channel.all_gather(value, "x")[0] is value
-    with channel.together("x"), order.phase("update", 1), order.phase("update", 0):
-        assert channel.current() is None
+    assert processes.here().all_gather(value, "x")[0] is value
+    with processes.here().together("x"), processes.here().phase("update", 1), processes.here().phase("update", 0):
+        assert processes.here() is processes.ALONE
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(CoveyError, match="have no channel"):
-        channel.all_gather(value, "x")
+        processes.here().all_gather(value, "x")
+
+
+def test_values_of_many_processes_travel_compressed() -> None:
+    """Process 0 sends the values of N processes N times; alike ones must not cost N times one."""
+    values = [serialize([number % 3, np.arange(100)]) for number in range(1000)]
+    parts = join_values(values)
+    assert list(split_values(*parts).values()) == values
+    assert 50 * sum(map(len, parts)) < sum(map(len, values))
 
 
 HALTED = 2
@@ -318,9 +328,9 @@ HALTED = 2
 
 
 @pytest.mark.slow
-def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(processes: Any) -> None:
-    started = processes.start([__file__], 3, devices=1)
-    texts = processes.end(started, [PEER_LOST, PEER_LOST, -signal.SIGKILL], halted=HALTED)
+def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(host: Any) -> None:
+    started = host.start([__file__], 3, devices=1)
+    texts = host.end(started, [PEER_LOST, PEER_LOST, -signal.SIGKILL], halted=HALTED)
     assert "process 0 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[0], texts
     assert "process 1 wants to launch 'sample' of step 7, process 0 'update' of step 7" in texts[1], texts
     assert "process 2 wants to launch 'update' of step 7, process 1 'sample' of step 7" in texts[2], texts
@@ -334,9 +344,9 @@ def test_three_processes_keep_one_order_and_name_the_one_that_is_stopped(process
 
 def keep_order() -> None:
     """Launch in another order; at the end one process halts, one waits for it in a phase and one in a program."""
-    distributed.initialize(os.environ)
-    with channel.opened("127.0.0.1", 0, silent=6.0):
-        me, count = distributed.index(), distributed.count()
+    initialize(os.environ)
+    with opened("127.0.0.1", 0, silent=6.0):
+        me, count = processes.here().index, processes.here().count
         say_refusal("order", "sample" if me == 1 else "update", 7)
         say_refusal("shapes", "update", 7, (4 + me, 128))
         thread = threading.Thread(target=say_refusal, args=("thread", "sync", 8), name="producer")
@@ -346,7 +356,7 @@ def keep_order() -> None:
         x = jax.make_array_from_callback((count,), place, lambda at: np.arange(count, dtype=np.float32)[at])
         total = jax.jit(jax.numpy.sum)
         assert float(total(x).addressable_shards[0].data) == 3
-        channel.all_gather(None, "compiled")
+        processes.here().all_gather(None, "compiled")
         if me == HALTED:
             os.kill(os.getpid(), signal.SIGSTOP)
         if me == 1:
@@ -357,7 +367,7 @@ def keep_order() -> None:
 
 def say_refusal(about: str, name: str, step: int, program: Any = "") -> None:
     try:
-        with order.phase(name, step, program):
+        with processes.here().phase(name, step, program):
             print(about, "was not refused", flush=True)
     except CoveyError as error:
         print(about, f"{type(error).__name__}: {error}", flush=True)

@@ -1,11 +1,7 @@
-"""Several processes train one model on one mesh: each runs the same program, on its own devices of that mesh.
-
-Models, optimizer states and batches are arrays over all processes, and JAX does what has to be exchanged between them.
-Only the rollout belongs to each process alone: it samples and scores its share of a step's prompts on its own devices.
-Then all processes exchange the groups (`parallel.channel`), and do the rest of the step on the same ones.
+"""Start several processes: join JAX's multi-process runtime, and open the channel between them.
 
 Programs over several processes are launched from one thread, in one order; otherwise they hang, or compute wrong values
-without an error (`parallel.order`).
+without an error (`order`).
 
 `initialize` starts JAX's multi-process runtime from environment variables:
 
@@ -17,21 +13,20 @@ Process 0 listens only at the address given to the others, unless JAX_COORDINATO
 runtime has no authentication, so anyone who can reach that port can disturb the run.
 """
 
-import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SILENT
 from covey.errors import CoveyError, nearest
-from covey.parallel import channel, checks
+from covey_hosts.channel import SILENT_SECONDS, listen
+from covey_hosts.checks import check_same_code
+from covey_hosts.several import opened
 
-T = TypeVar("T")
 HEARTBEAT = 60
 """Seconds without a heartbeat after which JAX takes a process to be dead."""
 LEAVING = 30
@@ -39,32 +34,25 @@ LEAVING = 30
 
 
 @contextmanager
-def start(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Join the processes that the environment names (`initialize`), if any, for the body of the `with` statement.
-
-    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
-    joined. An error in the body ends all processes, as one that is stopped or gone does (`parallel.channel`).
-
-    Args:
-        environment: environment variables; the system's if not set.
+def start(environment: Mapping[str, str]) -> Iterator[None]:
+    """Join the processes that the environment names (`initialize`), if any, for the body of the `with` statement; see
+    `covey.parallel.processes.start`.
 
     Raises:
         CoveyError: the environment is contradictory, or the processes do not come together, or run different code.
     """
-    environment = os.environ if environment is None else environment
     silent, port = (_checked(environment, name) for name in (SILENT, PORT))
     if not jax.distributed.is_initialized():
         initialize(environment)
-    if count() == 1:
+    if jax.process_count() == 1:
         yield
         return
     if jax.default_backend() == "cpu":
         disable_compilation_cache()
     # Where JAX has the address from the cluster, it listens on every interface too.
     place = environment.get(BIND) or ("" if environment.get(MODE) else environment.get(ADDRESS, ""))
-    silent_seconds = float(silent or channel.SILENT_SECONDS)
-    with channel.opened(place.rpartition(":")[0], int(port or 0), silent_seconds):
-        checks.check_same_code()
+    with opened(place.rpartition(":")[0], int(port or 0), float(silent or SILENT_SECONDS)) as several:
+        check_same_code(several)
         yield
 
 
@@ -76,32 +64,6 @@ def disable_compilation_cache() -> None:
     """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
-
-
-def count() -> int:
-    """Return the number of processes."""
-    return int(jax.process_count())
-
-
-def index() -> int:
-    """Return the index of this process, from 0."""
-    return jax.process_index()
-
-
-def is_first() -> bool:
-    """Return whether this is the process that writes files and shows progress."""
-    return index() == 0
-
-
-def share_bounds(length: int) -> list[int]:
-    """Return the index of the first of `length` items that each process has, and `length` as the end of the last."""
-    return [length * number // count() for number in range(count() + 1)]
-
-
-def share(items: Sequence[T]) -> tuple[int, Sequence[T]]:
-    """Return the index of this process's first item, and its contiguous part of `items`."""
-    start, stop = share_bounds(len(items))[index() :][:2]
-    return start, items[start:stop]
 
 
 def initialize(environment: Mapping[str, str]) -> None:
@@ -122,7 +84,7 @@ def initialize(environment: Mapping[str, str]) -> None:
         return
     place = (environment.get(BIND) or address) if number == 0 else None
     if place is not None:
-        channel.listen(place).close()  # where the address cannot be bound, JAX ends with a segmentation fault
+        listen(place).close()  # where the address cannot be bound, JAX ends with a segmentation fault
     print(f"waiting for {processes or 'all'} processes at {address or 'the place the cluster names'}", file=sys.stderr)
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM and keep the process running
     # On CPUs, a program on one device of a process and a later one on several would run at once and mix their messages.
@@ -142,8 +104,8 @@ def initialize(environment: Mapping[str, str]) -> None:
             want=f"{ADDRESS}, {COUNT} and {NUMBER} for each process, or a cluster that JAX knows",
             fix="docs/scaling.md",
         ) from error
-    if index():
-        print(f"process {index()} of {count()}; process 0 shows the progress", file=sys.stderr)
+    if jax.process_index():
+        print(f"process {jax.process_index()} of {jax.process_count()}; process 0 shows the progress", file=sys.stderr)
 
 
 def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:

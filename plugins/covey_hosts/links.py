@@ -19,10 +19,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from covey.parallel.wire import BEAT, LEAVES, Message
+from covey_hosts.wire import BEAT, LEAVES, Message
 
 if TYPE_CHECKING:
-    from covey.parallel.channel import Channel  # to which connections hand over what arrives
+    from covey_hosts.channel import Channel  # to which connections hand over what arrives
 
 Place = tuple[str, int, str]
 """Host and port of a process, and the token that begins a connection to it."""

@@ -60,8 +60,7 @@ from covey.errors import STOPPED
 from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
-from covey.parallel import channel, distributed, flatten, make_mesh, order, reshard
-from covey.parallel.order import OrderError
+from covey.parallel import flatten, make_mesh, processes, reshard
 from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
 from covey.run import sft as supervised
@@ -69,8 +68,9 @@ from covey.run.inference import answer_examples
 from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group
+from covey_hosts.order import OrderError
 
-GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 OWN = (*CLOCKS, "waste/")
 """Metrics that say how the work was done, not what came of it."""
 SETTINGS = [
@@ -157,10 +157,10 @@ def even(completion_ids: Sequence[Sequence[int]], wanted: Sequence[int]) -> list
 def work(model: str, folder: Path, words: Sequence[str]) -> int | None:
     """Train as each of `CASES`, in turn, run commands, and write down what came of it; then run the command `words`."""
     command.parse = parse
-    with distributed.start():
+    with processes.start():
         found = {name: train(model) for name, train in CASES.items()} | {"commands": commands(model)}
         found |= {"refused": refused(model, folder), "listens": listening(), "keeps": keeps_programs()}
-        (folder / f"{distributed.index()}").write_bytes(pickle.dumps(found))
+        (folder / f"{processes.here().index}").write_bytes(pickle.dumps(found))
         return parse(words)()
 
 
@@ -243,11 +243,14 @@ def role_meshes(model: str) -> dict[str, Any]:
     cluster.trainer.programs.accumulate = seen  # type: ignore[method-assign]
     found = trained_by(learner, PromptLoader(prompts, 4, seed=1))
     refused: list[str] = []
-    thread = threading.Thread(target=lambda: refused.append(refusal(lambda: order.phase("thread", 0).__enter__())))
+    thread = threading.Thread(
+        target=lambda: refused.append(refusal(lambda: processes.here().phase("thread", 0).__enter__()))
+    )
     thread.start()
     thread.join()
     assert waited == [True] * 4, waited
-    assert all("launches the programs over several processes" in text for text in refused) or distributed.count() == 1
+    one = processes.here().count == 1
+    assert one or all("launches the programs over several processes" in text for text in refused)
     return found
 
 
@@ -255,11 +258,11 @@ def ahead(model: str) -> dict[str, Any]:
     """Four steps of a game of one to three turns, on samples of the weights one step before, in which dynamic sampling
     replaces prompts. Each of several processes has a thread that plays its share; one plays and trains in turns.
     """
-    folder = ahead_folder(model, distributed.count())
-    with mock.patch.object(ClusterConfig, "runs_ahead", distributed.count() > 1), redirect_stdout(io.StringIO()):
+    folder = ahead_folder(model, processes.here().count)
+    with mock.patch.object(ClusterConfig, "runs_ahead", processes.here().count > 1), redirect_stdout(io.StringIO()):
         learner = learner_ahead(model)
         learner.train(AHEAD, AHEAD[:2], out=folder)
-    channel.all_gather(0, "written")
+    processes.here().all_gather(0, "written")
     written = rows(folder / "metrics.jsonl")
     return {
         "metrics": [{name: x for name, x in row.items() if not name.startswith(OWN)} for row in written],
@@ -271,8 +274,8 @@ def ahead(model: str) -> dict[str, Any]:
 AHEAD = [{"prompt": f"why {i}", "wanted": i % 3, "turns": 1 + i % 3} for i in range(24)]
 
 
-def ahead_folder(model: str, processes: int) -> Path:
-    return Path(model).with_name(f"ahead-{processes}")
+def ahead_folder(model: str, count: int) -> Path:
+    return Path(model).with_name(f"ahead-{count}")
 
 
 class Game:
@@ -330,7 +333,7 @@ def commands(model: str) -> dict[str, Any]:
     terminal got.
     """
     source, answers, shown = Path(model).with_name("run"), list[Any](), io.StringIO()
-    out = source.with_name(f"exported-by-{distributed.count()}")
+    out = source.with_name(f"exported-by-{processes.here().count}")
 
     def answer(*args: Any) -> Any:
         found = answer_examples(*args)
@@ -345,7 +348,9 @@ def commands(model: str) -> dict[str, Any]:
         with mock.patch("covey_formats.export._mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
             codes = [exported("hf"), exported("peft", "--format", "peft")]
         codes.append(main(["eval", model, *EVALUATION]))
-        codes.append(exported("gguf", "--format", "gguf") if distributed.count() > 1 else exported("from one device"))
+        codes.append(
+            exported("gguf", "--format", "gguf") if processes.here().count > 1 else exported("from one device")
+        )
     files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
     return {"figures": figures, "answers": answers, "codes": codes, "files": files, "shown": shown.getvalue()}
 
@@ -356,9 +361,9 @@ def refused(model: str, folder: Path) -> dict[str, tuple[int, str]]:
     """
     told, train = {}, ["train", "quickstart", f"--model.source={model}", "--rewards=mine:score"]
     for differs, out in (("module", folder / "module" / "run"), ("folder", "run")):
-        here, shown = folder / differs / str(distributed.index()), io.StringIO()
+        here, shown = folder / differs / str(processes.here().index), io.StringIO()
         here.mkdir(parents=True)
-        sign = "-" if distributed.index() and differs == "module" else ""
+        sign = "-" if processes.here().index and differs == "module" else ""
         (here / "mine.py").write_text(f"score = lambda completions: [{sign}float(len(c)) for c in completions]\n")
         with chdir(here), redirect_stdout(shown), redirect_stderr(shown):
             told[differs] = main([*train, f"--out={out}"]), shown
@@ -401,7 +406,7 @@ def trained_by(learner: Any, loader: PromptLoader) -> dict[str, Any]:
 
     def observe(record: StepRecord) -> None:
         found["metrics"].append(record.metrics)
-        parts = channel.gather_items(list(zip(record.numbers, record.groups, strict=True)), "seen")
+        parts = processes.here().gather_items(list(zip(record.numbers, record.groups, strict=True)), "seen")
         groups = [group for _, group in sorted(parts, key=lambda part: part[0])]
         found["samples"].append([told(group) for group in groups])
         found["arrays"][f"advantages {record.step}"] = np.array([group.advantages for group in groups])
@@ -495,18 +500,17 @@ def nanochat(
 
 @pytest.fixture(scope="module")
 def launched(
-    tmp_path_factory: pytest.TempPathFactory, model: str, trained: None, nanochat: list[str], processes: Any
+    tmp_path_factory: pytest.TempPathFactory, model: str, trained: None, nanochat: list[str], host: Any
 ) -> tuple[Path, str]:
     """The folder in which the launcher started two processes of two devices each to `work`, and what it showed. It goes
     on behind the mistake, until process 1 gets a signal.
     """
-    pytest.importorskip("covey_hosts")
     out = tmp_path_factory.mktemp("two")
     (out / "fragile.py").write_text(FRAGILE)
     program, words = [sys.executable, __file__, model, str(out)], [*nanochat, str(out / "run")]
     launch = ["launch", "local", "-n", "2", "--max-restarts", "1", "--logs", str(out / "logs"), *words]
-    started = processes.start(["-c", LAUNCHER, json.dumps(program), *launch], 1, out)
-    return out, processes.end(started, [STOPPED])[0]
+    started = host.start(["-c", LAUNCHER, json.dumps(program), *launch], 1, out)
+    return out, host.end(started, [STOPPED])[0]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import CoveyError
-from covey.parallel.wire import deserialize, join_values, serialize, split_values
+from covey.parallel.values import deserialize, serialize
 from covey.rl.experience import RolloutBatch
 from covey.rl.group_table import table_of
 from covey.sampling.model_runner import SamplerStats
@@ -98,11 +98,3 @@ def test_nothing_that_arrives_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
     np.load(io.BytesIO(file.getvalue()), allow_pickle=True)
     assert (tmp_path / "hit").exists()  # it would have
-
-
-def test_values_of_many_processes_travel_compressed() -> None:
-    """Process 0 sends the values of N processes N times; alike ones must not cost N times one."""
-    values = [serialize([number % 3, np.arange(100)]) for number in range(1000)]
-    parts = join_values(values)
-    assert list(split_values(*parts).values()) == values
-    assert 50 * sum(map(len, parts)) < sum(map(len, values))

@@ -1,0 +1,214 @@
+"""The processes of a run, as one object: `processes.here()`.
+
+One process is the plain case: it has every item, exchanges nothing and waits for nobody. Several train one model on one
+mesh: each runs the same program, on its own devices of that mesh. Models, optimizer states and batches are arrays over
+all processes, and JAX does what has to be exchanged between them. Only the rollout belongs to each process alone: it
+samples and scores its share of a step's prompts on its own devices. A package opens several by the entry point `start`
+of `covey.processes`:
+
+    with processes.start():  # before any other use of JAX
+        values = processes.here().all_gather(value, "what it is")
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST, PORT, SILENT
+from covey.errors import CoveyError, Stopped
+from covey.registry import offered
+
+T = TypeVar("T")
+
+
+class PeerLostError(CoveyError):
+    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
+
+    Attributes:
+        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+    """
+
+    exit_code = PEER_LOST
+    stopped: Stopped | None = None
+
+
+class Processes:
+    """One process. Several are a subclass, with the same methods; all processes must call them, with the same `about`.
+    There they raise a `PeerLostError` when another process is stopped, gone or has failed, or is at another place.
+
+    Attributes:
+        index: index of this process, from 0.
+        count: number of processes.
+        seconds_to_end: seconds within which all end once one of them is killed.
+    """
+
+    index, count = 0, 1
+    seconds_to_end = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes files and shows progress."""
+        return self.index == 0
+
+    def share_bounds(self, length: int) -> list[int]:
+        """Return the index of the first of `length` items that each process has, and `length` as the last's end."""
+        return [length * number // self.count for number in range(self.count + 1)]
+
+    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
+        """Return the index of this process's first item, and its contiguous part of `items`."""
+        start, stop = self.share_bounds(len(items))[self.index :][:2]
+        return start, items[start:stop]
+
+    def all_gather(self, value: T, about: str) -> list[T]:
+        """Return the `value` of every process, by process index."""
+        return [value]
+
+    def gather_items(self, items: Sequence[T], about: str) -> list[T]:
+        """Return the `items` of all processes, by process index."""
+        return list(chain.from_iterable(self.all_gather(list(items), about)))
+
+    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
+        """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
+
+        Args:
+            parts: those of this process.
+            numbers: the number of each, among those of all processes.
+            about: what they are.
+        """
+        return parts
+
+    def broadcast(self, value: T, about: str) -> T:
+        """Return the `value` of process 0 to all processes."""
+        return self.all_gather(value, about)[0]
+
+    def compare(self, value: T, about: str) -> dict[int, T]:
+        """Return the values of process 0 and of the first process that has another one, by process index; nothing if
+        all are equal.
+        """
+        return {}
+
+    def row_holders(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+        """Return the numbers of the rows that the devices of each process compute, by process.
+
+        Args:
+            mesh: where rows are computed; on one that does not span processes each process computes all rows.
+            count: number of rows.
+            rows_at_once: number of rows of a micro-batch, in which each device has a part.
+        """
+        return [np.arange(count)]
+
+    def move(
+        self,
+        arrays: Mapping[int, np.ndarray],
+        have: Sequence[Sequence[int]],
+        need: Sequence[Sequence[int]],
+        lengths: Int[np.ndarray, "n"],
+        dtype: Any,
+        about: str,
+    ) -> Mapping[int, np.ndarray]:
+        """Return `arrays`, by number, and those that this process needs and another one has.
+
+        Args:
+            arrays: those of this process.
+            have: numbers of the arrays that each process has.
+            need: numbers of the arrays that each process needs.
+            lengths: number of entries of each array, of all processes.
+            dtype: type in which they are sent.
+            about: what they are.
+        """
+        return arrays
+
+    def together(self, about: str) -> AbstractContextManager[None]:
+        """Wait at the end of the `with` statement until all processes are there; raise if its body has failed in one.
+
+        Raises:
+            CoveyError: the body has raised an error in another process.
+        """
+        return nullcontext()
+
+    def phase(self, name: str, step: int, program: Any = "") -> AbstractContextManager[None]:
+        """Launch programs over several processes in the body of the `with` statement.
+
+        Args:
+            name: name of the phase.
+            step: number of the step.
+            program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
+
+        Raises:
+            CoveyError: a process is at another phase than process 0.
+        """
+        return nullcontext()
+
+    def in_order(self, name: str, function: Any) -> Any:
+        """Return the jitted `function` so that all processes launch it at the same moment when its shapes are new."""
+        return function
+
+    def check_same(
+        self, about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
+    ) -> None:
+        """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
+
+        Args:
+            about: name of what is compared.
+            value: function that returns the value of this process; differences of dicts are named, without digests.
+            fix: way to mend it, in the error.
+            want: wanted, in the error.
+
+        Raises:
+            RecipeError: the values differ.
+        """
+
+    def check_shared_folder(self, folder: Path) -> None:
+        """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in.
+
+        Raises:
+            CoveyError: a process sees another folder or none, or may not write there.
+        """
+
+    def leave(self, code: int) -> None:
+        """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one."""
+
+
+ALONE = Processes()
+current = ALONE
+"""The processes of this run; what opens several sets it."""
+
+
+def here() -> Processes:
+    """Return the processes of this run.
+
+    Raises:
+        CoveyError: there are several, and nothing is open between them.
+    """
+    if current is ALONE and jax.process_count() > 1:
+        raise CoveyError("the processes have no channel", fix="run the program in `with processes.start():`")
+    return current
+
+
+def start(environment: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
+    """Join the processes that the environment names, if any, for the body of the `with` statement.
+
+    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
+    joined. An error in the body ends all processes, as one that is stopped or gone does.
+
+    Args:
+        environment: environment variables (`config.processes`); the system's if not set.
+
+    Raises:
+        CoveyError: the environment is contradictory, or the processes do not come together, or run different code; or
+            no package opens several processes.
+    """
+    environment = os.environ if environment is None else environment
+    named = any(map(environment.get, (MODE, ADDRESS, COUNT, NUMBER, BIND, PORT, SILENT)))
+    if not (named and environment.get(MODE) != "off") and not jax.distributed.is_initialized():
+        return nullcontext()
+    opened: AbstractContextManager[None] = offered("covey.processes", "start")(environment)
+    return opened
