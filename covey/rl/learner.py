@@ -193,7 +193,7 @@ class Learner(Keywords, ABC):
 
     @contextmanager
     def phase(self, name: str, program: Any = "") -> Iterator[None]:
-        """Measure the seconds of a phase of this step, in which all processes launch equal programs (`Processes.phase`)."""
+        """Measure the seconds of a phase of this step, in which all processes launch equal programs."""
         with self.stats.clock(name), processes.here().phase(name, self.step, program):
             yield
 

@@ -95,7 +95,8 @@ def local_step(parts: Sequence[SampledStep]) -> SampledStep:
     kept = (part.rollout for part in parts[processes.here().index :: processes.here().count])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
     counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
-    return replace(first, rollout=replace(first.rollout, groups=[*processes.here().share(groups)[1]], table=table, **counts))
+    own = [*processes.here().share(groups)[1]]
+    return replace(first, rollout=replace(first.rollout, groups=own, table=table, **counts))
 
 
 class Worker:

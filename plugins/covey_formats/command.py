@@ -54,10 +54,10 @@ def export(line: Line) -> None:
         raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
     shard_bytes = options.shard_bytes
     check_source(source)
-    from covey.parallel import distributed
+    from covey.parallel import processes
     from covey_formats import export as exporting
 
-    with distributed.start():
+    with processes.start():
         exporting.export(source, Path(line.options["--out"]).expanduser(), options.format, options.dtype, shard_bytes)
 
 

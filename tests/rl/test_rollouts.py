@@ -18,7 +18,7 @@ from covey.config.schema import EnvsConfig
 from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
 from covey.parallel import processes
-from covey.parallel.wire import serialize
+from covey.parallel.values import serialize
 from covey.rewards import RewardRunner
 from covey.rl.experience import PromptBatch, RolloutBatch
 from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, Worker, load_steps
