@@ -35,11 +35,11 @@ def evaluate(line: Line) -> None:
     if recipe.is_run(source):
         _check_own_model(source, recipe.load_any(str(chosen)).model, settings.model)
     check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
-    from covey import run
+    from covey import recipes
     from covey.parallel import distributed
 
     with distributed.start():
-        run.evaluate(source, settings)
+        recipes.evaluate(source, settings)
 
 
 def _check_own_model(run: str, recorded: ModelOptions, wanted: ModelOptions) -> None:
@@ -59,9 +59,9 @@ def rollout(line: Line) -> None:
     settings, episodes = recipe.load(line.arguments[0], line.settings), line.whole_number("--episodes")
     check_one_process("covey rollout")
     check_run(settings)
-    from covey import run
+    from covey import recipes
 
-    run.play(settings, episodes or DEFAULT_EPISODES)
+    recipes.play(settings, episodes or DEFAULT_EPISODES)
 
 
 def generate(line: Line) -> None:
@@ -73,9 +73,9 @@ def generate(line: Line) -> None:
     options = build_settings(GenerateOptions, line, source)
     check_one_process("covey generate")
     check_source(source)
-    from covey import run
+    from covey import recipes
 
-    answers = run.generate(source, line.arguments[1], options.n, options.rollout)
+    answers = recipes.generate(source, line.arguments[1], options.n, options.rollout)
     for number, text in enumerate(answers, start=1):
         if len(answers) > 1:
             echo(f"--- {number} of {len(answers)}")
@@ -88,9 +88,9 @@ def chat(line: Line) -> None:
     options = build_settings(ChatOptions, line, source)
     check_one_process("covey chat")
     check_source(source)
-    from covey import run
+    from covey import recipes
 
-    run.chat(source, options.rollout)
+    recipes.chat(source, options.rollout)
 
 
 def export(line: Line) -> None:
@@ -102,11 +102,11 @@ def export(line: Line) -> None:
         raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
     shard_bytes = options.shard_bytes
     check_source(source)
-    from covey import run
+    from covey import recipes
     from covey.parallel import distributed
 
     with distributed.start():
-        run.export(source, Path(line.options["--out"]).expanduser(), options.format, options.dtype, shard_bytes)
+        recipes.export(source, Path(line.options["--out"]).expanduser(), options.format, options.dtype, shard_bytes)
 
 
 def push(line: Line) -> int:
@@ -128,7 +128,7 @@ def push(line: Line) -> int:
     if "--yes" not in line.options and not _agrees():
         echo("nothing was published")
         return 2
-    from covey.run.export import publish  # late: it needs JAX
+    from covey.recipes.export import publish  # late: it needs JAX
 
     names = [file.name for file in records]
     publish(run, target[1], names, "--private" in line.options, options.format, options.dtype, shard_bytes)

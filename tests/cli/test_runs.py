@@ -137,7 +137,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
     """The fake hub, in the place of the real one; exports write one small file instead of a model."""
     constants = pytest.importorskip("huggingface_hub.constants")
-    exporting = import_module("covey.run.export")  # the package has a function of this name
+    exporting = import_module("covey.recipes.export")  # the package has a function of this name
 
     def export(source: str, out: Path, *_: Any) -> None:
         out.mkdir()
