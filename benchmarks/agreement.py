@@ -30,7 +30,7 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel import make_mesh, shardings
-from covey.run.load_model import load_source
+from covey.recipes.load_model import load_source
 from covey.sampling.cache import prefill_attention
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw

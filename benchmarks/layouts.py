@@ -118,7 +118,7 @@ def digits(completions: Sequence[str]) -> list[float]:
 
 def work(folder: Path, layout: str, cases: Sequence[Case]) -> None:
     """Train each case, and resume the run of another layout at step 1 as `<other>-to-<layout>`."""
-    from covey import run
+    from covey import recipes
     from covey.parallel import processes
 
     with processes.start():
@@ -126,14 +126,14 @@ def work(folder: Path, layout: str, cases: Sequence[Case]) -> None:
         for case in cases:
             place = folder / case.name
             if case.algorithm == "SFT":
-                run.train(recipe.load("sft-tiny", case.settings(), recipe.SFTRecipe), place / layout)
+                recipes.train(recipe.load("sft-tiny", case.settings(), recipe.SFTRecipe), place / layout)
             else:
-                run.train(recipe.load("arithmetic-tiny", case.settings()), place / layout)
+                recipes.train(recipe.load("arithmetic-tiny", case.settings()), place / layout)
             (place / f"{layout}.ended").touch()
             for one in (one for one, other in resumes(case) if other == layout):
                 out = place / f"{one}-to-{layout}"
                 copy_for_resuming(place, one, out)
-                run.resume(out)
+                recipes.resume(out)
 
 
 def connect(cases: Sequence[Case]) -> None:

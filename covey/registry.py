@@ -103,6 +103,11 @@ def offered(group: str, name: str) -> Any:
     raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
 
 
+def all_offered(group: str) -> dict[str, Any]:
+    """Return all objects that installed packages offer by the group `group` of entry points, by name."""
+    return {point.name: point.load() for point in sorted(entry_points(group=group))}
+
+
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:
     """Import a module of a package that Covey can do without.
 

@@ -32,7 +32,7 @@ def is_made(out: Path) -> bool:
 
 def make(name: str, words: str, seed: int, folder: Path) -> None:
     """Make the run `name` in `folder`, unless it is there."""
-    from covey import run
+    from covey import recipes
 
     out = folder / name
     if is_made(out):
@@ -40,7 +40,7 @@ def make(name: str, words: str, seed: int, folder: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     begun = time.process_time()
     try:
-        run.train(recipe_of(words, folder, seed), out)
+        recipes.train(recipe_of(words, folder, seed), out)
     except Exception:  # one run that fails ends no others
         traceback.print_exc()
     if name not in BASES:
@@ -51,7 +51,7 @@ def make(name: str, words: str, seed: int, folder: Path) -> None:
 def make_all(cases: Sequence[Case], folder: Path) -> None:
     """Make the models that runs start from, and the runs of `cases`."""
     from covey.models import scratch
-    from covey.run import use_compilation_cache
+    from covey.recipes import use_compilation_cache
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     folder.mkdir(parents=True, exist_ok=True)

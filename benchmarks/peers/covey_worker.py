@@ -13,10 +13,10 @@ from covey.config.schema import GRPOConfig, LoRAConfig, OptimizerConfig, RLTrain
 from covey.models.loading.weights import load
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
+from covey.recipes import use_compilation_cache
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
-from covey.run import use_compilation_cache
 
 
 def main() -> None:

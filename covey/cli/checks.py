@@ -114,7 +114,7 @@ def weight_checks(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
         if source and os.path.exists(os.path.expanduser(source)) and not is_run(source):
             yield Check(role, "covey.models.loading.weights:check_loadable", (source, role))
             if role == "model" and recipe.model.adapter:
-                yield Check("adapter", "covey.run.load_model:abstract_for", (recipe, "cpu"))
+                yield Check("adapter", "covey.recipes.load_model:abstract_for", (recipe, "cpu"))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from covey.data.lengths import Lengths
-    from covey.run.data_summary import DataSummary, ShownRow  # late in what follows: it needs JAX
+    from covey.recipes.data_summary import DataSummary, ShownRow  # late in what follows: it needs JAX
 
 BAR = 40
 """Number of characters of the longest bar of the histogram."""
@@ -44,7 +44,7 @@ def show_data(line: Line) -> int:
 
         check_replaceable(page)
     check_source(loaded.model.source)
-    from covey.run import data_summary  # late: it needs JAX
+    from covey.recipes import data_summary  # late: it needs JAX
 
     summary = data_summary.summarize(loaded, rows or data_summary.SHOWN)
     if page is not None:

@@ -107,9 +107,9 @@ def _sampled_and_scored() -> "Agreement":
     """Sample with a tiny model of random weights, and draw the tokens again by its forward as in training."""
     from covey.config.schema import RolloutConfig
     from covey.models.loading.weights import load
+    from covey.recipes import use_compilation_cache
     from covey.rl.agreement import token_agreement
     from covey.rl.rollout import RolloutWorker
-    from covey.run import use_compilation_cache
 
     use_compilation_cache()  # to compile the programs takes nearly all of the time
     loaded = load("scratch:arithmetic-tiny")

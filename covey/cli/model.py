@@ -29,11 +29,11 @@ def evaluate(line: Line) -> None:
     if recipe.is_run(source):
         _check_own_model(source, recipe.load_any(str(chosen)).model, settings.model)
     check_run(replace(settings, model=ModelOptions(source=source)))  # that of the recipe is not loaded
-    from covey import run
+    from covey import recipes
     from covey.parallel import processes
 
     with processes.start():
-        run.evaluate(source, settings)
+        recipes.evaluate(source, settings)
 
 
 def _check_own_model(run: str, recorded: ModelOptions, wanted: ModelOptions) -> None:
@@ -53,9 +53,9 @@ def rollout(line: Line) -> None:
     settings, episodes = recipe.load(line.arguments[0], line.settings), line.whole_number("--episodes")
     check_one_process("covey rollout")
     check_run(settings)
-    from covey import run
+    from covey import recipes
 
-    run.play(settings, episodes or DEFAULT_EPISODES)
+    recipes.play(settings, episodes or DEFAULT_EPISODES)
 
 
 def generate(line: Line) -> None:
@@ -67,9 +67,9 @@ def generate(line: Line) -> None:
     options = build_settings(GenerateOptions, line, source)
     check_one_process("covey generate")
     check_source(source)
-    from covey import run
+    from covey import recipes
 
-    answers = run.generate(source, line.arguments[1], options.n, options.rollout)
+    answers = recipes.generate(source, line.arguments[1], options.n, options.rollout)
     for number, text in enumerate(answers, start=1):
         if len(answers) > 1:
             echo(f"--- {number} of {len(answers)}")
@@ -82,6 +82,6 @@ def chat(line: Line) -> None:
     options = build_settings(ChatOptions, line, source)
     check_one_process("covey chat")
     check_source(source)
-    from covey import run
+    from covey import recipes
 
-    run.chat(source, options.rollout)
+    recipes.chat(source, options.rollout)

@@ -94,7 +94,7 @@ def not_included(loaded: recipe.Recipe) -> list[str]:
 
 def _sample(loaded: recipe.Recipe, prompts: int) -> list[Group]:
     check_run(loaded)
-    from covey.run.inference import sample_training_prompts  # late: it needs JAX
+    from covey.recipes.use import sample_training_prompts  # late: it needs JAX
 
     return list(sample_training_prompts(loaded, prompts))
 
@@ -105,7 +105,7 @@ def _score(groups: Sequence[Group], loaded: recipe.Recipe) -> tuple[list[Group],
 
     functions: Sequence[RewardFn | str] = loaded.rewards
     if loaded.envs.environment:
-        from covey.run.inference import scoring_functions
+        from covey.recipes.use import scoring_functions
 
         functions = scoring_functions(loaded)
     safety = replace(loaded.reward_safety, on_error="none", on_error_of={}, budget=MAX_INT)

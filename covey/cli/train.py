@@ -1,10 +1,10 @@
 """Execute `covey train` and `covey sft`: begin a run, or resume one."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.cli.checks import (
     check_not_model,
@@ -19,9 +19,6 @@ from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.registry import offered
-
-if TYPE_CHECKING:
-    from covey.run.base import Run
 
 
 def train(line: Line) -> None:
@@ -50,7 +47,7 @@ def train(line: Line) -> None:
 def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
     out = new_run_folder(settings)  # first: it takes less time than the other checks
     check_run(settings)
-    from covey import run
+    from covey import recipes
     from covey.parallel import processes
 
     with processes.start(), ExitStack() as stack:
@@ -58,11 +55,7 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
             out = stack.enter_context(reserve_run_folder(settings))
         out = processes.here().broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
-        run.train(settings, out, _announce)
-
-
-def _announce(run: "Run[Any]", before: Mapping[str, Any]) -> None:
-    offered("covey.outputs", "expected")(run, before)
+        recipes.train(settings, out)  # type: ignore[type-var]  # one of the two
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:
@@ -71,11 +64,11 @@ def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -
         raise CoveyError("this run was trained by the other command", fix=resume_command(folder), where=folder)
     if recipe.load_any(folder, changes).out != recipe.load_any(folder).out:
         raise CoveyError("--out beside --resume", fix="leave it out: a run goes on in its own folder", where=folder)
-    from covey import run
+    from covey import recipes
     from covey.parallel import processes
 
     with processes.start(), print_resume_command(kind.method, Path(folder)):
-        run.resume(Path(folder), changes)
+        recipes.resume(Path(folder), changes)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def _show_end(run: WatchedRun, progress: WatchedProgress, once: bool) -> None:
         ends = {name: _figures(summary.get(name)) for name in ("before", "after")}
         report = run.folder / REPORT
         chat = progress.task != FROM_PYTHON
-        progress.done(ends | _figures(summary), run.folder, report if report.is_file() else "", chat)
+        progress.done(ends | _figures(summary), run.folder, {"report": str(report)} if report.is_file() else {}, chat)
         return
     progress.show_status()
     beat = run.heartbeat

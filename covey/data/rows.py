@@ -10,6 +10,7 @@ learning samples from the prompt of a chat form and keeps the given completion a
 """
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,16 @@ from typing import Any, NamedTuple
 from covey.errors import DataError, nearest
 from covey.types import Message, Prompt
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 """One example: `prompt` (text or chat messages) and columns for the reward functions (`answer`, ...)."""
 
+PLAIN = (
+    "prompts are plain text, and the model has a chat template",
+    "a chat model that gets no template may stop at once, with empty completions; a base model may not",
+    "rows with messages, or --data.system TEXT, which makes a chat of each prompt",
+)
+"""Title, reason and remedy of the finding that prompts lack the model's chat template."""
 MAX_ROWS = 10_000_000
 """Largest number of rows; a data set with more is taken to be endless."""
 
@@ -493,3 +501,13 @@ CHAT_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS if form
 
 FORM_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS)
 """Columns of all forms in one line, for errors."""
+
+
+def count_plain(rows: Iterable[Row], tokenizer: Any, environment: Any = None, warn: bool = True) -> int:
+    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some. An
+    environment may begin with messages of its own.
+    """
+    texts = (row["prompt"] for row in rows if tokenizer.chat_template and not environment)
+    if (count := sum(isinstance(text, str) and text != "" for text in texts)) and warn:
+        log.warning(f"{count:,} {PLAIN[0]}: {PLAIN[1]}. Change: {PLAIN[2]}")
+    return count

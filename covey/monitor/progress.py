@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -22,9 +23,15 @@ from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
+from covey.parallel import processes
 
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
+
+
+def console_of_process() -> Console | None:
+    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
+    return None if processes.here().is_first else Console(quiet=True)
 
 
 class Progress:
@@ -159,17 +166,21 @@ class Progress:
         self.phase("")
 
     def done(
-        self, summary: Mapping[str, Any], folder: Path | str = "", report: Path | str = "", chat: bool = True
+        self,
+        summary: Mapping[str, Any],
+        folder: Path | str = "",
+        facts: Mapping[str, str] = MappingProxyType({}),
+        chat: bool = True,
     ) -> None:
-        """Show before → after, the run folder, its report, and what to do next; end the live view.
+        """Show before → after, the run folder, further facts such as its report, and what is next; end the live view.
 
         Args:
             summary: content of `summary.json`.
             folder: the run folder; "" if there is none.
-            report: its report; "" if there is none.
+            facts: further lines by name.
             chat: whether a command can load the model of the folder.
         """
-        facts = self._facts(summary) | {name: str(path) for name, path in (("run", folder), ("report", report)) if path}
+        facts = self._facts(summary) | ({"run": str(folder)} if folder else {}) | dict(facts)
         width = max(12, *map(len, facts)) if facts else 0
         lines = [f"{name:<{width}} {fact}" for name, fact in facts.items()]
         if folder:

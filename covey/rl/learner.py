@@ -13,24 +13,32 @@ to a token for its own share, and has the rows of its own devices (`packed_group
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from covey.config.algorithms import algorithm_of, off_policy_problems, with_correction
 from covey.config.base import Keywords
-from covey.config.schema import EvalConfig, GRPOConfig
-from covey.data.loader import PromptLoader
-from covey.data.rows import as_rows
+from covey.config.recipe import validate
+from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.data.loader import FittedPrompts, PromptLoader, fit_prompts
+from covey.data.rows import Row, as_rows, count_plain
 from covey.errors import EpisodeError, NumbersError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
+from covey.models.loading import sources
+from covey.models.loading.weights import with_digest
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
+from covey.parallel.reshard import stack_bytes
+from covey.parallel.values import serialize
 from covey.rewards import (
     RewardFn,
     RewardFns,
@@ -44,7 +52,8 @@ from covey.rewards import (
     score,
 )
 from covey.rl.cluster import RLCluster
-from covey.rl.evaluate import Evaluation, during_training, evaluate
+from covey.rl.evaluate import Evaluation, evaluate
+from covey.rl.evaluate import during_training as during
 from covey.rl.experience import (
     Experience,
     PromptBatch,
@@ -58,11 +67,20 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import AGREEMENT, Replay, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
-from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext
+from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, load_steps
+from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.rl.token_values import TokenScorer
+from covey.run import loop
+from covey.run.outputs import Measured, Outputs
+from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.script import checksum, model_options, train_from_script, warn_of_unwritten
+from covey.run.settings import check_same_weights
 from covey.sampling.model_runner import SamplerStats
+from covey.sampling.noise import DRAW_VERSION
+from covey.sampling.responder import ResponderFactory
+from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 
@@ -88,8 +106,13 @@ class Learner(Keywords, ABC):
 
     Attributes:
         history: metrics of the steps.
+        evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
+            rows.
         drawn: steps whose samples a checkpoint has, and which are not sampled again.
         ahead: rollouts of the steps; None outside of `steps`.
+        settings: the settings as those of a recipe, by which they are checked and recorded.
+        initial_weights, base, other_models: checksum of the weights before the first step, empty until a run needs it;
+            origin of the weights that `train_grpo` loaded; that of reward model and critic, by the setting's name.
         token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
@@ -117,23 +140,38 @@ class Learner(Keywords, ABC):
         show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
         standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
-        self.history = History()
-        self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
+        self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
+        self.outputs = Outputs(self)
+        self._on_phase, self._on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
+        self.tokenizer, self.model_config = rl_cluster.tokenizer, rl_cluster.rollout.model.config
+        self.initial_weights, self.base, self.other_models = "", "", dict[str, str]()
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
         self.token_values_every = 0
         self.ahead: Rollouts | None = None
         self.drawn: Sequence[SampledStep] = ()
         self.algorithm = algorithm_of(config)
         self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
-        training = rl_cluster.config.training_config
+        self.training = training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         if self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
-        self.reward_fns = self._reward_fns(only_one(reward_fns, reward_funcs))
+        functions = resolve_reward_fns(only_one(reward_fns, reward_funcs))
+        self.reward_fns = self._reward_fns(functions)
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
         self.failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
+        given = {"reward_model": Role.REWARD, "critic": Role.CRITIC}
+        self.settings = settings_of(
+            rl_cluster.config,
+            config,
+            functions,
+            rl_cluster.rollout.environments,
+            self.runner,
+            self.eval_config,
+            **{name: sources.FROM_PYTHON for name, role in given.items() if rl_cluster.inference.has(role)},
+        )
+        validate(self.settings)
 
     @abstractmethod
     def estimate_advantages(self, experience: Experience) -> Experience:
@@ -143,28 +181,67 @@ class Learner(Keywords, ABC):
         """Make one optimizer step on all of `batches`, some of which may still have to be made (`Replay`)."""
         return self.cluster.update_actor(batches)
 
-    def train(self, train_ds: Any, eval_ds: Any = None) -> RLCluster:
+    def on_phase(self, name: str) -> None:
+        """Tell of a phase that begins, in the thread in which it does."""
+        self._on_phase(name)
+        self.outputs.phase(name)
+
+    def on_bad_batch(self, *batch: Any) -> None:
+        """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
+        self._on_bad_batch(*batch)
+        self.outputs.bad_batch(*batch)
+
+    def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> RLCluster:
         """Train for `max_steps` updates, or through the data `num_epochs` times, or until a finite loader ends.
 
         Args:
             train_ds: rows with a `prompt` and any other columns, in any of the forms `data.loader.as_rows` takes, or a
                 ready `PromptLoader` (whose position a resumed run has restored).
-            eval_ds: rows for the held-out evaluation every `eval_every_n_steps`.
+            eval_ds: held-out rows, in the same forms. They are evaluated before and after training (`evaluations` has
+                the metrics) and every `eval_every_n_steps`.
+            out: the run folder: metrics, completions, checkpoints and report go there. A run that is in it already is
+                resumed from its last checkpoint, and gives the bits of a run that was never stopped. Without `out`
+                nothing is written.
 
         Raises:
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
+            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
-        return self.train_steps(self.loader(train_ds), None if eval_ds is None else as_rows(eval_ds))
-
-    def train_steps(self, loader: PromptLoader, held_out: Sequence[Any] | None = None) -> RLCluster:
-        """Train as `train` does, on ready batches and rows, and do nothing before or after the steps."""
-        total = self._begin(loader, held_out)
-        with closing(self.steps(loader, total)) as records:
-            for record in records:
-                self._prompts = loader.position
-                self._report(record, held_out)
+        ready = isinstance(train_ds, PromptLoader)
+        rows, held_out, unfit = drop_long_prompts(
+            self, [] if ready else as_rows(train_ds), [] if eval_ds is None else as_rows(eval_ds)
+        )
+        loader = self.loader(train_ds if ready else rows)
+        if out is None:
+            warn_of_unwritten(self.training)
+            loop.train(self, loader, held_out, self.outputs)
+        else:
+            model = model_options(self.cluster.rollout.model, self.cluster.source, self.cluster.lora)
+            train_from_script(
+                self, replace(self.settings, model=model), out, partial(self._ready, loader, held_out, unfit)
+            )
         return self.cluster
+
+    def _ready(
+        self, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], resources: RunResources
+    ) -> ReadyRun:
+        """Return the run of a script in a folder. Its first weights are those before `prepare`, whatever the loss is;
+        older versions have recorded those after it.
+        """
+        self.check_data(loader.rows, held_out)
+        self.initial_weights = self.initial_weights or self._checksum()
+        base = self.base or with_digest(self.cluster.source)
+        return ReadyRun(self, loader, held_out, self.initial_weights, self.counts(loader, unfit), base, self._checksum)
+
+    def counts(self, loader: PromptLoader, unfit: Mapping[str, int]) -> dict[str, int]:
+        """Return the numbers of prompts that are used, and of those that are not, for the summary of a run."""
+        plain = count_plain(loader.rows, self.tokenizer, self.settings.envs.environment)
+        return {"prompts": len(loader.rows), **unfit, "plain": plain}
+
+    def _checksum(self) -> str:
+        return checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
 
     def steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
         """Train step by step, each with at most `num_iterations` updates on the rollouts of its prompts.
@@ -182,6 +259,7 @@ class Learner(Keywords, ABC):
                     self._token_scorer.score_again()
                 drawn.new_weights()
                 self.step += count
+                self._prompts = loader.position
                 yield self._record(updates, total)
 
     def _begin_step(self, total: int) -> int:
@@ -300,31 +378,29 @@ class Learner(Keywords, ABC):
                 fix="more samples of a row (grpo.num_generations); or draw what differs from the row",
             )
 
-    def _begin(self, loader: PromptLoader, held_out: Sequence[Any] | None) -> int:
+    def begin(self, loader: PromptLoader, held_out: Sequence[Any]) -> int:
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
-        training = self.cluster.config.training_config
-        total = total_steps(training, len(loader), self.config.num_iterations)
-        problems = off_policy_problems(self.lead, self.config, total_steps=total)
-        raise_together([problem.error("") for problem in problems])
-        if training.eval_every_n_steps and not held_out:
+        total = total_steps(self.training, len(loader), self.config.num_iterations)
+        raise_together([one.error("") for one in off_policy_problems(self.lead, self.config, total_steps=total)])
+        if self.training.eval_every_n_steps and not held_out:
             log.warning("training.eval_every_n_steps is set, and there are no held-out rows: nothing is evaluated")
-        self.check_data(loader.rows, held_out if training.eval_every_n_steps else ())
+        self.check_data(loader.rows, held_out)
         self.prepare(total)
-        self._check_same_start(loader, total)
-        self.rehearse(loader.rows)
         return total
 
-    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rehearse the environment of a run that begins, once; a run that goes on has done so. `train` does so too.
+    def start(self, loader: PromptLoader, total: int) -> None:
+        """Refuse to begin when the processes' data or steps differ; rehearse the environment of a run that begins.
 
         Raises:
-            EpisodeError: it depends on more than its row and its replies.
+            EpisodeError: the environment depends on more than its row and its replies.
         """
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
         environments, first = self.cluster.rollout.environments, self.step == 0 and not self._rehearsed
         self._rehearsed = True
         if environments and first and environments.rehearses:
             self.on_phase("rehearsing the environment")
-            environments.rehearse(rows)
+            environments.rehearse(loader.rows)
 
     def prepare(self, total_steps: int) -> None:
         """Build the trainers and models that the algorithm needs; `train` does so too."""
@@ -352,6 +428,40 @@ class Learner(Keywords, ABC):
             "failed": dict(failed),
             "env_failed": env_failed,
         }
+
+    def checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays of a checkpoint, and its JSON values."""
+        drawn = [step.without_times() for step in self.drawn_ahead()]
+        arrays = self.cluster.state() | ({DRAWN: stack_bytes(serialize(drawn))} if self.lead else {})
+        return arrays, {"learner": self.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
+
+    def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the shapes of these arrays, of a checkpoint that has the shapes `saved()`."""
+        drawn = {name: shape for name, shape in saved().items() if name == DRAWN} if self.lead else {}
+        return self.cluster.state_shapes() | drawn
+
+    def check_checkpoint(self, extra: Mapping[str, Any], where: Path) -> None:
+        """Refuse the JSON values of a checkpoint that was made with another reward model or critic."""
+        if extra.get("draw_version", 1) != DRAW_VERSION:
+            log.warning(
+                "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
+                " with samples of the same distribution, but not with those that it would have drawn"
+            )
+        then = require_entry(extra, "other_models", dict)
+        for role in then.keys() & self.other_models.keys():
+            check_same_weights(then[role], self.other_models[role], where, role)
+
+    def load_checkpoint(
+        self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]
+    ) -> None:
+        """Restore a checkpoint. Where a setting of the sampling was `changed`, steps that were drawn ahead are drawn
+        anew, by the last weights.
+        """
+        drawn = load_steps([row.tobytes() for row in np.asarray(arrays.pop(DRAWN, ()))])
+        self.drawn = [] if any(name.startswith(OF_SAMPLES) for name in changed) else drawn
+        self.cluster.load_state(arrays, step)
+        state = require_entry(extra, "learner", dict)
+        self.load_state(state | ({"beta": self.beta} if "grpo.beta" in changed else {}), step)
 
     def drawn_ahead(self) -> Sequence[SampledStep]:
         """Return the next steps that no later weights can sample, for a checkpoint; it may wait for them."""
@@ -392,8 +502,8 @@ class Learner(Keywords, ABC):
             self.cluster.skip_update()
             return metrics
 
-    def _reward_fns(self, reward_fns: RewardFns) -> list[RewardFn]:
-        functions = resolve_reward_fns(reward_fns)
+    def _reward_fns(self, given: Sequence[RewardFn]) -> list[RewardFn]:
+        functions = [*given]
         if (environments := self.cluster.rollout.environments) is not None and environments.scores:
             functions.insert(0, environment_reward(environments.name))
         if self.cluster.inference.has(Role.REWARD):
@@ -418,11 +528,6 @@ class Learner(Keywords, ABC):
         )
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
-
-    def _check_same_start(self, loader: PromptLoader, total: int) -> None:
-        """Refuse to begin when the processes' data or steps differ."""
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     def _scores_tokens(self, updates: int) -> bool:
         """Return whether token values are computed in a step of so many updates; only a run of one process does so,
@@ -449,15 +554,6 @@ class Learner(Keywords, ABC):
         self._adapt_to_kl(record)
         return record
 
-    def _report(self, record: StepRecord, held_out: Sequence[Any] | None) -> None:
-        if held_out is not None and record.due(self.cluster.config.training_config.eval_every_n_steps):
-            self.on_phase("evaluate")
-            summary = self.evaluate(held_out, config=during_training(self.eval_config)).summary()
-            record.metrics.update({f"eval/{name}": float(x) for name, x in summary.items() if x is not None})
-        self.history.rows.append(record.metrics)
-        for observer in self.observers:
-            observer(record)
-
     def _adapt_to_kl(self, record: StepRecord) -> None:
         """Adapt β to the KL of this step, and update the reference if it is due."""
         a, kl = self.algorithm, record.metrics.get("kl")
@@ -466,6 +562,14 @@ class Learner(Keywords, ABC):
             self.beta = adapt_beta(self.beta, kl=kl, target=a.kl_target, horizon=a.kl_horizon, samples=samples)
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
+
+    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+        """Evaluate held-out rows for the run: whole, or as it is done during training."""
+        if during_training:
+            return Measured(self.evaluate(held_out, config=during(self.eval_config)).summary())
+        found = self.evaluate(held_out, self.outputs.advance)
+        others = {f"-{preset}": (other.groups, other.correct) for preset, other in found.others.items()}
+        return Measured(found.summary(), {"": (found.groups, found.correct), **others}, found.groups)
 
     def evaluate(
         self,
@@ -492,3 +596,46 @@ class Learner(Keywords, ABC):
             progress,
             self.runner,
         )
+
+
+DRAWN = "drawn_ahead"
+"""Array of a checkpoint with the serialized steps that earlier weights have drawn, a row from each process."""
+OF_SAMPLES = (
+    "rewards",
+    "reward_model",
+    "reward_safety.",
+    "envs.",
+    "rollout.",
+    "grpo.max_sampling_rounds",
+    "grpo.overlong_",
+    "grpo.reward_weights",
+)
+"""Beginnings of the settings by which steps are drawn: where one was changed, they are drawn anew, by the last weights.
+"""
+
+
+def drop_long_prompts(
+    learner: Learner, train_rows: Sequence[Row], test_rows: Sequence[Row]
+) -> tuple[Sequence[Row], Sequence[Row], dict[str, int]]:
+    """Leave out or cut prompts that are too long, if the settings allow it; return training and held-out rows, and the
+    numbers of the prompts that were dropped or truncated.
+    """
+    worker = learner.cluster.rollout
+    settings = worker.tokenizer, worker.environments, worker.config, learner.training
+    train, test = (fit_rows(rows, *settings) for rows in (train_rows, test_rows))
+    unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
+    if counts := " and ".join(f"{count} {name}" for name, count in unfit.items() if count):
+        log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")
+    return train.rows, test.rows, unfit
+
+
+def fit_rows(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    environments: ResponderFactory | None,
+    rollout: RolloutConfig,
+    training: RLTrainingConfig,
+) -> FittedPrompts:
+    """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
+    encode = environments.prompt_encoder(tokenizer) if environments else None
+    return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)

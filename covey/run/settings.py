@@ -12,6 +12,7 @@ The modules of the user's that a recipe names are compared over all processes, b
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -29,6 +30,10 @@ from covey.parallel import processes
 
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)
+LOCAL_ORIGIN = re.compile(
+    r"/.*, sha256 (?P<digest>[0-9a-f]{16})(?P<adapter> with the adapter sha256 [0-9a-f]{16})?", re.DOTALL
+)
+"""Pattern of the origin of weights at a path."""
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
@@ -137,3 +142,27 @@ def _module_of(name: str) -> str:
     if first == "trl":
         first, _, rest = rest.partition(":")
     return first if rest and first != "openenv" else ""
+
+
+def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None:
+    """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
+
+    Weights at a path are compared by content, whatever the path.
+
+    Args:
+        role: the setting that names the weights, when they are not those of the policy.
+    """
+    if then != now and not _is_same_local(then, now):
+        what = f"{role} with the weights" if role else "the weights"
+        raise ResumeError(
+            f"this run began with {what} {then!r}, and {now!r} is what can be had now",
+            fix="make the first available again: other weights would not continue the run",
+            where=str(where),
+        )
+
+
+def _is_same_local(then: str, now: str) -> bool:
+    first, second = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
+    if first is None or second is None:
+        return False
+    return first.group("digest", "adapter") == second.group("digest", "adapter")

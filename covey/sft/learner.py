@@ -6,17 +6,23 @@ there: then the learner makes its programs, and nothing else.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from covey.config.base import Keywords
-from covey.config.schema import SFTConfig
+from covey.config.recipe import SFTRecipe, validate
+from covey.config.schema import SFTConfig, SFTDataConfig
+from covey.config.schema.data import FROM_PYTHON
 from covey.data.examples import ExampleLoader, as_examples
-from covey.data.rows import Row
+from covey.data.rows import Row, count_plain
 from covey.errors import NumbersError, RecipeError
+from covey.files import require_entry
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
@@ -26,6 +32,10 @@ from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import processes
 from covey.parallel.mesh import check_even_mesh, default_mesh
 from covey.parallel.sharding import place_model
+from covey.run import loop
+from covey.run.outputs import Measured, Outputs
+from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.script import checksum, model_options, train_from_script, warn_of_unwritten
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,
@@ -41,6 +51,8 @@ from covey.train.optimizers import make_optimizer
 from covey.train.programs import LossFn
 from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
 from covey.types import Group
+
+HELD_OUT = "held-out data"
 
 
 class SFTLearner(Keywords):
@@ -63,6 +75,11 @@ class SFTLearner(Keywords):
     Attributes:
         history: metrics of the steps.
         held_out: computes the loss on held-out examples.
+        evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
+            rows.
+        answer: answers held-out examples with the current weights before and after training; nothing when None.
+        settings: the settings as those of a recipe, by which they are checked and recorded.
+        initial_weights: checksum of the weights before the first step; empty until a run needs it.
         step: optimizer updates made; `nonfinite_guard.skipped` of them were skipped.
     """
 
@@ -89,46 +106,121 @@ class SFTLearner(Keywords):
         if mesh is not None and processes.here().count > 1:
             check_even_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
+        self.training, self.model_config, self.initial_weights = self.config, model.config, ""
+        self.answer: Callable[[SFTLearner], Measured] | None = None
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
         show = ("loss", *self.config.show, "eval/loss", "step_time")
         standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
-        self.history = History()
-        self.on_phase, self.on_bad_batch = on_phase, on_bad_batch
+        self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
+        self.outputs = Outputs(self)
+        self._on_phase, self._on_bad_batch = on_phase, on_bad_batch
+        self.settings = SFTRecipe(seed=seed, data=SFTDataConfig(task=FROM_PYTHON), training=self.config)
+        # A loss of the user's may have metrics of its own.
+        own: Any = {} if loss_fn is supervised_loss else {"show": (), "keep_best": ""}
+        validate(replace(self.settings, training=replace(self.config, **own)))
 
-    def train(self, train_ds: Any, eval_ds: Any = None) -> Decoder:
+    def on_phase(self, name: str) -> None:
+        """Tell of a phase that begins."""
+        self._on_phase(name)
+        self.outputs.phase(name)
+
+    def on_bad_batch(self, *batch: Any) -> None:
+        """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
+        self._on_bad_batch(*batch)
+        self.outputs.bad_batch(*batch)
+
+    def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> Decoder:
         """Train for `max_steps` updates, or for `num_epochs` epochs over the data.
 
         Args:
             train_ds: examples in any of the forms `data.examples` takes, or a ready `loader` (whose position a resumed
                 run has restored).
-            eval_ds: examples for the held-out loss every `eval_every_n_steps`.
+            eval_ds: held-out examples, in the same forms. Their loss is computed before and after training
+                (`evaluations` has the metrics) and every `eval_every_n_steps`.
+            out: the run folder: metrics, checkpoints and report go there. A run that is in it already is resumed from
+                its last checkpoint, and gives the bits of a run that was never stopped. Without `out` nothing is
+                written.
 
         Raises:
             DataError: an example has none of these forms, or is longer than `max_length`.
+            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
-        total = total_steps(self.config, len(loader))
-        trainer = self.prepare(total)
-        cost = compile_cost(num_parameters(self._model), total, self._model.fixed_shapes)
-        held_out = [] if eval_ds is None else self.fit(eval_ds, "held-out data").examples
+        held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
+        if out is None:
+            warn_of_unwritten(self.training)
+            loop.train(self, loader, held_out, self.outputs)
+        else:
+            recipe = replace(self.settings, model=model_options(self.program_model))
+            train_from_script(self, recipe, out, partial(self._ready, loader, held_out))
+        return self.model
+
+    def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], resources: RunResources) -> ReadyRun:
+        """Return the run of a script in a folder."""
+        trainer = self.prepare(total_steps(self.training, len(loader)))
+        self.initial_weights = self.initial_weights or checksum([trainer.params])
+        return ReadyRun(self, loader, held_out, self.initial_weights, self.counts(loader))
+
+    def counts(self, loader: ExampleLoader, fitted: Fitted | None = None) -> dict[str, int]:
+        """Return the numbers of examples that are used, and of those that are not, for the summary of a run."""
+        unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated} if fitted else {}
+        return {"examples": len(loader.rows), **unfit, "plain": count_plain(loader.rows, self.tokenizer)}
+
+    def begin(self, loader: ExampleLoader, held_out: Sequence[Row]) -> int:
+        """Build the trainer, and return the number of updates of the whole run."""
+        total = total_steps(self.training, len(loader))
+        self.prepare(total)
+        return total
+
+    def start(self, loader: ExampleLoader, total: int) -> None:
+        """Refuse to begin when the processes' data or steps differ."""
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
+
+    def steps(self, loader: ExampleLoader, total: int) -> Generator[StepRecord]:
+        """Train to step `total`, and yield the record of each step."""
+        cost = compile_cost(num_parameters(self._model), total, self._model.fixed_shapes)
         while self.step < total:
             started = time.perf_counter()
             self.on_phase("update")
             groups = self._to_groups(next(loader))
             rows = pack_rows(groups, self.config, cost)
             with processes.here().phase("update", self.step):
-                metrics = self._update_or_skip(trainer, groups, rows)
+                metrics = self._update_or_skip(self.prepared, groups, rows)
             self.step += 1
-            metrics["learning_rate"] = trainer.last_learning_rate
+            metrics["learning_rate"] = self.prepared.last_learning_rate
             metrics |= self._work_metrics(groups, rows, time.perf_counter() - started)
+            metrics["perplexity"] = perplexity(metrics["loss"])
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
-            self._report(StepRecord(self.step, 1, total, place | metrics), held_out)
-        return self.model
+            yield StepRecord(self.step, 1, total, place | metrics)
+
+    def measure(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
+        """Compute the held-out loss for the run; before and after training, the answers of `answer` too."""
+        answered = Measured({}) if during_training or self.answer is None else self.answer(self)
+        found = self.held_out_loss(held_out) | ({} if during_training else {"examples": len(held_out)})
+        return answered._replace(metrics=found | answered.metrics)
+
+    def checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays of a checkpoint, and its JSON values."""
+        return self.prepared.state(), {"skipped": self.nonfinite_guard.skipped}
+
+    def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the shapes of these arrays."""
+        return self.prepared.state_shapes()
+
+    def check_checkpoint(self, extra: Mapping[str, Any], where: Path) -> None:
+        """Check the JSON values of a checkpoint: they say nothing of other models."""
+
+    def load_checkpoint(
+        self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]
+    ) -> None:
+        """Restore a checkpoint."""
+        self.prepared.load_state(arrays, step)
+        self.step, self.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
 
     def fit(self, data: Any, name: str = "training data") -> Fitted:
         """Return the examples of `data`, with those that are too long handled by `config.too_long`."""
@@ -143,6 +235,12 @@ class SFTLearner(Keywords):
         if self.trainer is None:
             optimizer = make_optimizer(self.config.optimizer, total_steps)
             self.trainer = Trainer(self._model, optimizer, self.loss_fn)
+        return self.trainer
+
+    @property
+    def prepared(self) -> Trainer:
+        """The trainer, which `prepare` has built."""
+        assert self.trainer is not None, "prepare builds it"
         return self.trainer
 
     def held_out_loss(self, examples: Sequence[Row]) -> dict[str, float]:
@@ -193,12 +291,3 @@ class SFTLearner(Keywords):
             "tokens_per_second": tokens / seconds,
             "step_time": seconds,
         }
-
-    def _report(self, record: StepRecord, held_out: Sequence[Row]) -> None:
-        record.metrics["perplexity"] = perplexity(record.metrics["loss"])
-        if held_out and record.due(self.config.eval_every_n_steps):
-            self.on_phase("evaluate")
-            record.metrics.update({f"eval/{name}": value for name, value in self.held_out_loss(held_out).items()})
-        self.history.rows.append(record.metrics)
-        for observer in self.observers:
-            observer(record)

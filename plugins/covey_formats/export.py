@@ -37,10 +37,10 @@ from covey.models.export.hf import write_hf, write_tokenizer
 from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import make_mesh, processes
+from covey.recipes.load_model import abstract_for, load_for
 from covey.registry import import_package
 from covey.report import REPORT, write_report
 from covey.run.folder import model_folder, read_summary
-from covey.run.load_model import abstract_for, load_for
 from covey.text.tokenizer import Tokenizer, read_json
 from covey_formats.gguf_writer import make_metadata, write_gguf
 from covey_formats.peft import no_adapters_error, write_peft

@@ -109,7 +109,7 @@ def _look_at(source: str) -> dict[str, Any]:
     from covey.envs.tool_calls import lists_tools
     from covey.models.decoder import num_parameters
     from covey.models.families import find_family
-    from covey.run.load_model import abstract_for
+    from covey.recipes.load_model import abstract_for
 
     model, tokenizer = abstract_for(AnyRecipe(model=ModelOptions(source=source)), "cpu")
     family, parameters, template = find_family(model.config.family), num_parameters(model), tokenizer.chat_template

@@ -22,8 +22,8 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.models.config import ModelConfig
 from covey.monitor.formats import duration
 from covey.rl.evaluate import presets_of
-from covey.run.base import Run
 from covey.run.observers import memory_in_use
+from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import Scheduler
 from covey.sft.batch import encode_example
 from covey.train.trainer import Trainer
@@ -57,7 +57,7 @@ class Expectation(NamedTuple):
     checkpoint: int
 
 
-def announce(run: Run[Any], before: Mapping[str, Any]) -> None:
+def announce(run: SavedRun, before: Mapping[str, Any]) -> None:
     """Show the expected needs of a run before its first step, given the metrics of its evaluation before training."""
     try:
         needs = expect(run, before.get("mean_length"))
@@ -67,7 +67,7 @@ def announce(run: Run[Any], before: Mapping[str, Any]) -> None:
         log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
 
 
-def expect(run: Run[Any], sampled: float | None = None) -> Expectation:
+def expect(run: SavedRun, sampled: float | None = None) -> Expectation:
     """Return the expected needs of a run that is set up.
 
     Args:
@@ -79,11 +79,11 @@ def expect(run: Run[Any], sampled: float | None = None) -> Expectation:
     step = sum(by_phase.values())
     batches = math.ceil(run.total / (recipe.grpo.num_iterations if isinstance(recipe, Recipe) else 1))
     memory = memory_in_use() + nbytes(trainer.trainable) + _cache_bytes(run, lengths)
-    size = checkpoint_bytes(run.trained.state_shapes())
+    size = checkpoint_bytes(run.learner.checkpoint_shapes(dict))
     return Expectation(step, batches * step + _evaluation_seconds(run, by_phase), memory, _num_checkpoints(run), size)
 
 
-def in_words(needs: Expectation, run: Run[Any]) -> list[str]:
+def in_words(needs: Expectation, run: SavedRun) -> list[str]:
     """Return the lines that are shown: what is expected, and from what it is calculated."""
     count, machine = needs.checkpoints, "this processor" if jax.default_backend() == "cpu" else "the device"
     memory, disk = size_in_words(needs.memory), size_in_words(count * needs.checkpoint)
@@ -110,24 +110,24 @@ def _left_out(recipe: Recipe | SFTRecipe) -> list[str]:
     return ["compiling", *(name for name, there in parts.items() if there), "rewards"]
 
 
-def _num_checkpoints(run: Run[Any]) -> int:
+def _num_checkpoints(run: SavedRun) -> int:
     """Return the number of checkpoints at the end; one is always written there."""
     every = run.recipe.training.checkpoint_every_n_steps
     return min(num_checkpoints(run.recipe), -(-run.total // every) if every else 1)
 
 
-def _trainer(run: Run[Any]) -> Trainer:
-    trainer: Trainer = run.trained.trainer if isinstance(run.recipe, Recipe) else run.trained
+def _trainer(run: SavedRun) -> Trainer:
+    trainer: Trainer = (run.learner.cluster if isinstance(run.recipe, Recipe) else run.learner).trainer
     return trainer
 
 
-def _config(run: Run[Any]) -> tuple[ModelConfig, bool]:
+def _config(run: SavedRun) -> tuple[ModelConfig, bool]:
     """Return the shape of the model, and whether its programs have fixed shapes."""
-    model = run.trained.program_actor if isinstance(run.recipe, Recipe) else run.learner.program_model
+    model = run.learner.cluster.program_actor if isinstance(run.recipe, Recipe) else run.learner.program_model
     return model.config, model.fixed_shapes
 
 
-def _lengths(run: Run[Any], sampled: float | None) -> Lengths:
+def _lengths(run: SavedRun, sampled: float | None) -> Lengths:
     """Return the lengths of the first rows, and those of completions with the mean `sampled`."""
     recipe, rows = run.recipe, run.loader.rows[:ROWS_READ]
     if isinstance(recipe, Recipe):
@@ -145,7 +145,7 @@ def _mean(counts: Sequence[int]) -> int:
     return max(round(float(np.mean(counts))), 1)
 
 
-def _machine(run: Run[Any]) -> Machine:
+def _machine(run: SavedRun) -> Machine:
     """Return a device of this machine with rates that are measured now, with operands of the run's type."""
     platform, dtype = jax.default_backend(), str(_compute_dtype(run))
     measured = present_rates(dtype)
@@ -155,11 +155,11 @@ def _machine(run: Run[Any]) -> Machine:
     return replace(machine, share=CPU_SHARE, memory_share=CPU_SHARE) if platform == "cpu" else machine
 
 
-def _compute_dtype(run: Run[Any]) -> Any:
+def _compute_dtype(run: SavedRun) -> Any:
     return jnp.dtype(run.recipe.model.compute_dtype)
 
 
-def _phase_seconds(run: Run[Any], lengths: Lengths, machine: Machine) -> dict[str, float]:
+def _phase_seconds(run: SavedRun, lengths: Lengths, machine: Machine) -> dict[str, float]:
     """Return the expected seconds of each phase of a step."""
     recipe, trainer, (config, fixed) = run.recipe, _trainer(run), _config(run)
     count = mesh_size(recipe.model.mesh)
@@ -174,7 +174,7 @@ def _phase_seconds(run: Run[Any], lengths: Lengths, machine: Machine) -> dict[st
     return {phase.name: phase_time(phase, {}, machine, rates).expected for phase in phases}
 
 
-def _evaluation_seconds(run: Run[Any], by_phase: dict[str, float]) -> float:
+def _evaluation_seconds(run: SavedRun, by_phase: dict[str, float]) -> float:
     """Return the seconds of the evaluations during and after training; without supervised training's answers.
 
     A completion takes what one of a step takes, and a held-out example a third of what it takes to learn one.
@@ -191,7 +191,7 @@ def _evaluation_seconds(run: Run[Any], by_phase: dict[str, float]) -> float:
     return by_phase["rollout"] * float(count) * recipe.evaluation.samples / of_step
 
 
-def _cache_bytes(run: Run[Any], lengths: Lengths) -> int:
+def _cache_bytes(run: SavedRun, lengths: Lengths) -> int:
     """Return the bytes of the KV cache on a device when all slots are full; 0 in supervised training."""
     recipe, (config, fixed) = run.recipe, _config(run)
     if not isinstance(recipe, Recipe):

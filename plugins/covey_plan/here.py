@@ -8,17 +8,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from covey import recipes
 from covey.config.base import defaults
 from covey.config.recipe import OF_TABLE, Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
-from covey.run import RUNS
-from covey.run.base import Run
+from covey.recipes.build import build
+from covey.run.saved_run import ReadyRun, RunResources
 from covey_plan.compiled import peak_memory, reset_peak_memory
 from covey_plan.memory import SAMPLING
 from covey_plan.table import make_table
@@ -101,15 +101,13 @@ class PeakRecorder:
 
 def main(words: list[str]) -> None:
     """Run the recipe words[0] in the folder words[1]; write the peaks to the file words[2]."""
-    recipe, recorder = load_any(words[0]), PeakRecorder()
-    kind: type[Run[Any]] = RUNS[type(recipe)]
+    recorder, recipe = PeakRecorder(), load_any(words[0])
 
-    class WatchedRun(kind):  # type: ignore[misc,valid-type]
-        @classmethod
-        def from_recipe(cls, recipe: Any, data: Any, mesh: Any, resources: Any) -> Any:
-            return super().from_recipe(recipe, data, mesh, replace(resources, phase=recorder.wrap(resources.phase)))
+    def watched(recipe: Any, data: Any, mesh: Any, resources: RunResources) -> ReadyRun:
+        resources.phase = recorder.wrap(resources.phase)
+        return build(recipe, data, mesh, resources)
 
-    WatchedRun.start(recipe, Path(words[1]))
+    recipes.train(recipe, Path(words[1]), watched)  # type: ignore[type-var]
     recorder.record()
     Path(words[2]).write_text(json.dumps(recorder.peaks))
 

@@ -25,10 +25,10 @@ from covey.models.lora import split_trainable
 from covey.parallel.mesh import MESH_AXES, platform_of
 from covey.parallel.programs import Program
 from covey.parallel.sharding import place_model
+from covey.recipes.load_model import abstract_for
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout
 from covey.rl.roles import ClusterConfig, Role
-from covey.run.load_model import abstract_for
 from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
 from covey.sft.learner import SFTLearner

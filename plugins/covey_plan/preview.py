@@ -14,18 +14,18 @@ import numpy as np
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.data.loader import fit_prompts
+from covey.data.rows import count_plain
 from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
+from covey.recipes.build import load_data
+from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
-from covey.run.inference import count_plain
-from covey.run.load_model import abstract_for
-from covey.run.rl import RLRun
-from covey.run.sft import HELD_OUT, SFTRun
 from covey.sampling.scheduler import check_length, check_positions
 from covey.sft.batch import encode_example, fit
+from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 
@@ -70,7 +70,7 @@ def preview(recipe: Recipe | SFTRecipe) -> Preview:
 
 def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
     check_positions(recipe.rollout, model.max_positions)
-    data, training = RLRun.load_data(recipe), recipe.training
+    data, training = load_data(recipe), recipe.training
     encode = prompt_encoder(recipe.envs, tokenizer)
     fitted = fit_prompts(data.train, encode, recipe.rollout.max_prompt_length, training.too_long)
     loader = PromptLoader(fitted.rows, training.prompts_per_step, seed=recipe.seed)
@@ -98,7 +98,7 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
 
 
 def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
-    data, training = SFTRun.load_data(recipe), recipe.training
+    data, training = load_data(recipe), recipe.training
     fitted = fit(data.train, tokenizer, training, model.max_positions, "training data")
     fit(data.test, tokenizer, training, model.max_positions, HELD_OUT)
     loader = ExampleLoader(fitted.examples, training.batch_size, seed=recipe.seed)

@@ -24,8 +24,7 @@ from covey.data import load_data, readers
 from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
 from covey.errors import DataError
-from covey.run.rl import RLRun
-from covey.run.sft import SFTRun
+from covey.recipes.build import load_inputs
 
 HEADER = "question,answer\n"
 PROBLEMS = [
@@ -111,14 +110,14 @@ def test_chats_in_files_are_learnt_or_asked(tmp_path: Path, row: dict[str, Any],
 
 def test_a_run_tells_the_forms_of_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(json.dumps([*CHATS, *CHATS[1:2], {"prompt": "2+2?"}, {"prompt": "held out"}]))
-    RLRun._load_inputs(recipe.Recipe(data=DataConfig(task="jsonl", path=str(tmp_path / "a.json")), rewards=()))
+    load_inputs(recipe.Recipe(data=DataConfig(task="jsonl", path=str(tmp_path / "a.json")), rewards=()))
     said = "1 rows as chat (messages), 2 as ShareGPT (conversations), 1 as Alpaca (instruction, output), 2 as prompt"
     assert f"a.json: {said}\n" in capsys.readouterr().out.replace("\n  ", " ")
     (tmp_path / "b.json").write_text(json.dumps([{"text": "a"}, {"asked": "b", "given": "c"}] * 2))
     learnt = recipe.SFTRecipe(
         data=SFTDataConfig(path=str(tmp_path / "b.json"), prompt_column="asked", completion_column="given")
     )
-    SFTRun._load_inputs(learnt)
+    load_inputs(learnt)
     assert "b.json: 2 rows as text, 2 as prompt and completion\n" in capsys.readouterr().out.replace("\n  ", " ")
 
 

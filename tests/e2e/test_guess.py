@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
@@ -38,7 +38,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     assert main(["train", "guess-tiny", *SMALL, "--out", str(straight)]) == 0
     shutil.copytree(straight, stopped)
     shutil.rmtree(stopped / "checkpoints" / "00000004")  # as one that was stopped after step 2
-    run.resume(stopped, ["--envs.timeout", "30"])
+    recipes.resume(stopped, ["--envs.timeout", "30"])
     for name in ("samples.jsonl", "metrics.jsonl"):
         assert rows(stopped, name) == rows(straight, name)
     summary = json.loads((straight / "summary.json").read_text())

@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import STOPPED, DataError, NumbersError, ResumeError
 from covey.monitor.writer import MetricsWriter
-from covey.run.base import Run
-from covey.run.rl import RLRun
-from covey.run.sft import SFTRun
+from covey.run import loop
+from covey.run.saved_run import SavedRun
 from covey.train.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,9 +49,8 @@ def ready(*more: str) -> recipe.Recipe:
 
 STARTING = """
     import json, sys
-    import covey.run
+    from covey import recipes
     from covey.cli import main as cli, train
-    from covey.run.base import Run
 
     def wait(word):
         print(word, flush=True)
@@ -65,13 +63,13 @@ STARTING = """
             return found
         return look_and_wait
 
-    def hold(kind, recipe, folder, make, announce):
+    def hold(recipe, folder, make):
         wait(f"holds {folder.path.resolve()}")
         folder.write_summary({"steps": 0})
         return {}
 
     train.new_run_folder = looked(train.new_run_folder)
-    Run.execute = classmethod(hold)
+    recipes.train_in_folder = hold
     print("codes", *map(cli.main, json.loads(sys.argv[1])))
 """
 """Commands of `covey`. Each stops behind its first look at the folder, and again where training would begin."""
@@ -124,10 +122,10 @@ def test_of_two_runs_that_begin_at_one_moment_each_has_a_folder(both: Any, tmp_p
         assert recipe.load(Path(where.removeprefix("holds "))).seed == seed
 
 
-def stopping_with(act: Callable[[], object]) -> Callable[[Run[Any]], Any]:
+def stopping_with(act: Callable[[], object]) -> Callable[..., Any]:
     """A training that does `act` and then ends with a mistake of the user."""
 
-    def train(self: Run[Any]) -> Any:
+    def train(*_: Any) -> Any:
         act()
         raise DataError("row 0 is too long")
 
@@ -137,9 +135,9 @@ def stopping_with(act: Callable[[], object]) -> Callable[[Run[Any]], Any]:
 def test_a_run_that_fails_at_once_leaves_an_empty_folder_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "run", stopping_with(lambda: None))
+    monkeypatch.setattr(loop, "train", stopping_with(lambda: None))
     with pytest.raises(DataError):
-        run.train(ready(), tmp_path)
+        recipes.train(ready(), tmp_path)
     assert tmp_path.is_dir()
     assert list(tmp_path.iterdir()) == []
 
@@ -155,16 +153,16 @@ def test_a_run_that_fails_at_once_does_not_remove_what_took_its_place(
         for name in ("recipe.yaml", "checkpoints/lock"):
             (out / name).write_text("of another run")
 
-    monkeypatch.setattr(Run, "run", stopping_with(replaced))
+    monkeypatch.setattr(loop, "train", stopping_with(replaced))
     with pytest.raises(DataError):
-        run.train(ready(), out)
+        recipes.train(ready(), out)
     assert (out / "recipe.yaml").read_text() == "of another run"
 
 
 def test_a_folder_with_anything_in_it_is_not_written_in(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("mine")
     with pytest.raises(ResumeError, match="this folder is taken"):
-        run.train(ready(), tmp_path)
+        recipes.train(ready(), tmp_path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("recipe.yaml", "mine")]
 
 
@@ -189,7 +187,7 @@ def test_a_batch_that_is_kept_survives_a_run_that_learnt_nothing(
 
     monkeypatch.setattr(Trainer, "update", not_finite)
     with pytest.raises(NumbersError):
-        run.train(ready(), tmp_path / "run")
+        recipes.train(ready(), tmp_path / "run")
     assert (tmp_path / "run" / "bad" / "00000001.jsonl").read_text().count("\n") == 2 * 4
     assert (tmp_path / "run" / "bad" / "00000001.npz").exists()
 
@@ -233,7 +231,7 @@ def test_a_reward_may_change_the_working_directory(
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of four steps with checkpoints of the second and the fourth; to be copied."""
     out = tmp_path_factory.mktemp("done") / "run"
-    run.train(ready(), out)
+    recipes.train(ready(), out)
     return out
 
 
@@ -258,12 +256,12 @@ def test_rows_that_end_before_the_checkpoint_are_refused(name: str, left: int | 
         file.write_text("".join(row + "\n" for row in whole.splitlines() if json.loads(row)["step"] <= left))
     told = f"the last step with a row here is {left or 'none'}, and the last checkpoint is of step 4"
     with pytest.raises(ResumeError, match=f"{name}: {told}") as error:
-        run.resume(copied)
+        recipes.resume(copied)
     assert "put the file back" in str(error.value)
     if left == 3 and name == "samples.jsonl":
         assert "remove the checkpoints behind step 3" in str(error.value)
         shutil.rmtree(copied / "checkpoints" / "00000004")
-        run.resume(copied)
+        recipes.resume(copied)
         assert file.read_text() == whole
 
 
@@ -272,7 +270,7 @@ def test_a_summary_that_is_none_is_refused_and_named(text: str, copied: Path) ->
     """The trap: an empty list reads as nothing, and the weights that are trained are evaluated as those before."""
     (copied / "summary.json").write_text(text)
     with pytest.raises(ResumeError, match=r"summary\.json") as error:
-        run.resume(copied)
+        recipes.resume(copied)
     assert "remove it" in str(error.value)
     assert (copied / "summary.json").read_text() == text
 
@@ -280,7 +278,7 @@ def test_a_summary_that_is_none_is_refused_and_named(text: str, copied: Path) ->
 def test_without_a_summary_trained_weights_are_not_evaluated_as_those_before(copied: Path, capsys: Any) -> None:
     (copied / "summary.json").unlink()
     (copied / "before.jsonl").unlink()
-    summary = run.resume(copied)
+    summary = recipes.resume(copied)
     assert summary["before"] is None
     assert not (copied / "before.jsonl").exists()
     assert "the evaluation before training is left out" in " ".join(capsys.readouterr().out.split())
@@ -288,7 +286,7 @@ def test_without_a_summary_trained_weights_are_not_evaluated_as_those_before(cop
 
 @pytest.mark.parametrize(
     ("owner", "name", "first"),
-    [(RLRun, "write", None), (Checkpointer, "save", 4), (RLRun, "evaluate", "before")],
+    [(SavedRun, "step", None), (Checkpointer, "save", 4), (SavedRun, "evaluation", "before")],
 )
 def test_a_folder_that_vanishes_stops_the_run(
     owner: Any, name: str, first: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -313,9 +311,9 @@ def test_a_run_that_loses_its_rows_keeps_everything_else(tmp_path: Path, monkeyp
         if record.step == 3:
             (out / "metrics.jsonl").unlink()
 
-    monkeypatch.setattr(RLRun, "write", before(RLRun.write, remove))
+    monkeypatch.setattr(SavedRun, "step", before(SavedRun.step, remove))
     with pytest.raises(ResumeError, match="put the file back and resume"):
-        run.train(ready(), out)
+        recipes.train(ready(), out)
     assert (out / "checkpoints" / "00000002").is_dir()
     assert (out / "samples.jsonl").exists()
 
@@ -346,7 +344,7 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    run.train(ready(), out)
+    recipes.train(ready(), out)
     assert {step for step, _ in found} == {2, 4}
     assert all(rows == {"metrics.jsonl": step, "samples.jsonl": step} for step, rows in found)
 
@@ -358,7 +356,7 @@ def test_a_finished_run_says_so_and_how_to_train_longer(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """And nothing is loaded, evaluated or written for it."""
-    monkeypatch.setattr(RLRun, "from_recipe", pytest.fail)
+    monkeypatch.setattr(recipes, "build", pytest.fail)
     held = {path.name: path.read_bytes() for path in copied.glob("*.*")}
     assert main(["train", "--resume", str(copied)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -374,7 +372,7 @@ def test_a_finished_run_of_epochs_says_so_too(tmp_path: Path, monkeypatch: pytes
     words = [f"model.source={TINY}", f"data.path={file}", "training.batch_size=4", "training.num_epochs=1"]
     assert main(["sft", "sft-smollm2", "--out", str(out), *words, "evaluation.answers=0"]) == 0
     held = (out / "summary.json").read_bytes()
-    monkeypatch.setattr(SFTRun, "evaluate", None)
+    monkeypatch.setattr(loop, "evaluate", None)
     assert main(["sft", "--resume", str(out)]) == 0
     assert "this run is finished" in capsys.readouterr().out
     assert (out / "summary.json").read_bytes() == held

@@ -17,10 +17,10 @@ from covey.config import recipe
 from covey.config.recipe import chain_of_runs
 from covey.errors import RecipeError, ResumeError, WeightsError
 from covey.files import check_file, require_entry
+from covey.recipes.load_model import abstract_for, load_source
 from covey.report import write_report
 from covey.report.page import page_data
 from covey.report.run_data import read_run
-from covey.run.load_model import abstract_for, load_source
 from covey.train import bucket
 from covey.train.bucket import POINTER, Bucket
 from covey.train.checkpoint import Checkpointer

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import ResumeError
@@ -96,7 +96,7 @@ def straight(place: Path) -> Callable[[str], Path]:
     def run_of(way: str) -> Path:
         out = place / f"straight-{way}"
         if not out.exists():
-            run.train(ready(*WAYS[way]), out)
+            recipes.train(ready(*WAYS[way]), out)
         return out
 
     return run_of
@@ -127,7 +127,7 @@ def test_a_killed_run_is_the_run_that_was_never_killed(way: str, tmp_path: Path,
 
 CHILDREN = """
     import json, os, shutil, signal, sys
-    import covey.run
+    import covey.recipes
     from covey.cli.main import main
     from covey.train.bucket import BucketStore
     from covey.train.checkpoint import Checkpointer
@@ -206,7 +206,7 @@ def test_killed_between_metrics_and_save(
         assert f"{bucket.address[5:]}/runs/far/00000004/arrays/commit_success.txt" in bucket.objects
         with Checkpointer(out / "checkpoints", read_only=True) as saves:
             assert saves.steps() == [2]
-    run.resume(out)
+    recipes.resume(out)
     assert differences(straight("full, in turn"), out) == []
 
 
@@ -271,7 +271,7 @@ def edited(straight: Any, tmp_path: Path) -> Callable[..., Path]:
 )
 def test_another_batch_data_seed_or_type_is_refused_with_a_diff(old: str, new: str, told: str, edited: Any) -> None:
     with pytest.raises(ResumeError, match=told):
-        run.resume(edited(old, new, "max_prompt_length: 32", "max_prompt_length: 64"))  # room for a system message
+        recipes.resume(edited(old, new, "max_prompt_length: 32", "max_prompt_length: 64"))  # room for a system message
 
 
 def test_other_data_under_the_same_name_are_refused(edited: Any, place: Path) -> None:
@@ -280,11 +280,11 @@ def test_other_data_under_the_same_name_are_refused(edited: Any, place: Path) ->
     file.write_text(good.replace("two", "too"))
     try:
         with pytest.raises(ResumeError, match="content was"):
-            run.resume(out)
+            recipes.resume(out)
     finally:
         file.write_text(good)
 
 
 def test_what_may_change_is_told(edited: Any, capsys: Any) -> None:
-    run.resume(edited("epsilon: null", "epsilon: 0.1"))
+    recipes.resume(edited("epsilon: null", "epsilon: 0.1"))
     assert "changed since the run was saved: grpo.epsilon was None, is 0.1" in " ".join(capsys.readouterr().out.split())

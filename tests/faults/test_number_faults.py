@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.config import recipe
 from covey.config.schema import RolloutConfig
 from covey.data.loader import fit_prompts, truncate_prompt
@@ -71,7 +71,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trained(out: Path, *more: str, model: Path = TINY, data: tuple[str, ...] = SHORT) -> list[dict[str, Any]]:
     """The metrics of a run; `more` replaces settings."""
     settings = {word.partition("=")[0]: word for word in (f"model.source={model}", *SETTINGS, *data, *more)}
-    run.train(recipe.load("quickstart", [*settings.values()]), out)
+    recipes.train(recipe.load("quickstart", [*settings.values()]), out)
     return rows(out / "metrics.jsonl")
 
 

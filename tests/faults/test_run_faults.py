@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS
@@ -29,7 +29,7 @@ from covey.errors import STOPPED, NumbersError, ResumeError, Stopped
 from covey.monitor.run_files import HEARTBEAT, STACKS
 from covey.monitor.status import read_heartbeat
 from covey.monitor.writer import MetricsWriter
-from covey.run.rl import RLRun
+from covey.run.saved_run import SavedRun
 from covey.run.signals import SIGNALS
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
@@ -86,7 +86,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that no signal stops."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    run.train(ready(), out)
+    recipes.train(ready(), out)
     return out
 
 
@@ -208,7 +208,7 @@ def test_a_signal_in_the_last_save_or_the_last_evaluation_leaves_a_run_to_go_on_
     assert weights(out)[0] == 3
     assert not (out / "after.jsonl").exists()
     with monkeypatch.context() as patch:
-        signals_at(patch, RLRun, "evaluate", "after", signal.SIGINT)
+        signals_at(patch, SavedRun, "evaluation", "after", signal.SIGINT)
         assert main(["train", "--resume", str(out)]) == STOPPED
     told = capsys.readouterr().err
     assert "stopped by SIGINT; step 3 is saved" in told
@@ -226,7 +226,7 @@ COMPILING = """
     import jax.numpy as jnp
 
     from covey.cli import main as cli
-    from covey.run.rl import RLRun
+    from covey.run.saved_run import SavedRun
 
     def evaluate(self):
         def program(x):
@@ -238,7 +238,7 @@ COMPILING = """
         threading.Timer(0.5, os.kill, (os.getpid(), int(os.environ["SENT"]))).start()
         lowered.compile()
 
-    RLRun._evaluate_before = evaluate
+    SavedRun.begin = evaluate
     sys.exit(cli.main())
 """
 """The command `covey`, with an evaluation for which a program is compiled that takes long, and a signal meanwhile."""
@@ -268,15 +268,15 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_runs(tmp_path: Path
 
     def intrude() -> None:
         with pytest.raises(ResumeError, match=f"process {os.getpid()} on") as error:
-            run.resume(out)
+            recipes.resume(out)
         refused.append(error.value)
         assert main(["train", "quickstart", "--out", str(out)]) == 2
 
     at_step(1, intrude)
-    run.train(ready("training.max_steps=2", "training.checkpoint_every_n_steps=1"), out)
+    recipes.train(ready("training.max_steps=2", "training.checkpoint_every_n_steps=1"), out)
     assert len(refused) == 1
     assert [row["step"] for row in metrics(out)] == [1, 2]
-    assert run.resume(out)["steps"] == 2
+    assert recipes.resume(out)["steps"] == 2
 
 
 # --- time
@@ -342,7 +342,7 @@ def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Watchdog, "phase", noted)
     monkeypatch.setattr(Watchdog, "__init__", made)
-    run.train(ready("training.max_steps=1", "training.watchdog_seconds=77"), tmp_path / "run")
+    recipes.train(ready("training.max_steps=1", "training.watchdog_seconds=77"), tmp_path / "run")
     assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
     assert limits == [77]
     beat = read_heartbeat(tmp_path / "run")
@@ -402,7 +402,7 @@ def test_the_best_checkpoint_stays_beside_the_latest(tmp_path: Path) -> None:
 def test_a_run_keeps_its_best_by_the_metric_it_names(tmp_path: Path) -> None:
     out = tmp_path / "run"
     every = ("training.checkpoint_every_n_steps=1", "training.max_to_keep=1", "training.keep_best=reward")
-    summary = run.train(ready(*every), out)
+    summary = recipes.train(ready(*every), out)
     rewards = {row["step"]: row["reward"] for row in metrics(out)}
     best = max(rewards, key=lambda step: (rewards[step], step))
     assert summary["best"] == best
@@ -438,7 +438,7 @@ def test_a_gradient_that_is_none_stops_before_the_update_and_keeps_the_batch(
     out = tmp_path / "run"
     poison(monkeypatch, step=2)
     with pytest.raises(NumbersError, match="update 2 is not finite"):
-        run.train(ready("training.checkpoint_every_n_steps=1"), out)
+        recipes.train(ready("training.checkpoint_every_n_steps=1"), out)
     assert weights(out)[0] == 1
     assert [row["step"] for row in metrics(out)] == [1]
     kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
@@ -455,7 +455,7 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
     out = tmp_path / "run"
     poison(monkeypatch, step=2, name="critic")
     with pytest.raises(NumbersError, match="update 2 of the critic is not finite"):
-        run.train(ready("grpo.algorithm=ppo", "grpo.num_iterations=2"), out)
+        recipes.train(ready("grpo.algorithm=ppo", "grpo.num_iterations=2"), out)
     assert sorted(path.name for path in (out / "bad").iterdir()) == ["00000002.jsonl", "00000002.npz"]
     kept = [json.loads(line) for line in (out / "bad" / "00000002.jsonl").read_text().splitlines()]
     assert {row["step"] for row in kept} == {2}
@@ -468,7 +468,7 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
 def test_a_budget_lets_such_updates_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     poison(monkeypatch, step=2)
-    run.train(ready("training.checkpoint_every_n_steps=1", "training.skip_nonfinite=1"), out)
+    recipes.train(ready("training.checkpoint_every_n_steps=1", "training.skip_nonfinite=1"), out)
     rows = metrics(out)
     assert [row["skipped"] for row in rows] == [0, 1, 0, 0]
     assert rows[1]["loss"] is None
@@ -479,7 +479,7 @@ def test_supervised_training_keeps_the_batch_too(tmp_path: Path) -> None:
     out = tmp_path / "run"
     wild = ("training.optimizer.learning_rate=1e30", "training.optimizer.max_grad_norm=0")
     with pytest.raises(NumbersError, match="not finite"):
-        run.train(recipe.load("sft-smollm2", [*SFT_SETTINGS, *wild], SFTRecipe), out)
+        recipes.train(recipe.load("sft-smollm2", [*SFT_SETTINGS, *wild], SFTRecipe), out)
     bad = out / "bad" / f"{len(metrics(out)) + 1:08d}.jsonl"
     assert bad.read_text().count("\n") == 4
 

@@ -24,8 +24,8 @@ from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, read_rows, sample_lines
+from covey.recipes import use
 from covey.rl.rollout import RolloutWorker
-from covey.run import inference
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"
@@ -107,10 +107,10 @@ def test_the_names_of_metrics_move_nothing_either() -> None:
 def test_what_is_told_about_a_source_is_escaped(capsys: Any) -> None:
     """Its name, and what a hub or an index says of it."""
     log = logging.getLogger("covey.models.loading.sources")
-    with show_log(info=echo, warning=inference._echo):
+    with show_log(info=echo, warning=use._echo):
         log.info(NASTY)
         log.warning(NASTY)
-    inference._echo_to_stderr(NASTY)
+    use._echo_to_stderr(NASTY)
     log.info(NASTY)
     told = "".join(capsys.readouterr())
     assert told.count("red\\u202egnp") == 3
@@ -244,12 +244,12 @@ def test_an_error_shows_no_secret(secret: str, capsys: Any) -> None:
 
 
 def test_a_recipe_with_a_secret_is_not_written_down(secret: str, tmp_path: Path) -> None:
-    from covey import run
+    from covey import recipes
 
     source = str(PACKAGE.parent / "tests" / "parity" / "golden" / "tiny-llama")
     ready = recipe.load("quickstart", [f"model.source={source}", f"description=from x?token={secret}"])
     with pytest.raises(RecipeError, match="the value of the environment variable HF_TOKEN") as caught:
-        run.train(ready, tmp_path / "run")
+        recipes.train(ready, tmp_path / "run")
     assert secret not in str(caught.value)
     assert not (tmp_path / "run").exists()
     check_no_secrets(recipe.to_yaml(recipe.load("quickstart", [f"model.source={PACKAGE}"])))

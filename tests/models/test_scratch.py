@@ -23,7 +23,7 @@ from covey.models.scratch import (
 )
 from covey.models.scratch_checkpoint import ScratchCheckpoint, character_tokenizer
 from covey.parallel import flatten
-from covey.run.load_model import load_source
+from covey.recipes.load_model import load_source
 
 NAMES = [f"scratch:{name}" for name in SCRATCH_MODELS]
 

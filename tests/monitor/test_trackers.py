@@ -16,7 +16,7 @@ from covey.display import show_log
 from covey.errors import RecipeError
 from covey.monitor.record import StepRecord
 from covey.monitor.trackers import TRACKERS, Tracked, Trackers
-from covey.run.rl import RLRun
+from covey.run.saved_run import SavedRun
 from covey.types import Completion, FinishReason, Group
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
@@ -157,7 +157,7 @@ def test_a_recipe_sends_completions_only_if_it_says_so_and_at_its_interval() -> 
         recipe = Recipe(rewards=("exact_answer",), tracking=("wandb",), **settings)  # type: ignore[arg-type]
         run: Any = types.SimpleNamespace(recipe=recipe, resources=types.SimpleNamespace(trackers=trackers))
         for step in (1, 2, 3):
-            RLRun.track(run, StepRecord(step, 1, 3, {}, [a_group("2", "")]))
+            SavedRun._track(run, StepRecord(step, 1, 3, {}, [a_group("2", "")]))
     assert sent == [(1, 0, 16), (2, 0, 16), (3, 0, 16), (1, 0, 5), (2, 1, 5), (3, 0, 5)]
     with pytest.raises(RecipeError, match="tracking names none"):
         validate(Recipe(rewards=("exact_answer",), log_completions=True))

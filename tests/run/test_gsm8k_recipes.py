@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
 from covey.models.loading import weights
@@ -125,7 +125,7 @@ def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, che
     ]
     ready = recipe.load("gsm8k-gemma2", [*SMALL, *settings])
     out = tmp_path / "run"
-    summary = run.train(ready, out)
+    summary = recipes.train(ready, out)
     assert {"prompts": 11, "dropped": 1, "truncated": 0}.items() <= summary["data"].items()
     figures = {"accuracy", "partial_accuracy", "format_accuracy"}
     for name in ("before", "after"):
@@ -248,7 +248,7 @@ def test_gsm8k_nanochat_runs_and_goes_on(
     ]
     ready = recipe.load("gsm8k-nanochat", [*SMALL, *settings])
     out = tmp_path / "run"
-    summary = run.train(ready, out)
+    summary = recipes.train(ready, out)
     assert {f"pass@{k}{how}" for k in (1, 2, 3) for how in ("", "_any")} <= summary["after"].keys()
     metrics = rows(out, "metrics.jsonl")
     assert [row["learning_rate"] for row in metrics] == pytest.approx([0.001, 0.0005])
@@ -260,4 +260,4 @@ def test_gsm8k_nanochat_runs_and_goes_on(
     assert [step for name, step in board.seen if name == "eval/pass@3"] == [0, 1, 2, 2]
     assert board.seen[-1] == ("closed", -1)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as on a machine without it: said, and no more
-    assert run.resume(out, ["training.max_steps=3"])["steps"] == 3  # Muon's state is found again under its names
+    assert recipes.resume(out, ["training.max_steps=3"])["steps"] == 3  # Muon's state is found again under its names

@@ -422,7 +422,7 @@ def test_the_settings_of_each_recipe_get_the_same_verdicts_in_a_script(
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    monkeypatch.setattr("covey.run.learners.load_for", load_nothing)
+    monkeypatch.setattr("covey.recipes.train_grpo.load_for", load_nothing)
     ready, refused = recipe.read_built_in(name), 0
     plays = bool(ready.envs.environment or ready.envs.tools)  # else a script has no place for the settings of one
     for setting, value in [("seed", 5), *WRONG] if plays else [("seed", 5), *WRONG[:-2]]:

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
@@ -23,12 +23,13 @@ from covey.models.decoder import Decoder
 from covey.models.loading import weights
 from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
+from covey.recipes import use as using
+from covey.recipes.build import role_meshes
+from covey.recipes.load_model import available_mesh, check_same_weights, load_source
+from covey.recipes.use import sample_training_prompts
 from covey.rl.learner import Learner
 from covey.rl.roles import Role
-from covey.run import inference
-from covey.run.inference import sample_training_prompts
-from covey.run.load_model import available_mesh, check_same_weights, load_source
-from covey.run.rl import RLRun, role_meshes
+from covey.run.saved_run import STEP_FILES
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
@@ -89,16 +90,16 @@ class Said:
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Over how many devices each model lay that was used."""
     found: list[int] = []
-    monkeypatch.setattr(inference, "RolloutWorker", type("Said", (Said,), {"devices": found}))
+    monkeypatch.setattr(using, "RolloutWorker", type("Said", (Said,), {"devices": found}))
     lines = cycle(["2+3?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     return found
 
 
 USES: dict[str, Callable[[str], Any]] = {
-    "eval": lambda folder: run.evaluate(folder, recipe.load(folder)),
-    "generate": lambda folder: run.generate(folder, "2+3?", 1, RolloutConfig()),
-    "chat": lambda folder: run.chat(folder, RolloutConfig()),
+    "eval": lambda folder: recipes.evaluate(folder, recipe.load(folder)),
+    "generate": lambda folder: recipes.generate(folder, "2+3?", 1, RolloutConfig()),
+    "chat": lambda folder: recipes.chat(folder, RolloutConfig()),
 }
 
 
@@ -123,20 +124,20 @@ def test_what_uses_a_run_takes_its_mesh_or_says_that_it_cannot(
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
 def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[int]) -> None:
-    run.evaluate(trained, recipe.load(trained, ["model.mesh.tp=1"]))
-    run.evaluate(TINY, recipe.load(trained, ["model.mesh.tp=4"]))
+    recipes.evaluate(trained, recipe.load(trained, ["model.mesh.tp=1"]))
+    recipes.evaluate(TINY, recipe.load(trained, ["model.mesh.tp=4"]))
     assert devices == [1, 4]
 
 
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-@pytest.mark.parametrize("use", [lambda ready: run.play(ready, 1), lambda ready: sample_training_prompts(ready, 1)])
+@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), lambda ready: sample_training_prompts(ready, 1)])
 def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
     trained: str, use: Callable[[Recipe], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the run that it begins with are merged, as in training."""
     models: list[Decoder] = []
     said = type("Said", (Said,), {"devices": []})
-    monkeypatch.setattr(inference, "RolloutWorker", lambda model, *others: models.append(model) or said(model, *others))
+    monkeypatch.setattr(using, "RolloutWorker", lambda model, *others: models.append(model) or said(model, *others))
     use(recipe.load("quickstart", [f"model.source={trained}", "model.lora.rank=2"]))
     lora = models[0].layers[0].attn.q_proj.lora
     assert lora is not None
@@ -171,7 +172,7 @@ def adapted_run(source: Path, out: Path) -> Path:
     data.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "yes"}) + "\n" for n in range(20)))
     settings = ["model.lora.rank=2", "training.max_steps=1", "training.batch_size=2", "training.row_length=64"]
     settings += ["evaluation.answers=0", "training.max_tokens_per_micro_batch=64", f"data.path={data}"]
-    run.train(recipe.load("sft-smollm2", [f"model.source={source}", *settings], SFTRecipe), out)
+    recipes.train(recipe.load("sft-smollm2", [f"model.source={source}", *settings], SFTRecipe), out)
     edit(out / "recipe.yaml", "max_steps: 1", "max_steps: 2")
     return out
 
@@ -216,9 +217,9 @@ def test_adapters_stay_on_the_same_bytes_wherever_they_lie(make: Callable[[Path]
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, moved)
     add_a_half(source)
     with pytest.raises(ResumeError, match="this run began with the weights"):
-        run.open_model(out, ModelOptions())
+        recipes.open_model(out, ModelOptions())
     edit(Path(out) / "recipe.yaml", f"source: {source}", f"source: {moved}")
-    run.open_model(out, ModelOptions())
+    recipes.open_model(out, ModelOptions())
 
 
 @pytest.mark.slow
@@ -228,9 +229,9 @@ def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_pa
     moved = shutil.copytree(source, tmp_path / "moved")
     add_a_half(source)
     with pytest.raises(ResumeError, match="this run began with the weights"):
-        run.resume(out)
+        recipes.resume(out)
     edit(out / "recipe.yaml", f"source: {source}", f"source: {moved}")
-    assert run.resume(out)["steps"] == 2
+    assert recipes.resume(out)["steps"] == 2
 
 
 @pytest.mark.slow
@@ -244,24 +245,25 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
     settings.append("grpo.reward_weights=[1, 0.5, 2]")  # the last is the weight of the reward model
     settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
-    monkeypatch.setattr(Learner, "train_steps", one_more_step)
-    monkeypatch.setattr(RLRun, "step_files", ())
-    run.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
+    monkeypatch.setattr(Learner, "steps", one_more_step)
+    monkeypatch.setitem(STEP_FILES, "rl", ())
+    recipes.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
     moved = shutil.copytree(models[role], tmp_path / "moved")
     add_a_half(models[role])
     with pytest.raises(ResumeError, match=f"this run began with {role} with the weights '{models[role]}"):
-        run.resume(out)
-    run.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
+        recipes.resume(out)
+    recipes.resume(Path(shutil.copytree(out, tmp_path / "copy")), [f"{role}={moved}"])
     assert "another draw of tokens" not in capsys.readouterr().out
     forget(out / "checkpoints" / "00000001", "draw_version", write_meta)
-    run.resume(out, [f"{role}={moved}"])
+    recipes.resume(out, [f"{role}={moved}"])
     told = " ".join(capsys.readouterr().out.split())
     assert "another draw of tokens (an inverse CDF, now Gumbel-max in two levels)" in told
 
 
-def one_more_step(self: Learner, *_: Any) -> None:
+def one_more_step(self: Learner, *_: Any) -> Iterator[None]:
     """Counts a step that changes nothing and writes no row."""
     self.step += 1
+    yield from ()
 
 
 def as_reward_model(place: Path) -> Path:
@@ -319,7 +321,7 @@ def test_adapters_whose_base_is_gone_say_so(tmp_path: Path) -> None:
     settings = recipe.load("quickstart", [f"model.source={tmp_path / 'base'}", "model.lora.rank=2"])
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(settings))
     with pytest.raises(WeightsError, match=r"the checkpoints of this run are adapters, and their base .*base is gone"):
-        run.open_model(str(tmp_path))
+        recipes.open_model(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -332,15 +334,15 @@ def test_a_run_is_opened_and_resumed_without_the_folder_that_it_began_with(
     monkeypatch.chdir(tmp_path)
     small = (Path(TINY).parents[2] / "faults" / "small_run.txt").read_text().split()
     given = ["model.source=base", *small, "data.task=jsonl", "data.path=rows.jsonl", "grpo.beta=0"]
-    run.train(recipe.load("quickstart", [*given, "training.max_steps=2"]), Path("out"))
-    learnt = arrays(run.open_model("out")[0])
+    recipes.train(recipe.load("quickstart", [*given, "training.max_steps=2"]), Path("out"))
+    learnt = arrays(recipes.open_model("out")[0])
     shutil.rmtree(tmp_path / "base")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    model, tokenizer = run.open_model("../out")
+    model, tokenizer = recipes.open_model("../out")
     own = Tokenizer.from_folder(TINY)
     assert tokenizer.stop_ids == own.stop_ids
     assert tokenizer.chat_template == own.chat_template
     assert {name: x.tobytes() for name, x in arrays(model).items()} == {n: x.tobytes() for n, x in learnt.items()}
-    summary = run.resume(Path("../out"), ["training.max_steps=3"])
+    summary = recipes.resume(Path("../out"), ["training.max_steps=3"])
     assert summary["steps"] == 3

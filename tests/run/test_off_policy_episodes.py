@@ -27,7 +27,7 @@ from covey import (
 from covey.envs.tool_calls import FORMATS, Call, CallFormat
 from covey.models.decoder import Decoder
 from covey.monitor.run_files import CHECKPOINTS, SAMPLES
-from covey.run.rl import DRAWN
+from covey.rl.learner import DRAWN
 from covey.train.checkpoint import Checkpointer
 from tests.envs.test_training import MODEL, TOKENIZER
 from tests.run.test_off_policy import How, InTurn, KilledError, Thread, digest_of, kill_at

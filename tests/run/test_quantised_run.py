@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
@@ -17,7 +17,7 @@ from covey.models.loading import weights
 from covey.models.lora import projections, without_lora
 from covey.models.quantised import QuantisedKernel
 from covey.parallel import flatten
-from covey.run.load_model import load_source
+from covey.recipes.load_model import load_source
 
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
@@ -44,13 +44,13 @@ def ready(*more: str, source: str = TINY) -> recipe.Recipe:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on an int8 base."""
     out = tmp_path_factory.mktemp("runs") / "first"
-    run.train(ready("model.quantize=int8", "training.max_steps=2"), out)
+    recipes.train(ready("model.quantize=int8", "training.max_steps=2"), out)
     return out
 
 
 @pytest.mark.slow
 def test_only_the_adapters_learn(trained: Path) -> None:
-    model = run.open_model(str(trained), ModelOptions())[0]
+    model = recipes.open_model(str(trained), ModelOptions())[0]
     start = weights.load(TINY, quantize="int8").model
     held, fresh = (flatten(nnx.state(m)) for m in (without_lora(model), start))
     assert held.keys() == fresh.keys()
@@ -65,8 +65,8 @@ def test_only_the_adapters_learn(trained: Path) -> None:
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "stopped")
     shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "00000002")
-    run.resume(tmp_path / "stopped")
-    again, straight = (run.open_model(str(folder), ModelOptions())[0] for folder in (tmp_path / "stopped", trained))
+    recipes.resume(tmp_path / "stopped")
+    again, straight = (recipes.open_model(str(folder), ModelOptions())[0] for folder in (tmp_path / "stopped", trained))
     for (name, a), b in zip(flatten(nnx.state(again)).items(), flatten(nnx.state(straight)).values(), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path:
 def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What goes out whole is a float model that computes the same; an adapter's card says what it was trained on."""
     pytest.importorskip("covey_formats")
-    wanted = causal_logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
+    wanted = causal_logits(recipes.open_model(str(trained), ModelOptions())[0], TOKENS)
     for kind in ("hf", "peft", "gguf"):
         assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0
     for source in ("hf", "gguf/model.gguf"):
@@ -90,7 +90,7 @@ def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_a_run_is_the_base_of_the_next(trained: Path) -> None:
     """Its adapters merged, then quantised anew; or in float again."""
-    first = causal_logits(run.open_model(str(trained), ModelOptions())[0], TOKENS)
+    first = causal_logits(recipes.open_model(str(trained), ModelOptions())[0], TOKENS)
     options = ModelOptions(quantize="int8", lora=ready().model.lora)
     for chosen, bound in ((options, 0.05), (ModelOptions(), 1e-5)):
         model = load_source(chosen, str(trained))[0]

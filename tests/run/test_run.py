@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS, RL, is_logged
@@ -63,7 +63,7 @@ class DiedError(Exception):
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Folder and summary of the run of six steps that nobody stops; tests only read it."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    return out, run.train(ready(), out)
+    return out, recipes.train(ready(), out)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_a_run_says_which_type_of_products_auto_chose_and_keeps_it_on_another_ma
 
     folder, auto = tmp_path / "run", "model.compute_dtype=auto"
     on_a_machine_with("amx_bf16")
-    run.train(ready(auto, "training.max_steps=1", "training.actor_optimizer.schedule=constant"), folder)
+    recipes.train(ready(auto, "training.max_steps=1", "training.actor_optimizer.schedule=constant"), folder)
     assert "model.compute_dtype auto: this run computes in bfloat16" in capsys.readouterr().out
     on_a_machine_with("sse2")
-    run.resume(folder, [auto, "training.max_steps=2"])
+    recipes.resume(folder, [auto, "training.max_steps=2"])
     assert "this run computes in bfloat16" in capsys.readouterr().out
     assert recipe.load(folder).model.compute_dtype == "bfloat16"
     assert len(rows(folder, "metrics.jsonl")) == 2
@@ -117,10 +117,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     (unbroken, whole), broken = straight, tmp_path / "broken"
     stopping(5)
     with pytest.raises(DiedError):
-        run.train(ready(), broken)
+        recipes.train(ready(), broken)
     stopping(0)
     assert [row["step"] for row in rows(broken, "metrics.jsonl")] == [1, 2, 3, 4]
-    resumed = run.resume(broken)
+    resumed = recipes.resume(broken)
     assert_same(unbroken, broken, 6)
     early, late = weights_of(unbroken, 3), weights_of(unbroken)
     assert not all(np.array_equal(one, other) for one, other in zip(early, late, strict=True))  # something was learnt
@@ -145,12 +145,12 @@ def test_the_reference_of_a_run_on_an_adapter_is_that_adapter(tmp_path: Path, st
     is the run that was never stopped, bit for bit.
     """
     settings = on_an_adapter(tmp_path)
-    run.train(settings, tmp_path / "straight")
+    recipes.train(settings, tmp_path / "straight")
     stopping(2)
     with pytest.raises(DiedError):
-        run.train(settings, tmp_path / "broken")
+        recipes.train(settings, tmp_path / "broken")
     stopping(0)
-    run.resume(tmp_path / "broken")
+    recipes.resume(tmp_path / "broken")
     assert_same(tmp_path / "straight", tmp_path / "broken", 2)
     first, second = rows(tmp_path / "straight", "metrics.jsonl")
     assert abs(first["kl"]) < 1e-6 < second["kl"]
@@ -186,7 +186,7 @@ def test_a_run_that_diverges_is_stopped_before_the_update_and_leaves_no_bad_chec
     out = tmp_path / "run"
     wild = ("training.actor_optimizer.learning_rate=1e30", "training.actor_optimizer.max_grad_norm=0")
     with pytest.raises(NumbersError, match="not finite"):
-        run.train(ready(*wild, "training.checkpoint_every_n_steps=1"), out)
+        recipes.train(ready(*wild, "training.checkpoint_every_n_steps=1"), out)
     with Checkpointer(out / "checkpoints", read_only=True) as saves:
         last = saves.latest()
     assert last == len(rows(out, "metrics.jsonl"))
@@ -197,13 +197,13 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path)
     """So that the corrected command can have the name. The trap: a prompt too long, found in the middle of a run."""
     out = tmp_path / "run"
     with pytest.raises(DataError, match="row 1 of the training data has"):
-        run.train(ready("rollout.max_prompt_length=4"), out)
+        recipes.train(ready("rollout.max_prompt_length=4"), out)
     assert not out.exists()
 
 
 def test_checkpoints_come_when_several_updates_share_a_batch(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run.train(ready("grpo.num_iterations=2", "training.max_steps=7"), out)
+    recipes.train(ready("grpo.num_iterations=2", "training.max_steps=7"), out)
     with Checkpointer(out / "checkpoints", read_only=True) as saves:
         assert saves.steps() == [4, 6, 7]
     assert [row["step"] for row in rows(out, "metrics.jsonl")] == [2, 4, 6, 7]
@@ -212,7 +212,7 @@ def test_checkpoints_come_when_several_updates_share_a_batch(tmp_path: Path) -> 
 
 def test_another_seed_gives_another_run(tmp_path: Path, straight: Any) -> None:
     """Already in the first step, before any update."""
-    run.train(ready("training.max_steps=1", "seed=1"), tmp_path / "run")
+    recipes.train(ready("training.max_steps=1", "seed=1"), tmp_path / "run")
     texts = [
         [row["text"] for row in rows(folder, "samples.jsonl") if row["step"] == 1]
         for folder in (tmp_path / "run", straight[0])
@@ -231,7 +231,7 @@ def test_a_run_of_an_older_schema_is_gone_on_with(
     assert {"data.train_fraction", "model.lora.alpha", "grpo.num_iterations"} <= newer
     make_older(out, newer, write_meta)
     capsys.readouterr()
-    assert run.resume(out)["steps"] == 6
+    assert recipes.resume(out)["steps"] == 6
     assert "was saved" not in capsys.readouterr().out
 
 

@@ -3,7 +3,6 @@ older version of Covey did not know.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_origin
 
 import pytest
@@ -18,11 +17,11 @@ from covey.display import show_log
 from covey.errors import ResumeError
 from covey.files import file_sha256
 from covey.models.loading.weights import load
+from covey.recipes.build import make_learner
 from covey.rewards import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig
-from covey.run.rl import RLRun, make_learner
 from covey.run.settings import _module_of, check_same_settings, digests, module_names, settings_of
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import make_optimizer
@@ -206,8 +205,7 @@ def test_a_setting_that_may_change_acts_whatever_the_checkpoint_has(run: str, tm
             assert changed.keys() == {name}
             learner = learner_of(now)
             state, extra = saves.restore(1, target=learner.cluster.state_shapes())
-            learner.cluster.load_state(state, 1)
-            RLRun.load_metadata(SimpleNamespace(learner=learner, changed=changed), extra, 1)  # type: ignore[arg-type]
+            learner.load_checkpoint(state, extra, 1, changed)
             algorithm = algorithm_of(now.grpo)
             adapts = algorithm.kl_target is not None and name != "grpo.beta"
             assert learner.beta == (ADAPTED if adapts else algorithm.beta), name

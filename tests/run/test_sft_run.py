@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.metrics import CLOCKS, SFT, is_logged
@@ -25,9 +25,9 @@ from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
 from covey.monitor.writer import MetricsWriter
 from covey.parallel import flatten
-from covey.run import sft as supervised
-from covey.run.inference import answer_examples, answering_worker, select_answerable
-from covey.run.load_model import load_source
+from covey.recipes import use
+from covey.recipes.load_model import load_source
+from covey.recipes.use import answer_examples, answering_worker, select_answerable
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
 
@@ -80,7 +80,7 @@ def ready(data: str) -> Callable[..., SFTRecipe]:
 def adapted(ready: Callable[..., SFTRecipe], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three steps, with adapters."""
     out = tmp_path_factory.mktemp("adapted") / "run"
-    run.train(ready("training.max_steps=3", "model.lora.rank=4"), out)
+    recipes.train(ready("training.max_steps=3", "model.lora.rank=4"), out)
     return out
 
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 ) -> None:
     """6 steps straight = 3, death in step 5, and the rest: parameters and metrics, bit for bit."""
     straight, broken, more = tmp_path / "straight", tmp_path / "broken", ("model.lora.rank=4", "evaluation.answers=2")
-    whole, write = run.train(ready(*more), straight), MetricsWriter.step
+    whole, write = recipes.train(ready(*more), straight), MetricsWriter.step
 
     def dying(self: MetricsWriter, row: dict[str, Any]) -> None:
         if row["step"] == 5:
@@ -119,10 +119,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 
     monkeypatch.setattr(MetricsWriter, "step", dying)
     with pytest.raises(DiedError):
-        run.train(ready(*more), broken)
+        recipes.train(ready(*more), broken)
     monkeypatch.undo()
     assert [row["step"] for row in rows(broken, "metrics.jsonl")] == [1, 2, 3, 4]
-    resumed = run.resume(broken)
+    resumed = recipes.resume(broken)
     assert rows(straight, "metrics.jsonl") == rows(broken, "metrics.jsonl")
     for one, other in zip(weights_of(straight), weights_of(broken), strict=True):
         assert np.array_equal(one, other)
@@ -137,7 +137,7 @@ def test_a_run_learns_and_its_folder_tells_it(
     out = tmp_path / "run"
     more = ("training.checkpoint_every_n_steps=0", "training.show=perplexity,entropy", "evaluation.answers=2")
     wanted = ready("training.max_steps=30", *more)
-    summary = run.train(wanted, out)
+    summary = recipes.train(wanted, out)
     shown = capsys.readouterr().out
     assert recipe.load(out, (), SFTRecipe) == wanted
     assert json.loads((out / "summary.json").read_text()) == summary
@@ -168,12 +168,12 @@ def test_a_run_learns_and_its_folder_tells_it(
 def test_long_examples_are_counted_or_refused(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
     out = tmp_path / "run"
     with pytest.raises(DataError, match=r"row \d+ of the training data has \d+ tokens"):
-        run.train(ready("training.max_length=30"), out)
+        recipes.train(ready("training.max_length=30"), out)
     assert not out.exists()  # so that the corrected command can have the name
     short = ("training.max_length=30", "training.max_steps=1")
-    summary = run.train(ready(*short, "training.too_long=drop"), out)
+    summary = recipes.train(ready(*short, "training.too_long=drop"), out)
     assert 0 < summary["data"]["dropped"] == 81 - summary["data"]["examples"]
-    summary = run.train(ready(*short, "training.too_long=truncate"), tmp_path / "other")
+    summary = recipes.train(ready(*short, "training.too_long=truncate"), tmp_path / "other")
     assert summary["data"]["truncated"] > 0
 
 
@@ -181,7 +181,7 @@ def test_other_settings_are_refused_on_resume(tmp_path: Path, adapted: Path) -> 
     out = shutil.copytree(adapted, tmp_path / "run")
     edit(out / "recipe.yaml", "batch_size: 4", "batch_size: 5")
     with pytest.raises(ResumeError, match="batch_size was 4, is 5"):
-        run.resume(out)
+        recipes.resume(out)
 
 
 def test_a_run_is_a_model_for_the_next_one(tmp_path: Path, adapted: Path, ready: Callable[..., SFTRecipe]) -> None:
@@ -191,25 +191,25 @@ def test_a_run_is_a_model_for_the_next_one(tmp_path: Path, adapted: Path, ready:
     assert not has_lora(model)
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.split(model)[1])} == {"bfloat16"}
     assert origin.startswith("checkpoint 3 of a run, sha256 ")
-    assert has_lora(run.open_model(str(first), ModelOptions())[0])
+    assert has_lora(recipes.open_model(str(first), ModelOptions())[0])
     more = (f"model.source={first}", "model.lora.rank=2", "training.max_steps=2")
-    summary = run.train(ready(*more), second)
+    summary = recipes.train(ready(*more), second)
     ended = json.loads((first / "summary.json").read_text())["after"]["loss"]
     assert summary["before"]["loss"] == pytest.approx(ended, rel=1e-5)
     assert summary["model"] == origin
     edit(first / "recipe.yaml", "max_steps: 3", "max_steps: 4")
-    run.resume(first)  # goes beyond what the second began with
+    recipes.resume(first)  # goes beyond what the second began with
     edit(second / "recipe.yaml", "max_steps: 2", "max_steps: 3")
     with pytest.raises(ResumeError, match="this run began with the weights 'checkpoint 3"):
-        run.resume(second)
+        recipes.resume(second)
 
 
 def test_a_run_of_all_weights_is_a_model_too(
     tmp_path: Path, ready: Callable[..., SFTRecipe], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = tmp_path / "first"
-    run.train(ready("training.max_steps=1"), first)
-    with caplog.at_level("INFO", "covey.run.load_model"):
+    recipes.train(ready("training.max_steps=1"), first)
+    with caplog.at_level("INFO", "covey.recipes.load_model"):
         model, _, _ = load_source(ModelOptions(), str(first))
     assert caplog.messages == [f"loading {first}, a run that began with {TINY}"]
     with Checkpointer(first / "checkpoints", read_only=True) as saves:
@@ -222,7 +222,7 @@ def test_reinforcement_learning_goes_on_from_a_supervised_run(tmp_path: Path, ad
     out = tmp_path / "run"
     short = ["max_new_tokens=6", "max_prompt_length=32", "grpo.num_generations=2", "prompts_per_step=1", "max_steps=1"]
     short += ["data.task=jsonl", f"data.path={LETTERS}"]
-    summary = run.train(recipe.load("quickstart", [f"model.source={adapted}", *short, "evaluation.prompts=1"]), out)
+    summary = recipes.train(recipe.load("quickstart", [f"model.source={adapted}", *short, "evaluation.prompts=1"]), out)
     assert summary["model"].startswith("checkpoint 3 of a run")
     assert (out / "checkpoints" / "00000001").is_dir()
 
@@ -249,8 +249,8 @@ def test_the_command_trains_and_others_use_the_run(
         return learner
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervised, "answer_examples", answer)
-        patch.setattr(supervised, "SFTLearner", watched)
+        patch.setattr(use, "answer_examples", answer)
+        patch.setattr(use, "SFTLearner", watched)
         assert main(["eval", "run"]) == 0
     assert seen == [None]  # a learner's copy of the weights is free again
     assert "run: loss " in capsys.readouterr().out
@@ -276,7 +276,7 @@ def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
     long, short = ({"prompt": prompt, "completion": "done"} for prompt in ("word " * 155 + "end", "1: "))
     test.write_text(json.dumps(long) + "\n" + json.dumps(short) + "\n")
     more = ("rollout.max_new_tokens=60", "evaluation.answers=1", "training.max_steps=1", f"data.test_path={test}")
-    summary = run.train(ready(*more), tmp_path / "run")
+    summary = recipes.train(ready(*more), tmp_path / "run")
     assert summary["before"]["examples"] == 2
     assert [row["prompt"] for row in rows(tmp_path / "run", "before.jsonl")] == [short["prompt"]]
     told = capsys.readouterr().out
@@ -290,6 +290,6 @@ def test_a_held_out_example_without_room_for_an_answer_is_not_shown(
 def test_training_needs_no_room_for_any_answer(tmp_path: Path, ready: Callable[..., SFTRecipe]) -> None:
     """An answer longer than the model leaves nothing to show, and is no reason not to train."""
     more = ("rollout.max_new_tokens=900", "evaluation.answers=2", "training.max_steps=1", "evaluation.prompts=1")
-    summary = run.train(ready(*more), tmp_path / "run")
+    summary = recipes.train(ready(*more), tmp_path / "run")
     assert summary["steps"] == 1
     assert rows(tmp_path / "run", "before.jsonl") == []

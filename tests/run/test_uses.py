@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey import run
+from covey import recipes
 from covey.config import recipe
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import RolloutConfig
 from covey.parallel import flatten
+from covey.recipes import load_model
+from covey.recipes import use as using
+from covey.recipes.load_model import load_for
 from covey.rl import rollout as rollout_worker
-from covey.run import inference, load_model, sft
-from covey.run.load_model import load_for
 from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer
@@ -113,7 +114,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, inference, *EXPORTING, sft):
+    for module in (load_model, using, *EXPORTING):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -122,12 +123,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 USES: dict[str, Callable[..., Any]] = {
-    "training": lambda out, *more: run.train(rl_recipe(*more), out / "run"),
-    "eval": lambda out, *more: run.evaluate(TINY, rl_recipe(*more)),
-    "rollout": lambda out, *more: run.play(rl_recipe(*more), 1),
-    "rewards": lambda out: inference.sample_training_prompts(rl_recipe(), 1),
-    "sft": lambda out: run.train(sft_recipe(), out / "run"),
-    "sft eval": lambda out: run.evaluate(TINY, sft_recipe()),
+    "training": lambda out, *more: recipes.train(rl_recipe(*more), out / "run"),
+    "eval": lambda out, *more: recipes.evaluate(TINY, rl_recipe(*more)),
+    "rollout": lambda out, *more: recipes.play(rl_recipe(*more), 1),
+    "rewards": lambda out: using.sample_training_prompts(rl_recipe(), 1),
+    "sft": lambda out: recipes.train(sft_recipe(), out / "run"),
+    "sft eval": lambda out: recipes.evaluate(TINY, sft_recipe()),
 }
 """Uses of a recipe that ask or train the model."""
 
@@ -152,9 +153,9 @@ def test_what_a_user_writes_is_shown_with_the_variables(
 ) -> None:
     lines = iter(["F: milk", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    run.generate(TINY, "F: milk", 1, RolloutConfig(max_new_tokens=2))
+    recipes.generate(TINY, "F: milk", 1, RolloutConfig(max_new_tokens=2))
     with suppress(SeenError):
-        run.chat(TINY, RolloutConfig(max_new_tokens=2))
+        recipes.chat(TINY, RolloutConfig(max_new_tokens=2))
     assert [bool(prints("[user] F: milk").fullmatch(text)) for text in shown] == [True, True]
     assert loads == ["load_for"] * 2
 
@@ -176,13 +177,16 @@ def test_a_plan_and_an_export_load_there_too(loads: list[str], tmp_path: Path) -
     plan.policy_programs(rl_recipe(), jax.devices()[0], total_steps=1)
     plan.supervised_programs(sft_recipe(), jax.devices()[0], total_steps=1)
     EXPORTING[0].export(TINY, tmp_path / "export", "hf", None, 10**9)
-    run.open_model(TINY)
+    recipes.open_model(TINY)
     assert loads == ["abstract_for"] * 2 + ["load_for"] * 2
 
 
 def test_nothing_else_reads_a_model_under_a_recipe() -> None:
     """A new use is found here: it calls `load_for`, or `abstract_for`."""
-    folders = (*(TESTS.parent / "covey" / name for name in ("run", "cli")), *(TESTS.parent / "plugins").iterdir())
+    folders = (
+        *(TESTS.parent / "covey" / name for name in ("recipes", "run", "cli")),
+        *(TESTS.parent / "plugins").iterdir(),
+    )
     lower = {"load_source", "open_source", "open_checkpoint", "from_folder"}
     calls = {
         (file.stem, node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
@@ -209,12 +213,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         models.append(model)
         raise SeenError
 
-    monkeypatch.setattr(inference, "RolloutWorker", worker)
+    monkeypatch.setattr(using, "RolloutWorker", worker)
     return models
 
 
 @pytest.mark.parametrize(
-    "use", [lambda ready: run.play(ready, 1), lambda ready: inference.sample_training_prompts(ready, 1)]
+    "use", [lambda ready: recipes.play(ready, 1), lambda ready: using.sample_training_prompts(ready, 1)]
 )
 def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""

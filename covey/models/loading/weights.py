@@ -7,6 +7,7 @@ to one, with equal shapes.
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, DecoderOptions, abstract_decoder, rngs_for_shapes
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import config_fields, hf_config, sources
+from covey.models.loading.cache import files_digest
 from covey.models.loading.stored_tensor import StoredTensor
 from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
@@ -515,3 +517,10 @@ def _value_tensors(
         del tensor  # free it before the next is read
     if zero:
         yield "score", np.zeros(zero, np.float32)
+
+
+def with_digest(origin: str) -> str:
+    """Return `origin`; for a path, add the digest of its content ."""
+    if not os.path.isabs(origin):
+        return origin
+    return f"{origin}, sha256 {files_digest(checkpoint_files(Path(origin)))[:16]}"

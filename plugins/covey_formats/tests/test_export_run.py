@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey import run
+from covey import recipes
 from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
@@ -46,7 +46,7 @@ def ready(source: str, *more: str) -> recipe.Recipe:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with adapters and dropout."""
     out = tmp_path_factory.mktemp("runs") / "first"
-    run.train(ready(TINY, *LORA), out)
+    recipes.train(ready(TINY, *LORA), out)
     return out
 
 
@@ -62,7 +62,7 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_a_run_goes_out_whole_and_as_an_adapter(trained: Path, exported: tuple[Path, str]) -> None:
     out, shown = exported
-    model = run.open_model(str(trained), ModelOptions())[0]
+    model = recipes.open_model(str(trained), ModelOptions())[0]
     learnt, start = causal_logits(model, TOKENS), weights.load(TINY).model
     assert has_lora(model)
     assert np.abs(learnt - causal_logits(start, TOKENS)).max() > 1e-3
@@ -113,8 +113,8 @@ def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, exported: tup
     """And the base of what comes out is still the base; a run begun with it goes on with no other."""
     adapter = shutil.copytree(exported[0] / "peft", tmp_path / "adapter")
     settings = ready(TINY, f"model.adapter={adapter}", "model.lora.rank=0")
-    run.train(settings, tmp_path / "second")
-    first, second = (run.open_model(str(folder), ModelOptions())[0] for folder in (trained, tmp_path / "second"))
+    recipes.train(settings, tmp_path / "second")
+    first, second = (recipes.open_model(str(folder), ModelOptions())[0] for folder in (trained, tmp_path / "second"))
     pairs = list(zip(projections(first).values(), projections(second).values(), strict=True))
     assert [a.lora is None for a, _ in pairs] == [b.lora is None for _, b in pairs]
     moved = [float(np.abs(np.asarray(a.lora.b[...] - b.lora.b[...])).max()) for a, b in pairs if a.lora is not None]
@@ -125,7 +125,7 @@ def test_an_adapter_is_trained_on_from_where_it_was(trained: Path, exported: tup
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     with pytest.raises(ResumeError, match="began with the weights"):
-        run.resume(tmp_path / "second", ["training.max_steps=4"])
+        recipes.resume(tmp_path / "second", ["training.max_steps=4"])
 
 
 def test_a_run_on_a_run_is_told_and_written_whole(
@@ -134,7 +134,7 @@ def test_a_run_on_a_run_is_told_and_written_whole(
     """Its own adapters belong on the first run's model, which nobody else has: the answer names the command that
     merges, and it works.
     """
-    run.train(ready(str(trained), *LORA, "name=second"), tmp_path / "second")
+    recipes.train(ready(str(trained), *LORA, "name=second"), tmp_path / "second")
     out = tmp_path / "merged"
     words = ["export", str(tmp_path / "second"), "--out", str(out)]
     capsys.readouterr()
@@ -145,7 +145,7 @@ def test_a_run_on_a_run_is_told_and_written_whole(
     assert " ".join(["covey", *words]) in answer.err
     assert not out.exists()
     assert main(words) == 0
-    learnt = run.open_model(str(tmp_path / "second"), ModelOptions())[0]
+    learnt = recipes.open_model(str(tmp_path / "second"), ModelOptions())[0]
     np.testing.assert_allclose(causal_logits(weights.load(out).model, TOKENS), causal_logits(learnt, TOKENS), atol=1e-4)
     card = (out / "README.md").read_text()
     assert card.index("## Recipe quickstart") < card.index("## Recipe second")

@@ -62,10 +62,10 @@ from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh, processes, reshard
 from covey.parallel.reshard import to_host
+from covey.recipes import use
+from covey.recipes.load_model import load_source
+from covey.recipes.use import answer_examples
 from covey.rl.evaluate import evaluate
-from covey.run import sft as supervised
-from covey.run.inference import answer_examples
-from covey.run.load_model import load_source
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group
 from covey_hosts.order import OrderError
@@ -343,8 +343,8 @@ def commands(model: str) -> dict[str, Any]:
     def exported(name: str, *options: str) -> int:
         return main(["export", str(source), "--out", str(out / name), *options])
 
-    with mock.patch.object(supervised, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
-        figures = supervised.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
+    with mock.patch.object(use, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
+        figures = use.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
         with mock.patch("covey_formats.export._mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
             codes = [exported("hf"), exported("peft", "--format", "peft")]
         codes.append(main(["eval", model, *EVALUATION]))

@@ -15,11 +15,11 @@ from covey.config.recipe import Recipe
 from covey.packing import rows
 from covey.parallel import sharding
 from covey.parallel.mesh import mesh_from_config
+from covey.recipes.load_model import load_source
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluate
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.run.load_model import load_source
 from covey.sampling import cache, programs
 from covey_plan.plan import inventory, policy_programs
 

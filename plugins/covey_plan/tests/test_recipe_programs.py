@@ -11,7 +11,7 @@ from covey.config import recipe
 from covey.parallel import flatten
 from covey.parallel.programs import abstract
 from covey.parallel.sharding import place_model
-from covey.run.load_model import abstract_for, load_source
+from covey.recipes.load_model import abstract_for, load_source
 from covey_plan.plan import policy_programs, supervised_programs
 
 TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")

@@ -5,7 +5,7 @@ import io
 import logging
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,40 +13,40 @@ from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.config.schema import RLTrainingConfig, RolloutConfig
+from covey.config.schema import RolloutConfig
 from covey.data import PromptLoader
 from covey.data import sources as data_source
-from covey.data.loader import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
 from covey.envs.registry import environment_name
 from covey.envs.runner import open_environments
 from covey.errors import DataError
-from covey.models.decoder import Decoder
 from covey.monitor.formats import completion_text, prompt_text
-from covey.monitor.progress import Progress
-from covey.monitor.writer import Correct
+from covey.monitor.progress import Progress, console_of_process
 from covey.parallel import processes
+from covey.parallel.sharding import on_local_devices
+from covey.recipes.answers import answer_examples, answering_worker, select_answerable
+from covey.recipes.build import load_data
+from covey.recipes.load_model import available_mesh, available_own_mesh, load_for, open_model
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
+from covey.rl.learner import fit_rows
 from covey.rl.rollout import RolloutWorker
-from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.run.settings import check_same_recipe
-from covey.sampling.responder import ResponderFactory
+from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 
 log = logging.getLogger(__name__)
-PLAIN = (
-    "prompts are plain text, and the model has a chat template",
-    "a chat model that gets no template may stop at once, with empty completions; a base model may not",
-    "rows with messages, or --data.system TEXT, which makes a chat of each prompt",
-)
-"""Title, reason and remedy of the finding that prompts lack the model's chat template."""
 TEXT_ONLY = "The model has no chat template: it continues each line alone"
 
 
-def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
+def evaluate(source: str, recipe: Recipe | SFTRecipe) -> dict[str, Any]:
+    """Evaluate the model or run at `source` on the held-out rows of `recipe`; print and return the metrics."""
+    return evaluate_sft(source, recipe) if isinstance(recipe, SFTRecipe) else evaluate_rl(source, recipe)
+
+
+def evaluate_rl(source: str, recipe: Recipe) -> dict[str, Any]:
     """Evaluate the model or run at `source` on the held-out prompts of `recipe`; print and return the metrics.
 
     Each of several processes samples and evaluates its share of the prompts, with a copy of the model on its devices.
@@ -76,6 +76,31 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     return evaluation.summary()
 
 
+def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
+    """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics.
+
+    The loss is computed on the mesh of all processes. Each answers its share of the examples, with a copy of the model
+    on its devices.
+    """
+    held_out = load_data(recipe).test
+    check_same_inputs(recipe, held_out)
+    with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
+        mesh = available_mesh(recipe.model.mesh)
+        model, tokenizer, _ = load_for(recipe, mesh, source)
+        progress.phase("evaluating")
+        learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
+        chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+        metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
+        del learner  # on accelerators it has stacks of the model's layers
+        worker = answering_worker(model, tokenizer, recipe.rollout)
+        answerable = select_answerable(worker, chosen, recipe.evaluation.answers)
+        if answerable:
+            worker.update_params(on_local_devices(worker.params))
+        metrics |= answer_examples(worker, answerable, recipe, progress.advance)[0]
+        progress.evaluation(source, metrics)
+    return metrics
+
+
 def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:
     """Return the functions that score the completions of a run: the environment's reward, if any, and the others."""
     name = recipe.envs.environment
@@ -91,11 +116,6 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
     same = "the same command and data for all"
     check_same_recipe(recipe, same)
     processes.here().check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
-
-
-def console_of_process() -> Console | None:
-    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
-    return None if processes.here().is_first else Console(quiet=True)
 
 
 def play(recipe: Recipe, episodes: int) -> None:
@@ -193,86 +213,6 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
             first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
             progress.phase("sampling")
             return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
-
-
-def fit_rows(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    environments: ResponderFactory | None,
-    rollout: RolloutConfig,
-    training: RLTrainingConfig,
-) -> FittedPrompts:
-    """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
-    encode = environments.prompt_encoder(tokenizer) if environments else None
-    return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
-
-
-def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, environment: Any = None, warn: bool = True) -> int:
-    """Return the number of prompts that are plain text though the model has a chat template; warn if there are some. An
-    environment may begin with messages of its own.
-    """
-    texts = (row["prompt"] for row in rows if tokenizer.chat_template and not environment)
-    if (count := sum(isinstance(text, str) and text != "" for text in texts)) and warn:
-        log.warning(f"{count:,} {PLAIN[0]}: {PLAIN[1]}. Change: {PLAIN[2]}")
-    return count
-
-
-def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:
-    """Build a worker for answers to held-out examples: a prompt may be as long as the model and its cache allow beside
-    an answer, whatever `max_prompt_length` is.
-    """
-    positions = model.config.max_positions
-    answer = min(rollout.max_new_tokens, positions - 1)
-    return RolloutWorker(
-        model,
-        tokenizer,
-        dataclasses.replace(
-            rollout,
-            max_new_tokens=answer,
-            max_prompt_length=max(1, min(positions, rollout.kv_cache_size or positions) - answer),
-        ),
-    )
-
-
-def select_answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
-    """Return the first `count` of `examples` whose prompt leaves room for an answer; log the others."""
-    answerable: list[Row] = []
-    too_long: list[int] = []
-    for row in (row for row in examples if row["prompt"]):
-        if len(answerable) == count:
-            break
-        tokens = len(worker.tokenizer.encode_prompt(row["prompt"]))
-        if tokens <= worker.config.max_prompt_length:
-            answerable.append(row)
-        else:
-            too_long.append(tokens)
-    if too_long:
-        log.warning(_describe_too_long(too_long, worker.config))
-    return answerable
-
-
-def _describe_too_long(tokens: Sequence[int], config: RolloutConfig) -> str:
-    room = config.max_prompt_length + config.max_new_tokens
-    which = "1 held-out example is" if len(tokens) == 1 else f"{len(tokens)} held-out examples are"
-    asked = f"{max(tokens)} tokens and rollout.max_new_tokens = {config.max_new_tokens}"
-    why = f"{asked} are more than the {room} that there is room for"
-    fix = f"; --rollout.max-new-tokens {room - max(tokens)} would do" if room > max(tokens) else ""
-    return f"{which} not answered: {why}{fix}"
-
-
-def answer_examples(
-    worker: RolloutWorker, examples: Sequence[Row], recipe: SFTRecipe, progress: Progress
-) -> tuple[dict[str, Any], Sequence[Group], Correct]:
-    """Generate answers to `examples` and score them; the result is empty when there are none.
-
-    Returns:
-        The metrics, the completions, and which of these are right.
-    """
-    if not examples:
-        return {}, (), {}
-    every = dataclasses.replace(recipe.evaluation, prompts=0)
-    evaluation = evaluate_model(worker, examples, every, worker.config, progress=progress.advance)
-    return evaluation.summary(), evaluation.groups, evaluation.correct
 
 
 def _mesh_of(source: str) -> Mesh | None:

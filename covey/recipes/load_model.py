@@ -6,7 +6,6 @@ that concerns the model or the tokenizer acts in all of them.
 
 import logging
 import os
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,13 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import AnyRecipe, Recipe, RecipeT, SFTRecipe, chain_of_runs, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions
-from covey.errors import ResumeError, WeightsError
+from covey.errors import WeightsError
 from covey.files import folder_below, has_file, require_entry
 from covey.models import scratch
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.dtypes import resolve_compute_dtype
-from covey.models.loading import cache, peft, sources, weights
+from covey.models.loading import peft, sources, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
@@ -35,13 +34,9 @@ from covey.parallel import mesh_from_config, processes
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
 from covey.parallel.sharding import place_model
 from covey.run.folder import RunFolder, model_folder
+from covey.run.settings import check_same_weights
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
-
-LOCAL_ORIGIN = re.compile(
-    r"/.*, sha256 (?P<digest>[0-9a-f]{16})(?P<adapter> with the adapter sha256 [0-9a-f]{16})?", re.DOTALL
-)
-"""Pattern of the origin of weights at a path."""
 
 log = logging.getLogger(__name__)
 
@@ -220,37 +215,6 @@ def _compute_options(options: ModelOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("compute_dtype", "remat", "remat_keeps")}
 
 
-def with_digest(origin: str) -> str:
-    """Return `origin`; for a path, add the digest of its content (`LOCAL_ORIGIN`)."""
-    if not os.path.isabs(origin):
-        return origin
-    return f"{origin}, sha256 {cache.files_digest(weights.checkpoint_files(Path(origin)))[:16]}"
-
-
-def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None:
-    """Refuse to resume the run at `where`, which began with the weights `then`, with the weights `now`.
-
-    Weights at a path are compared by content, whatever the path.
-
-    Args:
-        role: the setting that names the weights, when they are not those of the policy.
-    """
-    if then != now and not _is_same_local(then, now):
-        what = f"{role} with the weights" if role else "the weights"
-        raise ResumeError(
-            f"this run began with {what} {then!r}, and {now!r} is what can be had now",
-            fix="make the first available again: other weights would not continue the run",
-            where=str(where),
-        )
-
-
-def _is_same_local(then: str, now: str) -> bool:
-    first, second = LOCAL_ORIGIN.fullmatch(then), LOCAL_ORIGIN.fullmatch(now)
-    if first is None or second is None:
-        return False
-    return first.group("digest", "adapter") == second.group("digest", "adapter")
-
-
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that the next run starts faster; JAX_COMPILATION_CACHE_DIR sets the folder, an
     empty value disables the cache. Several processes on CPUs have none, whatever is set (`parallel.processes.start`).
@@ -268,7 +232,7 @@ def _load_pretrained(options: ModelOptions, source: str, mesh: Mesh | None) -> t
         quantize_block=options.quantize_block,
         mesh=mesh,
     )
-    return loaded.model, loaded.tokenizer, with_digest(loaded.origin)
+    return loaded.model, loaded.tokenizer, weights.with_digest(loaded.origin)
 
 
 def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

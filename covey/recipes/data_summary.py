@@ -16,17 +16,16 @@ import jax
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data.duplicates import Duplicates, count_duplicates, find_contradictions, trained_columns
 from covey.data.lengths import Lengths, Limit, describe_lengths
-from covey.data.rows import Row
+from covey.data.rows import Row, count_plain
 from covey.data.scan import MAX_PLACES, Malformed, RowScan, is_empty, rows_with_answer, sorted_columns
 from covey.data.sources import iter_rows, num_held_out
 from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
+from covey.recipes.data_findings import find_problems
+from covey.recipes.load_model import abstract_for
 from covey.report.diagnosis import Finding
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
-from covey.run.data_findings import find_problems
-from covey.run.inference import count_plain
-from covey.run.load_model import abstract_for
 from covey.sft.batch import encode_example
 from covey.text.segments import Segment, prompt_segments
 from covey.text.tokenizer import token_texts

@@ -1,0 +1,163 @@
+"""Make the learner and the data of a recipe, ready for the loop."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from covey.config.algorithms import algorithm_of
+from covey.config.recipe import Recipe, RecipeT, SFTRecipe
+from covey.data import Dataset
+from covey.data import sources as data_source
+from covey.data.loader import PromptLoader
+from covey.display import echo, show_log
+from covey.envs.runner import open_environments
+from covey.models.decoder import Decoder
+from covey.models.dtypes import AUTO
+from covey.models.loading.weights import load_critic, load_value_model, with_digest
+from covey.models.lora import with_lora, without_lora
+from covey.models.value_model import ValueModel, make_value_model
+from covey.parallel import mesh_from_config, processes
+from covey.parallel.mesh import rollout_mesh_from_config
+from covey.recipes.answers import Answers
+from covey.recipes.load_model import decoder_options, load_to_train
+from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
+from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import Learner, drop_long_prompts
+from covey.rl.ppo import PPOLearner
+from covey.rl.roles import ClusterConfig, Role
+from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.settings import check_same_recipe
+from covey.sft.learner import HELD_OUT, SFTLearner
+
+
+def load_data(recipe: Recipe | SFTRecipe) -> Dataset:
+    """Load and check the data of a recipe."""
+    data = data_source.load_data(recipe.data)
+    if isinstance(recipe, Recipe):
+        check_columns(recipe.rewards, data.train)
+        check_columns(recipe.rewards, data.test)
+    if isinstance(recipe, Recipe) or recipe.evaluation.answers:
+        check_evaluation_columns(recipe.evaluation, data.test)
+    return data
+
+
+def load_inputs(recipe: Recipe | SFTRecipe) -> tuple[Dataset, Mesh | None]:
+    """Load data and mesh, and show the forms of the rows. Mistakes in them end the run before it has a folder."""
+    check_same_recipe(recipe, "the same command for all")
+    mesh = mesh_from_config(recipe.model.mesh)
+    show = echo if processes.here().is_first else lambda text: None
+    with show_log(info=show, warning=show):
+        data = load_data(recipe)
+    if isinstance(recipe, Recipe):
+        role_meshes(recipe, mesh)  # refused before a folder is made
+    return data, mesh
+
+
+def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+    """Make the run of a recipe: load its model and make its learner.
+
+    Args:
+        recipe: the checked recipe.
+        data: its data.
+        mesh: the devices to train on; the default device when not given.
+        resources: folder, display, trackers and signal handler of the run.
+    """
+    make = build_rl if isinstance(recipe, Recipe) else build_sft
+    return make(recipe, data, mesh, resources)  # type: ignore[arg-type]  # each gets its own kind
+
+
+def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+    """Make a run of reinforcement learning; see `build`."""
+    model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
+    values, other_models = load_value_models(recipe, model, mesh)
+    cluster = RLCluster(
+        actor=model,
+        critic=values.get(Role.CRITIC),
+        reward=values.get(Role.REWARD),
+        tokenizer=tokenizer,
+        cluster_config=ClusterConfig(role_meshes(recipe, mesh), recipe.training, recipe.rollout),
+        environments=resources.stack.enter_context(open_environments(recipe.envs)),
+    )
+    learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
+    learner.other_models = other_models
+    rows, held_out, unfit = drop_long_prompts(learner, data.train, data.test)
+    loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
+    return ReadyRun(learner, loader, held_out, origin, learner.counts(loader, unfit))
+
+
+def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+    """Make a run of supervised training; see `build`."""
+    model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
+    learner = SFTLearner(
+        model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
+    )
+    fitted = learner.fit(data.train)
+    if fitted.dropped or fitted.truncated:
+        resources.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
+    held_out = learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+    learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
+    loader = learner.loader(fitted.examples)
+    return ReadyRun(learner, loader, held_out, origin, learner.counts(loader, fitted))
+
+
+def load_value_models(
+    recipe: Recipe, actor: Decoder, mesh: Mesh | None
+) -> tuple[dict[Role, ValueModel], dict[str, str]]:
+    """Load the critic, if the algorithm has one, and the reward model, if the recipe names one.
+
+    A critic that the recipe does not name is the actor's base with a new value head; with adapters if the actor has
+    some.
+
+    Returns:
+        The models by role, and the origin of each that the recipe names: no resumed run uses another.
+    """
+    options, models, origins = recipe.model, dict[Role, ValueModel](), dict[str, str]()
+    if recipe.reward_model:
+        loaded = load_value_model(recipe.reward_model)
+        models[Role.REWARD], origins["reward_model"] = loaded.model, with_digest(loaded.origin)
+    if not algorithm_of(recipe.grpo).needs_critic:
+        return models, origins
+    if recipe.critic:
+        loaded = load_critic(recipe.critic, mesh=mesh, **decoder_options(options))
+        critic, origins["critic"] = loaded.model, with_digest(loaded.origin)
+        processes.here().check_same("critic", lambda: origins["critic"], "the same weights for all of them")
+    else:
+        critic = make_value_model(without_lora(actor), share=bool(options.lora.rank))
+    models[Role.CRITIC] = with_lora(critic, options.lora, seed=recipe.seed + 1) if options.lora.rank else critic
+    return models, origins
+
+
+def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Learner:
+    """Make the learner of the recipe's algorithm; it shows nothing by itself."""
+    kind: Callable[..., Learner] = PPOLearner if algorithm_of(recipe.grpo).needs_critic else GRPOLearner
+    return kind(
+        rl_cluster=cluster,
+        reward_fns=recipe.rewards,
+        eval_config=recipe.evaluation,
+        observers=(),
+        reward_runner=runner,
+        **{"ppo_config" if kind is PPOLearner else "grpo_config": recipe.grpo},
+    )
+
+
+def role_meshes(recipe: Recipe, actor: Mesh | None) -> dict[Role, Mesh]:
+    """Return the mesh of each role that has one: that of the actor, and what `role_to_mesh` sets beside it.
+
+    Raises:
+        RecipeError: there are too few devices for both, or the processes would not have whole copies of the weights.
+    """
+    meshes = {Role.ACTOR: actor, Role.ROLLOUT: rollout_mesh_from_config(recipe.role_to_mesh.rollout, actor)}
+    return {role: mesh for role, mesh in meshes.items() if mesh is not None}
+
+
+def with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:
+    """Return `recipe` with the type of products that was chosen, and report it where the recipe leaves the choice."""
+    if recipe.model.compute_dtype != AUTO:
+        return recipe
+    if processes.here().is_first:
+        echo(f"model.compute_dtype auto: this run computes in {chosen}")
+    model: Any = replace(recipe.model, compute_dtype=chosen)
+    return replace(recipe, model=model)

@@ -1,0 +1,36 @@
+"""Settings of a script's run as those of a recipe: they have the same checks, and a run folder records them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from covey.config.recipe import Recipe
+from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, RewardSafetyConfig
+from covey.config.schema.data import FROM_PYTHON
+from covey.rewards import RewardFn, RewardRunner, function_names
+from covey.rl.roles import ClusterConfig
+from covey.sampling.responder import ResponderFactory
+
+
+def settings_of(
+    config: ClusterConfig,
+    algorithm: GRPOConfig | None,
+    functions: Sequence[RewardFn],
+    environments: ResponderFactory | None,
+    runner: RewardRunner | None,
+    evaluation: EvalConfig | None,
+    **more: Any,
+) -> Recipe:
+    """Return the settings of a script's run as a recipe; `more` are further settings."""
+    unnamed = EnvsConfig(environment=environments.name if environments else None)
+    return Recipe(
+        seed=config.rollout_config.seed,
+        data=DataConfig(task=FROM_PYTHON),
+        rewards=tuple(function_names(functions)),
+        envs=getattr(environments, "config", unnamed),
+        reward_safety=runner.safety if runner else RewardSafetyConfig(),
+        rollout=config.rollout_config,
+        grpo=algorithm or GRPOConfig(),
+        training=config.training_config,
+        evaluation=evaluation or EvalConfig(),
+        **more,
+    )

@@ -1,0 +1,388 @@
+"""A run in its folder: it can be stopped and resumed, and is told to its outputs.
+
+The learner and its data come from a recipe (`recipes.build`) or from a script (`train(..., out=)` of a learner); from
+there on both are the same run. `folder` has the files of a run. During the run, `heartbeat.json` holds the current
+phase. With several processes the first shows progress.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from covey.allocator import release_free_memory
+from covey.config.metrics import metric
+from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python
+from covey.data.duplicates import data_counts
+from covey.display import show_log
+from covey.errors import NumbersError, Stopped
+from covey.files import require_entry
+from covey.monitor.formats import SampleLine
+from covey.monitor.progress import Progress, console_of_process
+from covey.monitor.record import StepLines, StepRecord
+from covey.monitor.run_files import AFTER, METRICS, SAMPLES, SUMMARY
+from covey.monitor.status import STOPPED
+from covey.monitor.trackers import Tracked, Trackers
+from covey.monitor.writer import read_rows
+from covey.parallel.processes import PeerLostError
+from covey.registry import all_offered
+from covey.run import loop
+from covey.run.folder import RunFolder, describe_environment
+from covey.run.observers import CompileCounter, memory_in_use
+from covey.run.outputs import Measured, Output, Outputs
+from covey.run.settings import check_same_settings, check_same_weights, settings_of
+from covey.run.signals import SignalHandler
+from covey.run.watchdog import Watchdog
+from covey.types import Group
+
+log = logging.getLogger(__name__)
+
+ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
+"""Advice for a script whose settings are not those of the run in its folder."""
+SHOWN = {"rl": {"headline": "reward", "answers": SAMPLES}, "sft": {"headline": "loss", "answers": AFTER}}
+"""Method of a run → the metric that is shown first, and the file that the last message names."""
+STEP_FILES = {"rl": (METRICS, SAMPLES), "sft": (METRICS,)}
+"""Method of a run → names of the files that get lines at each step."""
+
+
+@dataclass
+class RunResources:
+    """Resources that a run holds open from its start to its end.
+
+    Attributes:
+        phase: function that begins a phase in the progress display, the watchdog and the compile counter.
+        stack: closes further contexts when the run ends.
+        started: time at which they were opened, on the monotonic clock.
+    """
+
+    folder: RunFolder
+    progress: Progress
+    phase: Callable[[str], None]
+    compile_counter: CompileCounter
+    trackers: Trackers
+    signals: SignalHandler
+    stack: ExitStack
+    started: float = field(default_factory=time.monotonic)
+
+
+class ReadyRun(NamedTuple):
+    """A learner and its data, ready for the loop.
+
+    Attributes:
+        learner: an RL or SFT learner.
+        loader: batches of training data.
+        held_out: rows of the evaluations before, during and after training.
+        origin: origin of the initial weights.
+        counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
+            of equal rows beside them.
+        base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
+        former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
+    """
+
+    learner: Any
+    loader: Any
+    held_out: Sequence[Any]
+    origin: str
+    counts: Mapping[str, int]
+    base: str = ""
+    former_origin: Callable[[], str] = str
+
+
+@contextmanager
+def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
+    """Open the watchdog, trackers and signal handler of a run; they are closed in the reverse order."""
+    with ExitStack() as stack:
+        watched = folder.path if folder.writes else None
+        watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))
+        compile_counter = stack.enter_context(CompileCounter(progress.compiling))
+
+        def phase(name: str) -> None:
+            for listener in (progress, watchdog, compile_counter):
+                listener.phase(name)
+            if name == "update":  # the phase that needs the most memory, and that donates what a save reads
+                folder.saves.wait_until_read()
+                release_free_memory()
+
+        stack.enter_context(show_log(phase, progress.message))
+        tracked = Tracked(folder.path, asdict(recipe), folder.resume_at)
+        trackers = stack.enter_context(Trackers(recipe.tracking if folder.writes else (), tracked))
+        signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
+        yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
+
+
+def train_in_folder(
+    recipe: Recipe | SFTRecipe, folder: RunFolder, make: Callable[[RunResources], ReadyRun]
+) -> dict[str, Any]:
+    """Train in an open folder what `make` returns; return the content of `summary.json`. A recipe's run that is
+    finished is not made; a script's is, because its learner gets the weights.
+    """
+    shown: dict[str, Any] = {**SHOWN[recipe.method], "memory": memory_in_use}
+    with Progress(0, console_of_process(), show=recipe.training.show, **shown) as progress:
+        if not is_from_python(recipe) and folder.is_finished(recipe.training.max_steps or 0):
+            with show_log(progress.phase, progress.message):
+                folder.saves.restore(folder.last, target={}, subset=True, check=partial(check_settings, recipe, folder))
+            return _tell_finished(recipe, folder, progress)
+        with open_resources(recipe, folder, progress) as resources:
+            try:
+                ready = make(resources)
+                run = SavedRun(recipe, resources, ready)
+                loop.train(ready.learner, ready.loader, ready.held_out, run)
+                return dict(run.summary)
+            except Stopped as stopped:
+                stopped.step = folder.saved
+                progress.message(_describe_stop(recipe, folder, stopped))
+                raise
+            except PeerLostError as error:
+                if error.stopped:
+                    error.stopped.step = folder.saved
+                raise
+            except OSError:
+                folder.check_not_replaced()
+                raise
+
+
+class SavedRun(Outputs):
+    """A run in its folder: it writes files and checkpoints, shows progress, and tells the other outputs.
+
+    Args:
+        recipe: the checked recipe; that of a script's run has the learner's settings.
+        resources: folder, display, trackers and signal handler of the run.
+        ready: the learner and its data.
+
+    Attributes:
+        recipe, folder, progress: see above.
+        loader, held_out: see `ReadyRun`.
+        total: number of steps of the whole run.
+        changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
+        summary: content of `summary.json`.
+        outputs: what else is told of the run, by name.
+    """
+
+    def __init__(self, recipe: Recipe | SFTRecipe, resources: RunResources, ready: ReadyRun):
+        super().__init__(ready.learner)
+        self.recipe, self.resources, self.ready = recipe, resources, ready
+        self.folder, self.progress, self.started = resources.folder, resources.progress, resources.started
+        self.loader, self.held_out, self.total = ready.loader, ready.held_out, 0
+        self.changed: Mapping[str, str] = {}
+        self.summary: dict[str, Any] = {}
+        self.outputs: dict[str, Output] = {}
+
+    def phase(self, name: str) -> None:
+        """Show a phase that begins, and begin it in the watchdog and the compile counter."""
+        self.resources.phase(name)
+
+    def advance(self, done: int, total: int) -> None:
+        """Show the progress of the phase."""
+        self.progress.advance(done, total)
+
+    def restore(self, total: int) -> bool:
+        """Restore the last checkpoint of a resumed run; return whether its training is not finished."""
+        self.total = self.progress.total = total
+        self._restore()
+        if self.folder.is_finished(total):
+            self.summary = _tell_finished(self.recipe, self.folder, self.progress)
+            return False
+        self.folder.update_recipe(self.recipe)
+        self.folder.write_model(self.learner.model_config, self.learner.tokenizer, dtype=self.recipe.model.dtype)
+        self.summary = dict(self.folder.summary or {})
+        return True
+
+    def _restore(self) -> None:
+        folder, learner = self.folder, self.learner
+        if not folder.resuming:
+            return
+        if folder.last is None:
+            self.phase("no checkpoint was written yet: starting from the beginning")
+            return
+        shapes = learner.checkpoint_shapes(partial(folder.saves.shapes, folder.last))
+        arrays, extra = folder.saves.restore(folder.last, target=shapes, check=self._check_checkpoint)
+        seconds = require_entry(extra, "seconds", float)
+        self.started -= seconds
+        self.progress.seconds_before, self.progress.steps_before = seconds, folder.last
+        learner.load_checkpoint(arrays, extra, folder.last, self.changed)
+        learner.history.rows[:] = _read_history(folder.path)
+        why = [
+            x for name, x in self.changed.items() if name.endswith((".too_long", ".max_length", ".max_prompt_length"))
+        ]
+        self.loader.restore(require_entry(extra, "data", dict), why)
+
+    def _check_checkpoint(self, extra: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint, by its JSON values, that was made with other settings or other initial weights."""
+        self.changed = check_settings(self.recipe, self.folder, extra)
+        if (origin := require_entry(extra, "model", str)) != self.ready.former_origin():
+            check_same_weights(origin, self.ready.origin, self.folder.path)
+        self.learner.check_checkpoint(extra, self.folder.path)
+
+    def needs_before(self) -> bool:
+        """Return whether this is a new run; one that lost its summary has weights that are already trained."""
+        if self.learner.step and not self.summary:
+            log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
+        return not self.learner.step and not self.summary
+
+    def begin(self) -> None:
+        """Write the summary, and begin the other outputs."""
+        self.summary = self.summary or self._first_summary()
+        self.folder.write_summary(self.summary)
+        self.outputs = {name: make() for name, make in all_offered("covey.outputs").items()}
+        self._tell("begin", self, self.summary)
+
+    def _first_summary(self) -> dict[str, Any]:
+        before = None if self.learner.step else self.learner.evaluations.get("before", {})
+        return {
+            "model": self.ready.origin,
+            "data": {**self.ready.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
+            "has_chat_template": self.learner.tokenizer.chat_template is not None,
+            "data_digest": self.loader.fingerprint["content"],
+            "environment": describe_environment(),
+            "before": before,
+        }
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Train to the end and save the result; a signal meanwhile ends the run at a step that is saved."""
+        with self.resources.signals.deferring():
+            yield
+            if self.folder.saved != self.learner.step:
+                self.save()
+            self.folder.saves.wait()
+            self.resources.signals.raise_if_requested()
+
+    def bad_batch(
+        self, step: int, groups: Sequence[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
+    ) -> None:
+        """Write the batch of an update that is not finite."""
+        self.folder.keep_bad_batch(step, groups, arrays, error)
+
+    def before_update(self, experience: Any) -> None:
+        """Tell the outputs."""
+        self._tell("before_update", experience)
+
+    def step(self, record: StepRecord) -> None:
+        """Write and show a step, tell the observers and outputs; save if a checkpoint is due, and end the run if a
+        signal requested it.
+        """
+        record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
+        self.folder.write_step(record)
+        self._track(record)
+        self.progress.step(record.metrics, SampleLine.of(record.groups))
+        for observer in self.learner.observers:
+            if not isinstance(observer, StepLines):
+                observer(record)
+        self._tell("step", record)
+        name = self.resources.signals.requested()
+        if name or record.due(self.recipe.training.checkpoint_every_n_steps):
+            self.save()
+        if name:
+            self.folder.saves.wait()
+            self._tell("end", STOPPED)
+            raise Stopped(name)
+
+    def _track(self, record: StepRecord) -> None:
+        """Send a step to the trackers."""
+        recipe, table = self.recipe, list[Any]()
+        if isinstance(recipe, Recipe):
+            due = recipe.log_completions and record.due(recipe.log_completions_every_n_steps)
+            table = [record.groups if due else (), recipe.num_completions_to_log]
+        self.resources.trackers.log(record.step, record.metrics, *table)
+
+    def evaluation(self, name: str, measured: Measured) -> None:
+        """Show an evaluation, write its completions, and send its metrics to the trackers."""
+        self.progress.evaluation(name, measured.metrics, SampleLine.of(measured.shown))
+        for ending, (groups, correct) in measured.answers.items():
+            self.folder.write_answers(f"{name}{ending}", groups, correct)
+        self.resources.trackers.log(
+            self.learner.step, {f"eval/{what}": value for what, value in measured.metrics.items()}
+        )
+        self._tell("evaluation", name, measured.metrics)
+
+    def end(self) -> None:
+        """Write the summary of a finished run, end the other outputs, and show the result."""
+        if (best := self.folder.saves.best()) is not None:
+            self.summary["best"] = best
+        after = self.learner.evaluations.get("after", {})
+        self.summary |= {"after": after, "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
+        self.summary["programs"] = dict(self.resources.compile_counter.counts)
+        self.folder.write_summary(self.summary)
+        facts = {name: text for told in self._tell("end", "") for name, text in told.items()}
+        script = is_from_python(self.recipe)
+        self.progress.done(self.summary, self.folder.path_as_given, facts, chat=not script)
+
+    def _tell(self, event: str, *args: Any) -> list[Any]:
+        """Call a method of each output; one that raises is left out from then on."""
+        told = []
+        for name, output in list(self.outputs.items()):
+            try:
+                told.append(getattr(output, event)(*args))
+            except Exception as error:  # an output is a by-product, and the run goes on without it
+                del self.outputs[name]
+                log.warning(f"the {name} failed: {type(error).__name__}: {error}; the run goes on without it")
+        return told
+
+    def save(self) -> None:
+        """Start writing a checkpoint."""
+        self.folder.saved = self.learner.step
+        self.phase("save")
+        arrays, extra = self.learner.checkpoint()
+        extra |= {"data": self.loader.state(), "model": self.ready.origin, "seconds": self._seconds()}
+        extra |= {"settings": settings_of(self.recipe), "base": self.ready.base}
+        self.folder.save(self.learner.step, arrays, extra, self._score())
+
+    def _score(self) -> float | None:
+        """Return the score of the weights by the metric that the recipe names; None if this step has no such metric."""
+        name = self.recipe.training.keep_best
+        value, row = self.folder.metrics.get(name), metric(name)
+        return -value if value is not None and row is not None and row.lower_is_better else value
+
+    def _seconds(self) -> float:
+        """Return the seconds that the run has taken, those before a resume included."""
+        return time.monotonic() - self.started
+
+
+def check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
+    """Compare the settings of a run with those of a checkpoint's JSON values; see `check_same_settings`."""
+    fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
+    saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
+    if is_from_python(recipe) and "base" not in extra:
+        saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
+    for name in saved.keys() & {"envs.environment", "envs.tools"} if is_from_python(recipe) else ():
+        # The same class is one of `__main__` or of a named module, by how the script was started.
+        saved |= {name: now[name]} if _members(saved[name]) == _members(now[name]) else {}
+    return check_same_settings(saved, now, folder.path, fix)
+
+
+def _members(names: Any) -> list[str]:
+    """Return the names of classes and functions without their modules."""
+    return [str(name).rpartition(":")[2] for name in (names if isinstance(names, list) else [names])]
+
+
+NOT_OF_OLDER_SCRIPTS = ("model.lora.", "rewards", "envs.", "reward_model", "reward_safety.", "critic")
+"""Beginnings of the settings that older versions did not record of a script's run."""
+
+
+def _read_history(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of the steps that the run in `folder` has made, NaN where a value was not finite."""
+    rows = read_rows(folder / METRICS)
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:
+    """Return the line that says which step of a stopped run is saved, and how the run goes on."""
+    by_command = f"to go on: {COMMANDS[recipe.method]} --resume {folder.path_as_given}"
+    saved = f"step {stopped.step} is saved; {'the same call goes on' if is_from_python(recipe) else by_command}"
+    return f"stopped by {stopped.signal}; {'nothing is saved' if stopped.step is None else saved}"
+
+
+def _tell_finished(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> dict[str, Any]:
+    command = f"{COMMANDS[recipe.method]} --resume {folder.path_as_given} --max-steps MORE"
+    by_command = f"{command}; to evaluate: covey eval {folder.path_as_given}"
+    by_script = "make a new learner with a larger max_steps, and give it the same out"
+    progress.message(f"this run is finished: it has made its {folder.last} steps")
+    progress.message(f"to train longer: {by_script if is_from_python(recipe) else by_command}")
+    return dict(folder.summary or {})
