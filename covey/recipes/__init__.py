@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.config.recipe import Recipe, RecipeT, SFTRecipe, load_any
 from covey.models.dtypes import resolve_compute_dtype
+from covey.parallel import processes
 from covey.recipes.build import build, load_inputs, with_compute_dtype
 from covey.recipes.load_model import open_model, use_compilation_cache, with_absolute_paths
 from covey.recipes.use import chat, evaluate, generate, play

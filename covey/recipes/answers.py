@@ -55,7 +55,7 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
         replace(
             rollout,
             max_new_tokens=answer,
-            max_prompt_length=max(1, min(positions, rollout.cache_limit or positions) - answer),
+            max_prompt_length=max(1, min(positions, rollout.kv_cache_size or positions) - answer),
         ),
     )
 

@@ -22,6 +22,7 @@ from covey.models.decoder import Decoder
 from covey.models.loading import sources
 from covey.parallel import processes
 from covey.parallel.reshard import flatten
+from covey.parallel.sharding import fingerprint
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.saved_run import STEP_FILES, ReadyRun, RunResources, train_in_folder
 
