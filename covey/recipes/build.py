@@ -82,10 +82,9 @@ def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunRes
         environments=resources.stack.enter_context(open_environments(recipe.envs)),
     )
     learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
-    learner.other_models = other_models
     rows, held_out, unfit = drop_long_prompts(learner, data.train, data.test)
     loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
-    return ReadyRun(learner, loader, held_out, origin, learner.counts(loader, unfit))
+    return ReadyRun(learner, loader, held_out, origin, {"prompts": len(loader.rows), **unfit}, other_models)
 
 
 def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
@@ -100,7 +99,8 @@ def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: Ru
     held_out = learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
     learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
     loader = learner.loader(fitted.examples)
-    return ReadyRun(learner, loader, held_out, origin, learner.counts(loader, fitted))
+    counts = {"examples": len(loader.rows), "dropped": fitted.dropped, "truncated": fitted.truncated}
+    return ReadyRun(learner, loader, held_out, origin, counts)
 
 
 def load_value_models(

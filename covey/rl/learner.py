@@ -11,7 +11,7 @@ to a token for its own share, and has the rows of its own devices (`packed_group
 """
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,18 +23,17 @@ import numpy as np
 from flax import nnx
 
 from covey.config.algorithms import algorithm_of, off_policy_problems, with_correction
-from covey.config.base import Keywords
 from covey.config.recipe import validate
 from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.data.loader import FittedPrompts, PromptLoader, fit_prompts
-from covey.data.rows import Row, as_rows, count_plain
+from covey.data.rows import Row, as_rows
 from covey.errors import EpisodeError, NumbersError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.models.loading import sources
 from covey.models.loading.weights import with_digest
-from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
+from covey.monitor.record import Observer, OnBadBatch, StepRecord, is_due, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
 from covey.parallel.reshard import stack_bytes
@@ -72,11 +71,10 @@ from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.rl.token_values import TokenScorer
-from covey.run import loop
-from covey.run.outputs import Measured, Outputs
+from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
-from covey.run.script import checksum, model_options, train_from_script, warn_of_unwritten
-from covey.run.settings import check_same_weights
+from covey.run.script import checksum, model_options
+from covey.run.trainee import Trainee
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.noise import DRAW_VERSION
 from covey.sampling.responder import ResponderFactory
@@ -87,7 +85,7 @@ from covey.types import Group
 log = logging.getLogger(__name__)
 
 
-class Learner(Keywords, ABC):
+class Learner(Trainee):
     """Train the cluster's actor; `GRPOLearner` and `PPOLearner` define the algorithm.
 
     Args:
@@ -105,14 +103,10 @@ class Learner(Keywords, ABC):
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        history: metrics of the steps.
-        evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
-            rows.
+        history, evaluations, settings: see `Trainee`.
         drawn: steps whose samples a checkpoint has, and which are not sampled again.
         ahead: rollouts of the steps; None outside of `steps`.
-        settings: the settings as those of a recipe, by which they are checked and recorded.
-        initial_weights, base, other_models: checksum of the weights before the first step, empty until a run needs it;
-            origin of the weights that `train_grpo` loaded; that of reward model and critic, by the setting's name.
+        base: origin of the weights that `train_grpo` loaded.
         token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
@@ -134,30 +128,26 @@ class Learner(Keywords, ABC):
         reward_runner: RewardRunner | None = None,
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
-        self.lead = rl_cluster.config.training_config.off_policy_steps
+        self.training = training = rl_cluster.config.training_config
+        show = ("reward", "completions/mean_length", *training.show, "grad_norm", "step_time")
+        super().__init__(training, show, observers, on_phase, on_bad_batch)
+        self.lead = training.off_policy_steps
         config = with_correction(config, self.lead)
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
-        show = ("reward", "completions/mean_length", *rl_cluster.config.training_config.show, "grad_norm", "step_time")
-        standard = [StepLines(show)] if processes.here().is_first else []
-        self.observers: list[Observer] = list(standard if observers is None else observers)
-        self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
-        self.outputs = Outputs(self)
-        self._on_phase, self._on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.tokenizer, self.model_config = rl_cluster.tokenizer, rl_cluster.rollout.model.config
-        self.initial_weights, self.base, self.other_models = "", "", dict[str, str]()
-        self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
+        self.eval_config, self.base = eval_config or EvalConfig(), ""
+        self._prompts, self._prompts_checked, self._rehearsed = 0, False, False
         self.token_values_every = 0
         self.ahead: Rollouts | None = None
         self.drawn: Sequence[SampledStep] = ()
         self.algorithm = algorithm_of(config)
         self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
-        self.training = training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         if self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
         functions = resolve_reward_fns(only_one(reward_fns, reward_funcs))
-        self.reward_fns = self._reward_fns(functions)
+        self.reward_fns = all_functions(functions, rl_cluster, self.reward_model)
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
         self.failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
@@ -180,16 +170,6 @@ class Learner(Keywords, ABC):
     def update(self, batches: Iterable[TrainBatch]) -> Metrics:
         """Make one optimizer step on all of `batches`, some of which may still have to be made (`Replay`)."""
         return self.cluster.update_actor(batches)
-
-    def on_phase(self, name: str) -> None:
-        """Tell of a phase that begins, in the thread in which it does."""
-        self._on_phase(name)
-        self.outputs.phase(name)
-
-    def on_bad_batch(self, *batch: Any) -> None:
-        """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
-        self._on_bad_batch(*batch)
-        self.outputs.bad_batch(*batch)
 
     def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> RLCluster:
         """Train for `max_steps` updates, or through the data `num_epochs` times, or until a finite loader ends.
@@ -214,14 +194,8 @@ class Learner(Keywords, ABC):
             self, [] if ready else as_rows(train_ds), [] if eval_ds is None else as_rows(eval_ds)
         )
         loader = self.loader(train_ds if ready else rows)
-        if out is None:
-            warn_of_unwritten(self.training)
-            loop.train(self, loader, held_out, self.outputs)
-        else:
-            model = model_options(self.cluster.rollout.model, self.cluster.source, self.cluster.lora)
-            train_from_script(
-                self, replace(self.settings, model=model), out, partial(self._ready, loader, held_out, unfit)
-            )
+        model = partial(model_options, self.cluster.rollout.model, self.cluster.source, self.cluster.lora)
+        self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out, unfit))
         return self.cluster
 
     def _ready(
@@ -231,17 +205,11 @@ class Learner(Keywords, ABC):
         older versions have recorded those after it.
         """
         self.check_data(loader.rows, held_out)
-        self.initial_weights = self.initial_weights or self._checksum()
-        base = self.base or with_digest(self.cluster.source)
-        return ReadyRun(self, loader, held_out, self.initial_weights, self.counts(loader, unfit), base, self._checksum)
-
-    def counts(self, loader: PromptLoader, unfit: Mapping[str, int]) -> dict[str, int]:
-        """Return the numbers of prompts that are used, and of those that are not, for the summary of a run."""
-        plain = count_plain(loader.rows, self.tokenizer, self.settings.envs.environment)
-        return {"prompts": len(loader.rows), **unfit, "plain": plain}
-
-    def _checksum(self) -> str:
-        return checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
+        models = lambda: [nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()]  # noqa: E731
+        weights: Callable[[], str] = lambda: checksum(models())  # noqa: E731
+        self.initial_weights = self.initial_weights or weights()
+        base, counts = self.base or with_digest(self.cluster.source), {"prompts": len(loader.rows), **unfit}
+        return ReadyRun(self, loader, held_out, self.initial_weights, counts, {}, base, weights)
 
     def steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
         """Train step by step, each with at most `num_iterations` updates on the rollouts of its prompts.
@@ -343,29 +311,19 @@ class Learner(Keywords, ABC):
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
         with self.phase("logps", x.table.lengths.tolist):
-            packed = PackedGroups(x.groups, x.table, self._layout, cluster.row_holders)
+            layout = partial(assign_rows, training=self.training, compile_cost=cluster.compile_cost)
+            packed = PackedGroups(x.groups, x.table, layout, cluster.row_holders)
             ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
             values = packed.map(cluster.get_values, sizes.ref_logps, "values") if a.needs_critic else None
         return replace(x, ref_logps=ref, old_logps=old, values=values, packed=packed)
-
-    def _layout(self, table: GroupTable) -> Layout:
-        """Assign completions to rows."""
-        training = self.cluster.config.training_config
-        return make_layout(
-            table.shapes,
-            training.row_length,
-            packing=training.packing,
-            max_tokens=training.max_tokens_per_micro_batch,
-            compile_cost=self.cluster.compile_cost,
-        )
 
     def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:
         """Yield training micro-batches of `sizes.train` prompts, each as soon as its rollout is there."""
         for rollout in rollouts:
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
-            for batch in self._split(experience):
+            for batch in self.split(experience):
                 # Compare it with that of the other processes, before any of them launches a program on it.
                 with processes.here().phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
                     pass
@@ -433,23 +391,12 @@ class Learner(Keywords, ABC):
         """Return the arrays of a checkpoint, and its JSON values."""
         drawn = [step.without_times() for step in self.drawn_ahead()]
         arrays = self.cluster.state() | ({DRAWN: stack_bytes(serialize(drawn))} if self.lead else {})
-        return arrays, {"learner": self.state(), "other_models": self.other_models, "draw_version": DRAW_VERSION}
+        return arrays, {"learner": self.state(), "draw_version": DRAW_VERSION}
 
     def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the shapes of these arrays, of a checkpoint that has the shapes `saved()`."""
         drawn = {name: shape for name, shape in saved().items() if name == DRAWN} if self.lead else {}
         return self.cluster.state_shapes() | drawn
-
-    def check_checkpoint(self, extra: Mapping[str, Any], where: Path) -> None:
-        """Refuse the JSON values of a checkpoint that was made with another reward model or critic."""
-        if extra.get("draw_version", 1) != DRAW_VERSION:
-            log.warning(
-                "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
-                " with samples of the same distribution, but not with those that it would have drawn"
-            )
-        then = require_entry(extra, "other_models", dict)
-        for role in then.keys() & self.other_models.keys():
-            check_same_weights(then[role], self.other_models[role], where, role)
 
     def load_checkpoint(
         self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]
@@ -457,6 +404,11 @@ class Learner(Keywords, ABC):
         """Restore a checkpoint. Where a setting of the sampling was `changed`, steps that were drawn ahead are drawn
         anew, by the last weights.
         """
+        if extra.get("draw_version", 1) != DRAW_VERSION:
+            log.warning(
+                "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
+                " with samples of the same distribution, but not with those that it would have drawn"
+            )
         drawn = load_steps([row.tobytes() for row in np.asarray(arrays.pop(DRAWN, ()))])
         self.drawn = [] if any(name.startswith(OF_SAMPLES) for name in changed) else drawn
         self.cluster.load_state(arrays, step)
@@ -479,7 +431,8 @@ class Learner(Keywords, ABC):
             environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
         self.failures.restart()
 
-    def _split(self, x: Experience) -> Iterator[TrainBatch]:
+    def split(self, x: Experience) -> Iterator[TrainBatch]:
+        """Yield the micro-batches of an experience."""
         assert x.packed is not None, "compute_logps packs the groups"
         limit = self.cluster.config.rollout_config.max_new_tokens
         for indices in slices(range(len(x.table)), self.sizes.train):
@@ -501,16 +454,6 @@ class Learner(Keywords, ABC):
             metrics = self._nonfinite_guard.skip(error)
             self.cluster.skip_update()
             return metrics
-
-    def _reward_fns(self, given: Sequence[RewardFn]) -> list[RewardFn]:
-        functions = [*given]
-        if (environments := self.cluster.rollout.environments) is not None and environments.scores:
-            functions.insert(0, environment_reward(environments.name))
-        if self.cluster.inference.has(Role.REWARD):
-            functions.append(self.reward_model)
-        if not functions:
-            raise no_reward_error()
-        return functions
 
     def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
         """Compute rewards with the cluster's reward model; this function's name is its name in the metrics."""
@@ -639,3 +582,26 @@ def fit_rows(
     """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
     encode = environments.prompt_encoder(tokenizer) if environments else None
     return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
+
+
+def all_functions(given: Sequence[RewardFn], cluster: RLCluster, reward_model: RewardFn) -> list[RewardFn]:
+    """Return the reward of the cluster's environment, the given functions, and the reward model, as far as there are
+    some.
+    """
+    environments = cluster.rollout.environments
+    first = [environment_reward(environments.name)] if environments is not None and environments.scores else []
+    last = [reward_model] if cluster.inference.has(Role.REWARD) else []
+    if not (functions := [*first, *given, *last]):
+        raise no_reward_error()
+    return functions
+
+
+def assign_rows(table: GroupTable, training: RLTrainingConfig, compile_cost: float) -> Layout:
+    """Assign completions to rows."""
+    return make_layout(
+        table.shapes,
+        training.row_length,
+        packing=training.packing,
+        max_tokens=training.max_tokens_per_micro_batch,
+        compile_cost=compile_cost,
+    )

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from covey.allocator import release_free_memory
 from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python
 from covey.data.duplicates import data_counts
+from covey.data.rows import count_plain
 from covey.display import show_log
 from covey.errors import NumbersError, Stopped
 from covey.files import require_entry
@@ -82,6 +84,7 @@ class ReadyRun(NamedTuple):
         origin: origin of the initial weights.
         counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
             of equal rows beside them.
+        other_models: origin of reward model and critic, by the setting that names them.
         base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
     """
@@ -91,6 +94,7 @@ class ReadyRun(NamedTuple):
     held_out: Sequence[Any]
     origin: str
     counts: Mapping[str, int]
+    other_models: Mapping[str, str] = MappingProxyType({})
     base: str = ""
     former_origin: Callable[[], str] = str
 
@@ -185,6 +189,9 @@ class SavedRun(Outputs):
     def restore(self, total: int) -> bool:
         """Restore the last checkpoint of a resumed run; return whether its training is not finished."""
         self.total = self.progress.total = total
+        environment = self.recipe.envs.environment if isinstance(self.recipe, Recipe) else None
+        plain = count_plain(self.loader.rows, self.learner.tokenizer, environment)
+        self.counts = {**self.ready.counts, "plain": plain}
         self._restore()
         if self.folder.is_finished(total):
             self.summary = _tell_finished(self.recipe, self.folder, self.progress)
@@ -218,7 +225,9 @@ class SavedRun(Outputs):
         self.changed = check_settings(self.recipe, self.folder, extra)
         if (origin := require_entry(extra, "model", str)) != self.ready.former_origin():
             check_same_weights(origin, self.ready.origin, self.folder.path)
-        self.learner.check_checkpoint(extra, self.folder.path)
+        then = require_entry(extra, "other_models", dict) if self.recipe.method == "rl" else {}
+        for name in then.keys() & self.ready.other_models.keys():
+            check_same_weights(then[name], self.ready.other_models[name], self.folder.path, name)
 
     def needs_before(self) -> bool:
         """Return whether this is a new run; one that lost its summary has weights that are already trained."""
@@ -237,7 +246,7 @@ class SavedRun(Outputs):
         before = None if self.learner.step else self.learner.evaluations.get("before", {})
         return {
             "model": self.ready.origin,
-            "data": {**self.ready.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
+            "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
             "has_chat_template": self.learner.tokenizer.chat_template is not None,
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
@@ -332,6 +341,7 @@ class SavedRun(Outputs):
         arrays, extra = self.learner.checkpoint()
         extra |= {"data": self.loader.state(), "model": self.ready.origin, "seconds": self._seconds()}
         extra |= {"settings": settings_of(self.recipe), "base": self.ready.base}
+        extra |= {"other_models": dict(self.ready.other_models)} if self.recipe.method == "rl" else {}
         self.folder.save(self.learner.step, arrays, extra, self._score())
 
     def _score(self) -> float | None:

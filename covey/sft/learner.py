@@ -15,27 +15,26 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from covey.config.base import Keywords
 from covey.config.recipe import SFTRecipe, validate
 from covey.config.schema import SFTConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data.examples import ExampleLoader, as_examples
-from covey.data.rows import Row, count_plain
+from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
 from covey.files import require_entry
 from covey.models.decoder import Decoder, num_parameters
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading.weights import load
-from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
+from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import processes
 from covey.parallel.mesh import check_even_mesh, default_mesh
 from covey.parallel.sharding import place_model
-from covey.run import loop
-from covey.run.outputs import Measured, Outputs
+from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
-from covey.run.script import checksum, model_options, train_from_script, warn_of_unwritten
+from covey.run.script import checksum, model_options
+from covey.run.trainee import Trainee
 from covey.sft.batch import (
     Fitted,
     HeldOutLoss,
@@ -55,7 +54,7 @@ from covey.types import Group
 HELD_OUT = "held-out data"
 
 
-class SFTLearner(Keywords):
+class SFTLearner(Trainee):
     """Train a model on examples.
 
     Args:
@@ -73,13 +72,9 @@ class SFTLearner(Keywords):
         on_bad_batch: called with the batch of an update whose loss or gradient is not finite, and the error.
 
     Attributes:
-        history: metrics of the steps.
+        history, evaluations, settings: see `Trainee`.
         held_out: computes the loss on held-out examples.
-        evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
-            rows.
         answer: answers held-out examples with the current weights before and after training; nothing when None.
-        settings: the settings as those of a recipe, by which they are checked and recorded.
-        initial_weights: checksum of the weights before the first step; empty until a run needs it.
         step: optimizer updates made; `nonfinite_guard.skipped` of them were skipped.
     """
 
@@ -105,32 +100,18 @@ class SFTLearner(Keywords):
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
         if mesh is not None and processes.here().count > 1:
             check_even_mesh(mesh)
-        self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
-        self.training, self.model_config, self.initial_weights = self.config, model.config, ""
+        show = ("loss", *self.config.show, "eval/loss", "step_time")
+        super().__init__(self.config, show, observers, on_phase, on_bad_batch)
+        self.tokenizer, self.nonfinite_guard = tokenizer, NonFiniteGuard(self.config.skip_nonfinite)
+        self.model_config = model.config
         self.answer: Callable[[SFTLearner], Measured] | None = None
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
         self.trainer: Trainer | None = None
-        show = ("loss", *self.config.show, "eval/loss", "step_time")
-        standard = [StepLines(show)] if processes.here().is_first else []
-        self.observers: list[Observer] = list(standard if observers is None else observers)
-        self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
-        self.outputs = Outputs(self)
-        self._on_phase, self._on_bad_batch = on_phase, on_bad_batch
         self.settings = SFTRecipe(seed=seed, data=SFTDataConfig(task=FROM_PYTHON), training=self.config)
         # A loss of the user's may have metrics of its own.
         own: Any = {} if loss_fn is supervised_loss else {"show": (), "keep_best": ""}
         validate(replace(self.settings, training=replace(self.config, **own)))
-
-    def on_phase(self, name: str) -> None:
-        """Tell of a phase that begins."""
-        self._on_phase(name)
-        self.outputs.phase(name)
-
-    def on_bad_batch(self, *batch: Any) -> None:
-        """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
-        self._on_bad_batch(*batch)
-        self.outputs.bad_batch(*batch)
 
     def train(self, train_ds: Any, eval_ds: Any = None, *, out: str | Path | None = None) -> Decoder:
         """Train for `max_steps` updates, or for `num_epochs` epochs over the data.
@@ -151,28 +132,19 @@ class SFTLearner(Keywords):
         """
         loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
         held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
-        if out is None:
-            warn_of_unwritten(self.training)
-            loop.train(self, loader, held_out, self.outputs)
-        else:
-            recipe = replace(self.settings, model=model_options(self.program_model))
-            train_from_script(self, recipe, out, partial(self._ready, loader, held_out))
+        model = lambda: model_options(self.program_model)  # noqa: E731
+        self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out))
         return self.model
 
     def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], resources: RunResources) -> ReadyRun:
         """Return the run of a script in a folder."""
-        trainer = self.prepare(total_steps(self.training, len(loader)))
+        trainer = self.prepare(total_steps(self.config, len(loader)))
         self.initial_weights = self.initial_weights or checksum([trainer.params])
-        return ReadyRun(self, loader, held_out, self.initial_weights, self.counts(loader))
-
-    def counts(self, loader: ExampleLoader, fitted: Fitted | None = None) -> dict[str, int]:
-        """Return the numbers of examples that are used, and of those that are not, for the summary of a run."""
-        unfit = {"dropped": fitted.dropped, "truncated": fitted.truncated} if fitted else {}
-        return {"examples": len(loader.rows), **unfit, "plain": count_plain(loader.rows, self.tokenizer)}
+        return ReadyRun(self, loader, held_out, self.initial_weights, {"examples": len(loader.rows)})
 
     def begin(self, loader: ExampleLoader, held_out: Sequence[Row]) -> int:
         """Build the trainer, and return the number of updates of the whole run."""
-        total = total_steps(self.training, len(loader))
+        total = total_steps(self.config, len(loader))
         self.prepare(total)
         return total
 
@@ -211,9 +183,6 @@ class SFTLearner(Keywords):
     def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the shapes of these arrays."""
         return self.prepared.state_shapes()
-
-    def check_checkpoint(self, extra: Mapping[str, Any], where: Path) -> None:
-        """Check the JSON values of a checkpoint: they say nothing of other models."""
 
     def load_checkpoint(
         self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]

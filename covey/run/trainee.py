@@ -1,0 +1,121 @@
+"""What learners of reinforcement and of supervised learning have in common: the loop, and all that it tells."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.config.base import Keywords
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.schema import ModelOptions, RLTrainingConfig, SFTConfig
+from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord
+from covey.parallel import processes
+from covey.run import loop
+from covey.run.outputs import Measured, Outputs
+from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.script import train_from_script, warn_of_unwritten
+
+
+class Trainee(Keywords, ABC):
+    """A learner as the loop and a run folder know it.
+
+    Args:
+        training: its settings.
+        show: metrics on the line of a step.
+        observers, on_phase, on_bad_batch: see `Learner` of `rl`.
+
+    Attributes:
+        step: optimizer updates made.
+        history: metrics of the steps.
+        evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
+            rows.
+        outputs: what is told of the run.
+        settings: the settings as those of a recipe, by which they are checked and recorded.
+        initial_weights: checksum of the weights before the first step; empty until a run needs it.
+    """
+
+    settings: Recipe | SFTRecipe
+
+    def __init__(
+        self,
+        training: RLTrainingConfig | SFTConfig,
+        show: Sequence[str],
+        observers: Sequence[Observer] | None,
+        on_phase: Callable[[str], None],
+        on_bad_batch: OnBadBatch,
+    ):
+        standard = [StepLines(show)] if processes.here().is_first else []
+        self.observers: list[Observer] = list(standard if observers is None else observers)
+        self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
+        self.step, self.outputs, self.initial_weights = 0, Outputs(self), ""
+        self._training, self._on_phase, self._on_bad_batch = training, on_phase, on_bad_batch
+
+    def on_phase(self, name: str) -> None:
+        """Tell of a phase that begins, in the thread in which it does."""
+        self._on_phase(name)
+        self.outputs.phase(name)
+
+    def on_bad_batch(self, *batch: Any) -> None:
+        """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
+        self._on_bad_batch(*batch)
+        self.outputs.bad_batch(*batch)
+
+    def train_on(
+        self,
+        loader: Any,
+        held_out: Sequence[Any],
+        out: str | Path | None,
+        model: Callable[[], ModelOptions],
+        ready: Callable[[RunResources], ReadyRun],
+    ) -> None:
+        """Train on batches, and evaluate held-out rows before, during and after that.
+
+        Args:
+            loader, held_out: the data.
+            out: the run folder, if there is one.
+            model: returns what the run records of the model.
+            ready: returns the run for the folder.
+        """
+        if out is None:
+            warn_of_unwritten(self._training)
+            loop.train(self, loader, held_out, self.outputs)
+        else:
+            train_from_script(self, replace(self.settings, model=model()), out, ready)
+
+    def evaluate_due(self, record: StepRecord, held_out: Sequence[Any]) -> None:
+        """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
+        if held_out and record.due(self._training.eval_every_n_steps):
+            self.on_phase("evaluate")
+            metrics = self.measure(held_out, during_training=True).metrics
+            record.metrics.update({f"eval/{name}": float(x) for name, x in metrics.items() if x is not None})
+
+    @abstractmethod
+    def begin(self, loader: Any, held_out: Sequence[Any]) -> int:
+        """Check the data, build what trains, and return the number of updates of the whole run."""
+
+    @abstractmethod
+    def start(self, loader: Any, total: int) -> None:
+        """Check that all processes begin alike, behind a restore."""
+
+    @abstractmethod
+    def steps(self, loader: Any, total: int) -> Iterator[StepRecord]:
+        """Train to step `total`, and yield the record of each step."""
+
+    @abstractmethod
+    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+        """Evaluate held-out rows: whole, or as it is done during training."""
+
+    @abstractmethod
+    def checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arrays of a checkpoint, and its JSON values."""
+
+    @abstractmethod
+    def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the shapes of these arrays, of a checkpoint that has the shapes `saved()`."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]
+    ) -> None:
+        """Restore a checkpoint made at update `step`, with which the settings `changed` differ."""
