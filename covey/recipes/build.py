@@ -84,7 +84,8 @@ def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunRes
     learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
     rows, held_out, unfit = drop_long_prompts(learner, data.train, data.test)
     loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
-    return ReadyRun(learner, loader, held_out, origin, {"prompts": len(loader.rows), **unfit}, other_models)
+    counts = {"prompts": len(loader.rows), **unfit}
+    return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts, other_models)
 
 
 def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
@@ -100,7 +101,7 @@ def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: Ru
     learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
     loader = learner.loader(fitted.examples)
     counts = {"examples": len(loader.rows), "dropped": fitted.dropped, "truncated": fitted.truncated}
-    return ReadyRun(learner, loader, held_out, origin, counts)
+    return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts)
 
 
 def load_value_models(

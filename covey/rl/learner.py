@@ -134,7 +134,6 @@ class Learner(Trainee):
         self.lead = training.off_policy_steps
         config = with_correction(config, self.lead)
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
-        self.tokenizer, self.model_config = rl_cluster.tokenizer, rl_cluster.rollout.model.config
         self.eval_config, self.base = eval_config or EvalConfig(), ""
         self._prompts, self._prompts_checked, self._rehearsed = 0, False, False
         self.token_values_every = 0
@@ -208,8 +207,11 @@ class Learner(Trainee):
         models = lambda: [nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()]  # noqa: E731
         weights: Callable[[], str] = lambda: checksum(models())  # noqa: E731
         self.initial_weights = self.initial_weights or weights()
+        tokenizer, model = self.cluster.tokenizer, self.cluster.rollout.model.config
         base, counts = self.base or with_digest(self.cluster.source), {"prompts": len(loader.rows), **unfit}
-        return ReadyRun(self, loader, held_out, self.initial_weights, counts, {}, base, weights)
+        return ReadyRun(
+            self, loader, tokenizer, model, held_out, self.initial_weights, counts, base=base, former_origin=weights
+        )
 
     def steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
         """Train step by step, each with at most `num_iterations` updates on the rollouts of its prompts.

@@ -26,6 +26,7 @@ from covey.data.rows import count_plain
 from covey.display import show_log
 from covey.errors import NumbersError, Stopped
 from covey.files import require_entry
+from covey.models.config import ModelConfig
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress, console_of_process
 from covey.monitor.record import StepLines, StepRecord
@@ -42,6 +43,7 @@ from covey.run.outputs import Measured, Output, Outputs
 from covey.run.settings import check_same_settings, check_same_weights, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
+from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class ReadyRun(NamedTuple):
     Attributes:
         learner: an RL or SFT learner.
         loader: batches of training data.
+        tokenizer, model: the tokenizer, and the shape of the model.
         held_out: rows of the evaluations before, during and after training.
         origin: origin of the initial weights.
         counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
@@ -91,6 +94,8 @@ class ReadyRun(NamedTuple):
 
     learner: Any
     loader: Any
+    tokenizer: Tokenizer
+    model: ModelConfig
     held_out: Sequence[Any]
     origin: str
     counts: Mapping[str, int]
@@ -190,14 +195,14 @@ class SavedRun(Outputs):
         """Restore the last checkpoint of a resumed run; return whether its training is not finished."""
         self.total = self.progress.total = total
         environment = self.recipe.envs.environment if isinstance(self.recipe, Recipe) else None
-        plain = count_plain(self.loader.rows, self.learner.tokenizer, environment)
+        plain = count_plain(self.loader.rows, self.ready.tokenizer, environment)
         self.counts = {**self.ready.counts, "plain": plain}
         self._restore()
         if self.folder.is_finished(total):
             self.summary = _tell_finished(self.recipe, self.folder, self.progress)
             return False
         self.folder.update_recipe(self.recipe)
-        self.folder.write_model(self.learner.model_config, self.learner.tokenizer, dtype=self.recipe.model.dtype)
+        self.folder.write_model(self.ready.model, self.ready.tokenizer, dtype=self.recipe.model.dtype)
         self.summary = dict(self.folder.summary or {})
         return True
 
@@ -247,7 +252,7 @@ class SavedRun(Outputs):
         return {
             "model": self.ready.origin,
             "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
-            "has_chat_template": self.learner.tokenizer.chat_template is not None,
+            "has_chat_template": self.ready.tokenizer.chat_template is not None,
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
             "before": before,

@@ -103,7 +103,6 @@ class SFTLearner(Trainee):
         show = ("loss", *self.config.show, "eval/loss", "step_time")
         super().__init__(self.config, show, observers, on_phase, on_bad_batch)
         self.tokenizer, self.nonfinite_guard = tokenizer, NonFiniteGuard(self.config.skip_nonfinite)
-        self.model_config = model.config
         self.answer: Callable[[SFTLearner], Measured] | None = None
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)
@@ -140,7 +139,8 @@ class SFTLearner(Trainee):
         """Return the run of a script in a folder."""
         trainer = self.prepare(total_steps(self.config, len(loader)))
         self.initial_weights = self.initial_weights or checksum([trainer.params])
-        return ReadyRun(self, loader, held_out, self.initial_weights, {"examples": len(loader.rows)})
+        counts = {"examples": len(loader.rows)}
+        return ReadyRun(self, loader, self.tokenizer, self._model.config, held_out, self.initial_weights, counts)
 
     def begin(self, loader: ExampleLoader, held_out: Sequence[Row]) -> int:
         """Build the trainer, and return the number of updates of the whole run."""

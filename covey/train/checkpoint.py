@@ -6,8 +6,8 @@
     folder/lock                   held by the one writer
 
 SHA256SUMS is written last and marks a step complete (`train.storage`). The steps may be in a Cloud Storage bucket
-instead, with only the lock in the folder (`train.bucket`). Orbax silently casts dtypes and reads corrupted bytes, so
-this module refuses files that do not match their digest and leaves that do not match the target.
+instead, with only the lock in the folder (entry point `covey.storage`). Orbax silently casts dtypes and reads corrupted
+bytes, so this module refuses files that do not match their digest and leaves that do not match the target.
 
 Several processes save together: Orbax has each write its shards into `ocdbt.process_N`, and process 0 the arrays of
 which each process has a replica. Each process digests its own files, so that no host reads the whole; process 0 merges
@@ -36,12 +36,12 @@ from orbax.checkpoint import v1 as ocp
 
 from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
-from covey.files import check_not_url, is_count, number
+from covey.files import check_not_url, has_file, is_count, number
 from covey.parallel import processes
 from covey.parallel.processes import PeerLostError
 from covey.parallel.reshard import flatten
-from covey.train.bucket import BucketStore, open_store
-from covey.train.storage import LOCK, SUMS, is_open_at, take_lock
+from covey.registry import offered
+from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, FolderStore, is_open_at, take_lock
 
 ARRAYS, META = "arrays", "meta.json"
 OF_GROUP = re.compile(r"inner_states\.\w+\.inner_state\.")
@@ -91,7 +91,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._lock = (
                 resources.enter_context(take_lock(self.folder, processes.here().seconds_to_end)) if writes else None
             )
-            self._store = open_store(self.folder, address, writes)
+            elsewhere = address or has_file(self.folder, POINTER)
+            self._store: CheckpointStore = (
+                offered("covey.storage", "gs")(self.folder, address, writes) if elsewhere else FolderStore(self.folder)
+            )
             if writes:
                 self._store.finish_interrupted()
             self._worker = resources.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
@@ -105,7 +108,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def release(self) -> None:
         """Leave the address in a bucket to others, if a new run has taken it and has written no step."""
-        if isinstance(self._store, BucketStore) and self._is_first and not self.steps():
+        if self.address and self._is_first and not self.steps():
             self._store.release()
 
     def digest(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Store the steps of a run's checkpoints, sealed with digests, in a folder or in a bucket (`train.bucket`).
+"""Store the steps of a run's checkpoints, sealed with digests, in a folder; a package may store them elsewhere.
 
 In a folder a step is written to `00000500.partial`. SHA256SUMS is written last and marks the step complete; a rename
 to `00000500` commits it. `00000500.old` is a step being removed. If the process is killed at any moment, the folder
@@ -29,7 +29,7 @@ from covey.files import file_sha256, folder_below, open_below, replace_file
 
 log = logging.getLogger(__name__)
 
-SUMS, LOCK = "SHA256SUMS", "lock"
+SUMS, LOCK, POINTER = "SHA256SUMS", "lock", "bucket.json"
 LOCK_SECONDS = 0.1
 """Seconds between two attempts to take a lock."""
 Digests = dict[str, str]
@@ -91,6 +91,9 @@ class CheckpointStore(ABC):
     @abstractmethod
     def finish_interrupted(self) -> None:
         """Finish or remove the leftovers of a killed process."""
+
+    def release(self) -> None:  # noqa: B027  # a folder is nobody else's
+        """Leave the address to others: no step has been written."""
 
     def free_bytes(self) -> int | None:
         """Return the free space in bytes; None where there is no limit."""

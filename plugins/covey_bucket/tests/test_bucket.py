@@ -15,9 +15,9 @@ from etils import epath
 from covey.config import recipe
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, RecipeError, ResumeError
-from covey.train.bucket import IDENTITY, POINTER, Bucket
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import SUMS
+from covey.train.storage import POINTER, SUMS
+from covey_bucket.bucket import IDENTITY, Bucket
 
 
 def state(step: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ import tensorstore
 
 from covey.errors import CoveyError, ResumeError, first_line
 from covey.files import IN_BUCKET, MAX_LINE, has_file, open_below, parse_line, replace_file
-from covey.train.storage import SUMS, CheckpointStore, Digests, FolderStore, step_name
+from covey.train.storage import POINTER, SUMS, CheckpointStore, Digests, step_name
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ FIRST_ANSWER_SECONDS = 20.0
 """Number of seconds after which a bucket that has never answered is given up."""
 _ANSWERED: set[str] = set()
 """Names of the buckets that have answered in this process."""
-POINTER, IDENTITY = "bucket.json", "run.json"
+IDENTITY = "run.json"
 MAX_OBJECTS_IN_MEMORY = 4
 """Number of objects that are in memory at a time while they are digested."""
 
@@ -289,19 +289,17 @@ class BucketStore(CheckpointStore):
 
 
 def open_store(folder: Path, address: str, writes: bool) -> CheckpointStore:
-    """Open the store of a run: at the address in a bucket that `folder` names, or else in the folder itself.
+    """Open the store of a run at the address in a bucket that `folder` names, or at that of a new run.
 
     Args:
         folder: the folder of the checkpoints.
-        address: address for a new run, which is taken and which the folder then names; "" for the folder.
+        address: address for a new run, which is taken and which the folder then names; "" where it names one.
         writes: whether this process holds the lock of the folder.
 
     Raises:
         ResumeError: another run has taken the address.
     """
     is_new = not has_file(folder, POINTER)
-    if is_new and not address:
-        return FolderStore(folder)
     address, identity = (address, secrets.token_hex(16)) if is_new else _read_pointer(folder)
     store = BucketStore(address)
     if writes and not (store.take(identity) if is_new else store.belongs_to(identity)):

@@ -1,0 +1,1 @@
+"""Checkpoints of a run in a Cloud Storage bucket."""
