@@ -204,8 +204,10 @@ class Learner(Trainee):
         older versions have recorded those after it.
         """
         self.check_data(loader.rows, held_out)
-        models = lambda: [nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()]  # noqa: E731
-        weights: Callable[[], str] = lambda: checksum(models())  # noqa: E731
+
+        def weights() -> str:
+            return checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
+
         self.initial_weights = self.initial_weights or weights()
         tokenizer, model = self.cluster.tokenizer, self.cluster.rollout.model.config
         base, counts = self.base or with_digest(self.cluster.source), {"prompts": len(loader.rows), **unfit}
