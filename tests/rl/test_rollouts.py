@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from covey import EnvironmentRunner
-from covey.config.schema import EnvsConfig
 from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
 from covey.parallel import processes
@@ -28,7 +26,21 @@ from covey.rl.step_stats import FailureCounts, StepStats
 LIMIT = 10.0
 """Seconds after which a wait that should end has failed."""
 STEPS, LEAD = 6, 2
-GUESS = EnvsConfig(environment="guess", on_error="none", budget=1000)
+
+
+class Environments:
+    """Counts failures of environments, as a `ResponderFactory` does, with a budget for all processes."""
+
+    def __init__(self, budget: int = 1000):
+        self.failed, self._budget = 0, budget
+
+    def fail(self, times: int) -> None:
+        self.failed += times
+
+    def count_elsewhere(self, failures: int, total: int) -> None:
+        self.failed += failures
+        if total > self._budget:
+            raise EpisodeError(f"{total} failures of the environment")
 
 
 class Played:
@@ -99,7 +111,7 @@ class Failing(Played):
     """
 
     def __init__(self) -> None:
-        self.environments = EnvironmentRunner("guess", GUESS)
+        self.environments = Environments()
         super().__init__(environments=self.environments)
         self.next_was_sampled, self.used = list[bool](), list[tuple[int, Any]]()
         self._sampled = [threading.Event() for _ in range(STEPS + 1)]
@@ -107,8 +119,7 @@ class Failing(Played):
 
     def sample(self, prompts: PromptBatch) -> RolloutBatch:
         self.used.append((prompts.step, self.weights))
-        for _ in range(prompts.step + 1):
-            self.environments.accept(EpisodeError("fails"))
+        self.environments.fail(prompts.step + 1)
         self._sampled[prompts.step].set()
         return RolloutBatch([], env_failed=self.failures.take_sampled())
 
@@ -208,7 +219,7 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
     early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two processes has failed 5 times in step 0, and this one once in step 1: 11 of 10."""
-    environments = EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none", budget=10))
+    environments = Environments(budget=10)
     elsewhere = iter([5, 0, 0])
     monkeypatch.setattr(processes.ALONE, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
     sampled, scored = threading.Event(), threading.Event()
@@ -217,8 +228,7 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
         def sample(self, prompts: PromptBatch) -> RolloutBatch:
             if prompts.step == 1 and not early:
                 scored.wait(LIMIT)
-            for _ in range((5, 1, 0)[prompts.step]):
-                environments.accept(EpisodeError("fails"))
+            environments.fail((5, 1, 0)[prompts.step])
             failed = self.failures.take_sampled()
             if prompts.step == 1:
                 sampled.set()
@@ -231,7 +241,7 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
             return rollout
 
     learner = Late(1, environments=environments)
-    with pytest.raises(EpisodeError, match="11 failures of the environment 'guess'"), learner.running() as rollouts:
+    with pytest.raises(EpisodeError, match="11 failures of the environment"), learner.running() as rollouts:
         learner.train(rollouts, 2)
     assert learner.step == 1
 
