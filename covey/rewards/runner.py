@@ -281,9 +281,8 @@ def find_failing(outcome: Outcome, attempt: Attempt | None, count: int, same: bo
         same: find only those for which it fails in the same way.
     """
     failure, lost = outcome.failure, 0
-    if failure is None or attempt is None or failure.kind == MALFORMED:
-        return iter(())
-    if failure.kind != LOST and outcome.seconds >= SEARCH_SECONDS:
+    is_slow = outcome.seconds >= SEARCH_SECONDS
+    if failure is None or attempt is None or failure.kind == MALFORMED or (is_slow and failure.kind != LOST):
         return iter(())
 
     def fails(part: Sequence[int]) -> bool:

@@ -26,9 +26,9 @@ from covey.envs import EnvironmentRunner
 from covey.envs.registry import resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
-from covey_sandbox.python_tool import ENGINES, python, python_with_limits, sandbox, tool, wasm
+from covey_sandbox.python_tool import sandbox, tool, wasm
 from covey_sandbox.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
-from covey_sandbox.python_tool.tool import ProgramError
+from covey_sandbox.python_tool.tool import ENGINES, ProgramError, python, python_with_limits
 
 T = TypeVar("T")
 
