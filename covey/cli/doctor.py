@@ -119,9 +119,9 @@ def _sampled_and_scored() -> "Agreement":
 
 
 def _offered() -> Iterator[Finding]:
-    """Yield the findings of installed packages: each offers a function by the group `covey.findings`."""
+    """Yield (subject, result, fix) from each function that installed packages offer as `covey.findings`."""
     for point in entry_points(group="covey.findings"):
-        yield from point.load()()
+        yield from map(Finding._make, point.load()())
 
 
 def _extras() -> Iterator[Finding]:

@@ -328,14 +328,12 @@ def format_error(name: str, outcome: Outcome, samples: Samples) -> RewardError:
     if failure is None:
         first = min(outcome.invalid)
         failure = Failure(f"gave {outcome.invalid[first]}", MALFORMED, want=_wanted(len(samples)), sample=first)
-    what, sample = failure.what, ""
+    what, malformed = failure.what, failure.kind == MALFORMED
     if failure.sample is not None:
-        sample = f"sample {failure.sample + 1}: {excerpt(samples[failure.sample][1].text)}"
-    if failure.kind != MALFORMED:
-        batch = f"the batch of {len(samples)} that begins with {excerpt(samples[0][1].text)}"
-        what += f" (for {sample or batch})"
-    elif sample:
-        what += f" for {sample}"
+        sample = f"for sample {failure.sample + 1}: {excerpt(samples[failure.sample][1].text)}"
+        what += f" {sample}" if malformed else f" ({sample})"
+    elif not malformed:
+        what += f" (for the batch of {len(samples)} that begins with {excerpt(samples[0][1].text)})"
     return RewardError(f"the reward function {name!r} {what}", want=failure.want, fix=failure.fix, where=failure.where)
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -173,23 +174,25 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
 
     def _apply_policy(self, job: Job, outcome: Outcome, attempt: Attempt | None) -> np.ndarray:
         """Return the values of a function, with failed ones replaced according to its policy."""
-        policy, count = self.policy(job.name), len(job.samples)
-        if policy == "raise" and (outcome.failure or outcome.invalid):
-            raise _error(job, outcome, attempt) from (outcome.failure.error if outcome.failure else None)
+        if outcome.values is not None and not outcome.invalid:
+            return outcome.values
+        policy, failure = self.policy(job.name), outcome.failure
+        search = find_failing(outcome, attempt, len(job.samples), same=policy == "raise")
+        failing = [*islice(search, 1 if policy == "raise" else None)]
+        if failure and failing:
+            outcome = replace(outcome, failure=replace(failure, sample=failing[0]))
+        error = format_error(job.name, outcome, job.samples)
+        if policy == "raise":
+            raise error from (failure.error if failure else None)
         values, unscored = outcome.values, sorted(outcome.invalid)
-        if outcome.failure:
-            failing = [*find_failing(outcome, attempt, count, same=False)]
-            values, unscored = score_without(failing, attempt, count)
-            outcome = replace(outcome, failure=replace(outcome.failure, sample=failing[0])) if failing else outcome
-        if unscored:
-            self._count(job, outcome, len(unscored))
-        assert values is not None
+        if values is None:
+            values, unscored = score_without(failing, attempt, len(job.samples))
+        self._count(job, error, len(unscored))
         values[unscored] = np.nan if policy == "none" else self.safety.value
         return values
 
-    def _count(self, job: Job, outcome: Outcome, count: int) -> None:
-        """Count failures of a function, and report the first one."""
-        error = format_error(job.name, outcome, job.samples)
+    def _count(self, job: Job, error: RewardError, count: int) -> None:
+        """Count failures of a function, the last of which is `error`, and report the first one."""
         job.failed[job.name] += count
         self._spend({job.name: count}, error.what, error.where)
         with self._lock:
@@ -218,14 +221,6 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             )
 
 
-def _error(job: Job, outcome: Outcome, attempt: Attempt | None) -> RewardError:
-    """Build the error about the first completion for which the function fails in this way."""
-    if outcome.failure and outcome.failure.sample is None:
-        first = next(find_failing(outcome, attempt, len(job.samples), same=True), None)
-        outcome = replace(outcome, failure=replace(outcome.failure, sample=first))
-    return format_error(job.name, outcome, job.samples)
-
-
 def _attempt_in_process(job: Job) -> Attempt:
     """Return an attempt in this process, with fresh argument lists, as the function may have modified the old ones."""
 
@@ -235,8 +230,7 @@ def _attempt_in_process(job: Job) -> Attempt:
             outcome = call(job.function, arguments, len(part))
         if isinstance(outcome, Outcome):
             return outcome
-        getattr(outcome, "close", lambda: None)()
-        return Outcome(np.zeros(len(part)))
+        return _await_together([(replace(job, samples=[job.samples[i] for i in part]), outcome)])[0]
 
     return attempt
 
@@ -287,19 +281,15 @@ def find_failing(outcome: Outcome, attempt: Attempt | None, count: int, same: bo
         same: find only those for which it fails in the same way.
     """
     failure, lost = outcome.failure, 0
-    if failure is None or attempt is None or failure.kind == MALFORMED:
-        return iter(())
-    if failure.kind != LOST and outcome.seconds >= SEARCH_SECONDS:
+    is_slow = outcome.seconds >= SEARCH_SECONDS
+    if failure is None or attempt is None or failure.kind == MALFORMED or (is_slow and failure.kind != LOST):
         return iter(())
 
     def fails(part: Sequence[int]) -> bool:
         nonlocal lost
-        if lost >= MAX_LOST:
-            return False
-        if (new := attempt(part).failure) is None:
-            return False
-        lost += new.kind == LOST
-        return not same or new.is_like(failure)
+        new = attempt(part).failure if lost < MAX_LOST else None
+        lost += new is not None and new.kind == LOST
+        return new is not None and (not same or new.is_like(failure))
 
     return _bisect(fails, range(count))
 

@@ -37,7 +37,7 @@ def check(source: str) -> str:
             f"the model's chat template has {len(source)} characters", want=f"{MAX_TEMPLATE_LENGTH} at most"
         )
     try:
-        answer = _request({"source": source, "mark": "", "controls": [], "values": None})
+        answer = _isolated()({"source": source, "mark": "", "controls": [], "values": None})
     except ChildProcessError as error:
         raise WeightsError(f"the model's chat template does not compile: it {error}") from error
     if "refused" in answer:
@@ -61,7 +61,7 @@ def render(source: str, values: Mapping[str, Any], *, mark: str = "", controls: 
     """
     request = {"source": source, "mark": mark, "controls": list(controls), "values": dict(values)}
     try:
-        answer = _request(request)
+        answer = _isolated()(request)
     except ChildProcessError as error:
         raise DataError(f"the model's chat template {error}", fix=FIX_LENGTH) from error
     if "refused" in answer:
@@ -129,18 +129,13 @@ def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
         raise DataError(f"tool_calls is {message['tool_calls']!r:.80}", want="JSON text of a list of calls") from error
 
 
-def _request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the rendering process handle a request, and return its response.
-
-    Raises:
-        ChildProcessError: the process ended while handling it; the message reads on from "the template".
-        CoveyError: no installed package offers such a process.
-    """
-    answer: dict[str, Any] = _isolated()(request)
-    return answer
-
-
 @cache
 def _isolated() -> Any:
-    """Return the function that handles requests in a process with limits, which a package offers."""
+    """Return the function by which a package has its rendering process handle a request, and returns the response.
+
+    If the process ends while it handles one, the function raises ChildProcessError, read on from "template".
+
+    Raises:
+        CoveyError: no installed package offers one.
+    """
     return offered("covey.isolation", "templates")

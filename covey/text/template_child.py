@@ -9,7 +9,7 @@ busy machine refuses nothing that an idle one accepts.
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -71,12 +71,8 @@ def compile_template(source: str, mark: str, controls: Sequence[str]) -> Templat
 def render_template(template: Template, values: Mapping[str, Any]) -> str:
     """Render a template for `values`; equal values always give equal text."""
     random.seed(0)  # for the filter `random`
-    return _join_limited(template.generate(values))
-
-
-def _join_limited(pieces: Iterable[str]) -> str:
     out, size = [], 0
-    for piece in pieces:
+    for piece in template.generate(values):
         size += len(piece)
         if size > MAX_RENDERED_LENGTH:
             raise SecurityError(f"what it writes is longer than {MAX_RENDERED_LENGTH} characters")
@@ -85,18 +81,17 @@ def _join_limited(pieces: Iterable[str]) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    marked: tuple[re.Pattern[str], str] | None = None
+    marked: tuple[re.Pattern[str], str] = re.compile("(?!)"), ""
     """Pattern of the control tokens to mark in the template's own text, and the replacement with the marks."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        if self.marked is not None:
-            pattern, replacement = self.marked
-            for data in tree.find_all(nodes.TemplateData):
-                data.data = pattern.sub(replacement, data.data)
-            for const in tree.find_all(nodes.Const):
-                if isinstance(const.value, str):
-                    const.value = pattern.sub(replacement, const.value)
+        pattern, replacement = self.marked
+        for data in tree.find_all(nodes.TemplateData):
+            data.data = pattern.sub(replacement, data.data)
+        for const in tree.find_all(nodes.Const):
+            if isinstance(const.value, str):
+                const.value = pattern.sub(replacement, const.value)
         return tree
 
 

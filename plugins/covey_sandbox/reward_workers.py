@@ -5,37 +5,129 @@ with every process it has started, and the next call starts another. Messages bo
 its module, never sent, and nothing is unpickled.
 """
 
+import asyncio
+import inspect
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from covey.config.schema import RewardSafetyConfig
-from covey.errors import RecipeError, RewardError
-from covey.rewards.call import LOST, Failure, Outcome, RewardFn, excerpt
+from covey.errors import CoveyError, RecipeError, RewardError
+from covey.rewards.call import LOST, Failure, Outcome, RewardFn, await_outcome, call, check_result, excerpt
+from covey.rewards.registry import resolve
 from covey.rewards.runner import Attempt, Job, select
 from covey_sandbox.child import Cancelled, Child, ReplyError
-from covey_sandbox.reward_child import outcome_from_json
 
-HANDLER = "covey_sandbox.reward_child:handle_job"
+HANDLER = "covey_sandbox.reward_workers:handle_job"
 """Function that the worker process calls."""
 START_SECONDS = 300.0
 """Maximum time for starting a worker and importing a function's module; `timeout` does not include it."""
 
 
-Values = dict[str, np.ndarray]
+def import_path(name: str, function: RewardFn) -> str:
+    """Find the `module:function` by which a worker imports `function`.
+
+    Raises:
+        RecipeError: it has none, because it was defined inside a function or in a script.
+    """
+    inner = function.func if isinstance(function, partial) else function
+    home = getattr(inner, "__module__", None) or type(inner).__module__
+    module = None if home == "__main__" else sys.modules.get(home)
+    for attribute, value in list(vars(module).items()) if module else ():
+        if value is function:
+            return f"{home}:{attribute}"
+    raise RecipeError(
+        f"the reward function {name!r} cannot be called in a worker process, which would not find it",
+        want="a function at the top of a module that can be imported, not a lambda, a local one or one of a script",
+        fix=f"put it into a file of its own; or workers 0; or {name}.in_process = True, to call just this one here",
+        where="reward_safety.workers",
+    )
+
+
+def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Convert arguments to JSON-serializable values: arrays and tuples become lists.
+
+    Raises:
+        RewardError: a column holds values of another type; the error names it.
+    """
+    converted = {}
+    for column, values in arguments.items():
+        try:
+            converted[column] = _json_value(values)
+        except (TypeError, RecursionError) as error:
+            raise RewardError(
+                f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}",
+                want="text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists",
+                fix=f"leave {column!r} out of the function's arguments, or reward_safety.workers 0",
+            ) from None
+    return converted
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _json_value(value.tolist())
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"a mapping with the key {excerpt(odd[0])}")
+        return {key: _json_value(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(inner) for inner in value]
+    raise TypeError(f"{excerpt(value)} ({type(value).__name__})")
+
+
+find_function = cache(resolve)
+"""Find the function of a name; its module is imported once."""
+
+
+def handle_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Import the function of a job and, if the job has arguments, call it; return the outcome as JSON."""
+    try:
+        function = find_function(job["function"])
+        return call_function(function, job["arguments"], job["count"]) if "arguments" in job else {}
+    except CoveyError as error:
+        return {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
+
+
+def call_function(function: RewardFn, arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
+    """Call a function, which may be async, and return its outcome as JSON."""
+    outcome = call(function, arguments, count)
+    if inspect.isawaitable(outcome):
+        outcome = asyncio.run(await_outcome(outcome, count))
+    return outcome_to_json(outcome)
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON-serializable values."""
+    values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
+    failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
+    return {"values": values, "invalid": {str(i): text for i, text in outcome.invalid.items()}, "failure": failure}
+
+
+def outcome_from_json(message: Mapping[str, Any], count: int) -> Outcome:
+    """Return the outcome that a worker sent. Workers are not trusted: it is checked like any function's result."""
+    if (failure := message.get("failure")) is not None:
+        what, kind, where, want, fix = (str(failure[key]) for key in ("what", "kind", "where", "want", "fix"))
+        sample = failure["sample"] if failure["sample"] in range(count) else None
+        return Outcome(None, failure=Failure(what, kind, where, want, fix, sample))
+    outcome = check_result(message.get("values"), count)
+    invalid = {int(i): str(text) for i, text in message.get("invalid", {}).items() if int(i) < count}
+    return replace(outcome, invalid={**invalid, **outcome.invalid})
 
 
 class RewardWorkers:
     """The workers of a run; `RewardRunner` gives them the functions that are not called in its own process.
 
-    It is thread-safe.
+    It is thread-safe. `check` raises an error about a function that no worker could import.
 
     Attributes:
         workers: as many as `safety` names; a process starts at the first call.
@@ -47,20 +139,14 @@ class RewardWorkers:
         self._assigned: dict[str, Worker] = {}
         self._lock = threading.Lock()
 
-    def check(self, name: str, function: RewardFn) -> None:
-        """Check that a worker can import `function`.
-
-        Raises:
-            RecipeError: it cannot.
-        """
-        import_path(name, function)
+    check = staticmethod(import_path)
 
     def run(
         self,
         jobs: Sequence[Job],
         apply_policy: Callable[[Job, Outcome, Attempt], np.ndarray],
-        run_here: Callable[[], Values],
-    ) -> Values:
+        run_here: Callable[[], dict[str, np.ndarray]],
+    ) -> dict[str, np.ndarray]:
         """Run functions in their workers, and `run_here` in this thread meanwhile; return the values by function.
 
         Args:
@@ -186,56 +272,3 @@ class Worker:
         except (ValueError, TypeError, AttributeError, KeyError):
             self._child.end()
             raise ReplyError(reply) from None
-
-
-def import_path(name: str, function: RewardFn) -> str:
-    """Find the `module:function` by which a worker imports `function`.
-
-    Raises:
-        RecipeError: it has none, because it was defined inside a function or in a script.
-    """
-    inner = function.func if isinstance(function, partial) else function
-    home = getattr(inner, "__module__", None) or type(inner).__module__
-    module = None if home == "__main__" else sys.modules.get(home)
-    for attribute, value in list(vars(module).items()) if module else ():
-        if value is function:
-            return f"{home}:{attribute}"
-    raise RecipeError(
-        f"the reward function {name!r} cannot be called in a worker process, which would not find it",
-        want="a function at the top of a module that can be imported, not a lambda, a local one or one of a script",
-        fix=f"put it into a file of its own; or workers 0; or {name}.in_process = True, to call just this one here",
-        where="reward_safety.workers",
-    )
-
-
-def to_json_values(name: str, arguments: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Convert arguments to JSON-serializable values: arrays and tuples become lists.
-
-    Raises:
-        RewardError: a column holds values of another type; the error names it.
-    """
-    converted = {}
-    for column, values in arguments.items():
-        try:
-            converted[column] = _json_value(values)
-        except (TypeError, RecursionError) as error:
-            raise RewardError(
-                f"the reward function {name!r} cannot get {column!r} in a worker process: it holds {error}",
-                want="text, numbers, true, false, null, and lists and mappings (by text) of those; arrays become lists",
-                fix=f"leave {column!r} out of the function's arguments, or reward_safety.workers 0",
-            ) from None
-    return converted
-
-
-def _json_value(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _json_value(value.tolist())
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"a mapping with the key {excerpt(odd[0])}")
-        return {key: _json_value(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(inner) for inner in value]
-    raise TypeError(f"{excerpt(value)} ({type(value).__name__})")

@@ -608,3 +608,16 @@ def test_a_coroutine_that_is_no_longer_wanted_is_closed():
 
     with pytest.raises(RewardError, match="'broken'"):
         score(GROUPS, [later, broken])  # an unclosed coroutine would warn, and warnings are errors here
+
+
+def test_a_function_that_raises_before_it_awaits_scores_the_others():
+    async def later(completions):
+        return [float(len(text)) for text in completions]
+
+    def judge(completions):
+        if "ccc" in completions:
+            raise KeyError("x")
+        return later(completions)
+
+    scored = score(GROUPS, [judge], runner=lenient())
+    assert np.array_equal(np.concatenate([g.rewards for g in scored]), [1, 2, np.nan, 4, 0], equal_nan=True)

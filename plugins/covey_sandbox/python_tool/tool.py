@@ -9,7 +9,7 @@ interpreters have faults.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from covey.config.schema.envs import PythonEngine
@@ -117,6 +117,18 @@ def begin_with_wasm() -> None:
         f"the Python tool's engine: {wasm.engine_name()}; no files, sockets, processes or threads; limits:"
         f" {IN_WASM.fuel:,} instructions, {_sizes(IN_WASM)}, and as a last resort {IN_WASM.seconds:g} s"
     )
+
+
+def findings() -> Iterator[tuple[str, str, str]]:
+    """Yield the engine for `covey doctor`, with the protections that hold on this system: subject, result and fix."""
+    try:
+        engine = choose_engine()
+    except RecipeError as error:
+        yield "programs", error.what, error.fix
+        return
+    held = ", ".join(protections()) or "none"
+    lacking = f"; without {', '.join(missing)}" if (missing := missing_protections()) else ""
+    yield "programs", f"the Python tool's engine {engine}; protections of a process: {held}{lacking}", ""
 
 
 def _sizes(limits: Limits) -> str:

@@ -26,9 +26,9 @@ from covey.envs import EnvironmentRunner
 from covey.envs.registry import resolve_tool
 from covey.envs.tools import Tool, ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
-from covey_sandbox.python_tool import ENGINES, findings, python, python_with_limits, sandbox, tool, wasm
+from covey_sandbox.python_tool import sandbox, tool, wasm
 from covey_sandbox.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
-from covey_sandbox.python_tool.tool import ProgramError
+from covey_sandbox.python_tool.tool import ENGINES, ProgramError, python, python_with_limits
 
 T = TypeVar("T")
 
@@ -233,16 +233,14 @@ def test_doctor_says_what_holds_for_the_programs_of_a_model(
     held = tuple(name for name in tool.PROTECTIONS if name not in lacking)
     monkeypatch.setattr(tool, "protections", lambda: held)
     monkeypatch.setattr(wasm, "missing_packages", lambda: ["wasmtime"] if "no packages" in lacking else [])
-    (finding,) = findings.programs()
+    ((_, result, fix),) = tool.findings()
     engine = "wasm" if lacking else "child"
     if "no packages" in lacking:
-        assert "lacks protections on this system: landlock" in finding.result
-        assert "wasm" in finding.fix
+        assert "lacks protections on this system: landlock" in result
+        assert "wasm" in fix
     else:
-        assert finding.result.startswith(
-            f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}"
-        )
-        assert finding.result.endswith("; without landlock" if lacking else "seccomp")
+        assert result.startswith(f"the Python tool's engine {engine}; protections of a process: {', '.join(held)}")
+        assert result.endswith("; without landlock" if lacking else "seccomp")
 
 
 @pytest.mark.parametrize("name", ["python_with_limits", "covey.envs.python_tool:python_with_limits"])
