@@ -66,7 +66,7 @@ def test_links_and_anchors_lead_somewhere(document: Path) -> None:
 
 
 def test_anchors_are_those_of_headings() -> None:
-    assert "a-base-in-8-or-4-bits" in anchors(DOCS / "recipes.md")
+    assert "a-base-in-8-or-4-bits" in anchors(DOCS / "lora.md")
     assert {"ratios-ratio", "kl-to-the-reference-beta-kl-kl_in"} <= anchors(DOCS / "algorithms.md")
 
 
