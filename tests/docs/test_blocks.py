@@ -40,7 +40,7 @@ LISTED_BLOCKS = {
     ("docs/environment-libraries.md", "import textarena"): PEER,
     ("docs/conformance-adapter.md", "def group_advantages("): "test_defects.py of covey_conformance executes the file",
     (
-        "docs/environment-libraries.md",
+        "docs/verifiers.md",
         "import verifiers",
     ): "tests/envs/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,

@@ -88,7 +88,8 @@ def test_gsm8k_nanochat_has_the_numbers_of_nanochat() -> None:
 @pytest.mark.parametrize("name", ["gsm8k-gemma2", "gsm8k-nanochat"])
 def test_the_page_shows_the_recipe_itself(name: str) -> None:
     root = Path(__file__).parents[2]
-    section = (root / "docs" / "gsm8k.md").read_text(encoding="utf-8").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    page = (root / "docs" / "gsm8k.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     [shown] = re.findall(r'^--8<-- "(.*)"$', section, re.M)
     assert recipe.load(str(root / shown)) == recipe.load(name)
 
