@@ -156,7 +156,7 @@ def test_a_page_has_the_names_that_errors_answer(peer: str) -> None:
 
 @pytest.mark.parametrize("peer", ["trl", "tunix", "verl", "nanochat"])
 def test_the_settings_that_a_table_names_exist(peer: str) -> None:
-    text = (DOCS / f"from-{peer}.md").read_text("utf-8")
+    text = (DOCS / f"from-{peer}.md").read_text("utf-8") + read(DOCS / "names.md")
     right = re.findall(r"^\| .* \| (.*) \|$", text, re.M)
     named = {name for cell in right for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[`:]", cell)}
     paths = {*leaves(Recipe), *leaves(SFTRecipe)}
