@@ -30,8 +30,8 @@ PEER = "needs another library, which has an environment of its own"
 FRAGMENT = "a fragment of a script or of the package, without what is around it"
 
 LISTED_BLOCKS = {
-    ("docs/add-a-model.md", "def read_qwen3(c: Config)"): FRAGMENT,
-    ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
+    ("docs/model-family-steps.md", "def read_qwen3(c: Config)"): FRAGMENT,
+    ("docs/model-family-steps.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-model.md", "import AutoModelForCausalLM"): PEER,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     ("docs/reward-failures.md", "with RewardRunner("): "tests/faults/test_reward_faults.py executes workers",
