@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(file.parent for file in ROOT.glob("plugins/*/__init__.py"))
 PACKAGE = [f for folder in (ROOT / "covey", *PLUGINS) for f in sorted(folder.rglob("*.py")) if "tests" not in f.parts]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
+INCLUDED = {path for d in DOCUMENTS for path in re.findall(r'^--8<-- "(.*\.md)"$', d.read_text(), re.M)}
+DOCUMENTS += [ROOT / path for path in sorted(INCLUDED - {"CHANGELOG.md", "benchmarks/RESULTS.md"})]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

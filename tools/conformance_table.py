@@ -1,4 +1,4 @@
-"""Write the table of docs/conformance.md from docs/conformance.json, what `covey conformance --json` has printed.
+"""Write the table of benchmarks/CONFORMANCE.md from docs/conformance.json, what `covey conformance --json` has printed.
 
 covey conformance --against trl,tunix,examples/conformance/plain_loop.py --json > docs/conformance.json
 python -m tools.conformance_table           # write it
@@ -14,8 +14,8 @@ from covey.display import escape_markdown
 from covey_conformance.results import PASS, Cell, expectation, heading
 from tools.written_part import with_part, write
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE, RESULTS = DOCS / "conformance.md", DOCS / "conformance.json"
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "benchmarks" / "CONFORMANCE.md", ROOT / "docs" / "conformance.json"
 MANY = 8
 """Largest number of checks that a remark names."""
 BY = "tools/conformance_table.py"

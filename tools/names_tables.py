@@ -1,4 +1,4 @@
-"""Write the tables of names into docs/from-*.md, from covey/config/foreign_names.toml.
+"""Write the tables of names that docs/names.md shows, from covey/config/foreign_names.toml.
 
 python -m tools.names_tables           # write them
 python -m tools.names_tables --print   # print them
@@ -9,7 +9,7 @@ from pathlib import Path
 from covey.config import foreign_names
 from tools.written_part import with_part, write
 
-DOCS = Path(__file__).parents[1] / "docs"
+TABLES = Path(__file__).parent / "tables"
 PEERS = {"trl": "TRL", "tunix": "Tunix", "verl": "verl"}
 
 
@@ -27,8 +27,8 @@ def table(peer: str) -> str:
 
 
 def file(peer: str) -> Path:
-    """Return the page that has the table."""
-    return DOCS / f"from-{peer}.md"
+    """Return the file of the table."""
+    return TABLES / f"names-{peer}.md"
 
 
 def text(peer: str) -> str:

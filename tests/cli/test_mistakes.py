@@ -1,4 +1,4 @@
-"""Mistakes on the command line: each row of docs/mistakes.md, and more. None of the answers needs JAX or NumPy."""
+"""Mistakes on the command line: each row of MISTAKES.md, and more. None of the answers needs JAX or NumPy."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from covey.cli.commands import COMMANDS
 from covey.config import recipe
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("MISTAKES.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| [^|]+ \| `\$ (covey [^`]+)` \| `([^`]+)` \|$", PAGE, re.M)
 FILES = re.findall(r"^`(\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S)
 

@@ -79,7 +79,7 @@ def test_files_of_another_form_are_refused(text: str, told: str, capsys: Any) ->
 
 
 def test_a_recorded_text_is_no_episode(capsys: Any) -> None:
-    """docs/mistakes.md has an environment; this is the answer for tools."""
+    """MISTAKES.md has an environment; this is the answer for tools."""
     assert cli.main(["rewards", "tools-smollm2", "--completion", "4"]) == 2
     assert "this recipe scores episodes of several turns, and a text is not an episode" in capsys.readouterr().err
 

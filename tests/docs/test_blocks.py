@@ -30,8 +30,8 @@ PEER = "needs another library, which has an environment of its own"
 FRAGMENT = "a fragment of a script or of the package, without what is around it"
 
 LISTED_BLOCKS = {
-    ("docs/add-a-model.md", "def read_qwen3(c: Config)"): FRAGMENT,
-    ("docs/add-a-model.md", '"qwen3": Family('): FRAGMENT,
+    ("docs/model-family-steps.md", "def read_qwen3(c: Config)"): FRAGMENT,
+    ("docs/model-family-steps.md", '"qwen3": Family('): FRAGMENT,
     ("docs/add-a-model.md", "import AutoModelForCausalLM"): PEER,
     ("docs/add-a-reward.md", "reward_fns=[brevity]"): "one line; other blocks make a learner in the same way",
     (
@@ -43,7 +43,7 @@ LISTED_BLOCKS = {
     ("docs/environment-libraries.md", "import textarena"): PEER,
     ("docs/conformance-adapter.md", "def group_advantages("): "test_defects.py of covey_conformance executes the file",
     (
-        "docs/environment-libraries.md",
+        "docs/verifiers.md",
         "import verifiers",
     ): "tests/envs/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,

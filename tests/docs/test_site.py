@@ -66,7 +66,7 @@ def test_links_and_anchors_lead_somewhere(document: Path) -> None:
 
 
 def test_anchors_are_those_of_headings() -> None:
-    assert "a-base-in-8-or-4-bits" in anchors(DOCS / "recipes.md")
+    assert "a-base-in-8-or-4-bits" in anchors(DOCS / "lora.md")
     assert {"ratios-ratio", "kl-to-the-reference-beta-kl-kl_in"} <= anchors(DOCS / "algorithms.md")
 
 
@@ -132,7 +132,7 @@ def test_figures_of_the_readme_and_the_home_page_are_those_that_were_measured() 
     assert f"take {tunix} and {trl} times as long" in " ".join(figures.split())
 
 
-@pytest.mark.parametrize(("page", "ports"), [("from-trl", 2), ("from-tunix", 1), ("environment-libraries", 2)])
+@pytest.mark.parametrize(("page", "ports"), [("from-trl", 2), ("from-tunix", 1), ("verifiers", 2)])
 def test_the_lines_that_a_port_changes_are_counted(page: str, ports: int) -> None:
     text = (DOCS / f"{page}.md").read_text("utf-8")
     scripts = re.findall(r'^```python title="\w+"\n(.*?)^```', text, re.M | re.S)
@@ -156,7 +156,7 @@ def test_a_page_has_the_names_that_errors_answer(peer: str) -> None:
 
 @pytest.mark.parametrize("peer", ["trl", "tunix", "verl", "nanochat"])
 def test_the_settings_that_a_table_names_exist(peer: str) -> None:
-    text = (DOCS / f"from-{peer}.md").read_text("utf-8")
+    text = (DOCS / f"from-{peer}.md").read_text("utf-8") + read(DOCS / "names.md")
     right = re.findall(r"^\| .* \| (.*) \|$", text, re.M)
     named = {name for cell in right for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[`:]", cell)}
     paths = {*leaves(Recipe), *leaves(SFTRecipe)}

@@ -12,7 +12,7 @@ from covey.config.schema import EnvsConfig
 from covey.envs import EnvironmentRunner, verifiers
 from covey.errors import EpisodeError, RecipeError
 
-PAGE = Path(__file__).parents[2] / "docs" / "environment-libraries.md"
+PAGE = Path(__file__).parents[2] / "docs" / "verifiers.md"
 SUMS, OUR_SUMS, THEIRS, OURS = re.findall(
     r'^```python title="(?:verifiers|Covey)"\n(.*?)^```', PAGE.read_text("utf-8"), re.M | re.S
 )

@@ -1,7 +1,7 @@
 """Verdicts of the diagnosis on recorded runs, some broken on purpose (`python -m benchmarks.diagnosis`).
 
 Rules and thresholds were set on the runs of the half "first", and judged by those of the half "second"; four were then
-mended, which those of "third" judged, and one once more (docs/diagnosis.md).
+mended, which those of "third" judged, and one once more (benchmarks/RESULTS.md).
 """
 
 from collections import Counter

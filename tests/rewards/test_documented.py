@@ -1,4 +1,4 @@
-"""The tables of the pages on rewards and data are complete. Their Python is executed by `tests/docs/test_blocks.py`."""
+"""The tables of the pages on rewards and tasks are complete. Their Python is executed by `tests/docs/test_blocks.py`."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from covey.rewards import REWARDS
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 OFFERED = ["math_verify"]
 """Rewards that plugins offer."""
-PAGES = ("add-a-reward.md", "data.md")
+PAGES = ("add-a-reward.md", "tasks.md")
 
 
 def test_every_reward_and_every_task_has_its_row():

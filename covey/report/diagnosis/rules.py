@@ -1,7 +1,7 @@
 """The table of rules: what is seen, from which threshold on, what would refute it, and which setting to change.
 
 The order is that of causes: a rule stands before those whose observations it explains, and the first one that is met is
-the first finding. docs/diagnosis.md has the same table, written from this one.
+the first finding. RULES.md, which docs/diagnosis-rules.md shows, is written from it.
 """
 
 from covey.report.diagnosis.conditions import (

@@ -1,4 +1,4 @@
-"""What a program of the Python tool cannot reach, on each kernel: the table of docs/environment-limits.md, by cells.
+"""What a program of the Python tool cannot reach, on each kernel: the table of docs/python-tool.md, by cells.
 
 A kernel of an older Landlock is this one whose later rights a child does not use.
 """
@@ -176,7 +176,7 @@ def kernel_abi() -> int:
 
 def cells() -> Iterator[tuple[str, str, str]]:
     """Yield promise, column and content of the cells of the document's table."""
-    text = (ROOT / "docs" / "environment-limits.md").read_text("utf-8")
+    text = (ROOT / "docs" / "python-tool.md").read_text("utf-8")
     for promise, *row in re.findall(r"^\| a program ([^|]*?) " + r"\| ([^|]*?) " * 7 + r"\|$", text, re.MULTILINE):
         yield from ((promise, column, cell) for column, cell in zip(COLUMNS, row, strict=True))
 
