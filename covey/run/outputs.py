@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from covey.errors import NumbersError
-from covey.monitor.record import StepLines, StepRecord
+from covey.monitor.record import Observer, StepLines, StepRecord
 from covey.monitor.writer import Correct
 from covey.types import Group
 
@@ -58,11 +58,11 @@ class Outputs:
     """What the loop tells of a run: here that of a script without a folder, to the learner's observers.
 
     Args:
-        learner: the learner that is trained; its `observers` are called with each record.
+        observers: called with each record.
     """
 
-    def __init__(self, learner: Any):
-        self.learner = learner
+    def __init__(self, observers: Sequence[Observer]):
+        self.observers = observers
 
     def restore(self, total: int) -> bool:
         """Restore a run of `total` steps if it goes on; return whether something is left to be done."""
@@ -96,12 +96,12 @@ class Outputs:
 
     def step(self, record: StepRecord) -> None:
         """Tell the observers of a step."""
-        for observer in self.learner.observers:
+        for observer in self.observers:
             observer(record)
 
     def evaluation(self, name: str, measured: Measured) -> None:
         """Show an evaluation where steps are shown as lines."""
-        for observer in self.learner.observers:
+        for observer in self.observers:
             if isinstance(observer, StepLines):
                 observer.evaluation(name, measured.metrics)
 

@@ -175,7 +175,8 @@ class SavedRun(Outputs):
     """
 
     def __init__(self, recipe: Recipe | SFTRecipe, resources: RunResources, ready: ReadyRun):
-        super().__init__(ready.learner)
+        super().__init__([one for one in ready.learner.observers if not isinstance(one, StepLines)])
+        self.learner = ready.learner
         self.recipe, self.resources, self.ready = recipe, resources, ready
         self.folder, self.progress, self.started = resources.folder, resources.progress, resources.started
         self.loader, self.held_out, self.total = ready.loader, ready.held_out, 0
@@ -286,9 +287,7 @@ class SavedRun(Outputs):
         self.folder.write_step(record)
         self._track(record)
         self.progress.step(record.metrics, SampleLine.of(record.groups))
-        for observer in self.learner.observers:
-            if not isinstance(observer, StepLines):
-                observer(record)
+        super().step(record)
         self._tell("step", record)
         name = self.resources.signals.requested()
         if name or record.due(self.recipe.training.checkpoint_every_n_steps):

@@ -48,7 +48,7 @@ class Trainee(Keywords, ABC):
         standard = [StepLines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
-        self.step, self.outputs, self.initial_weights = 0, Outputs(self), ""
+        self.step, self.outputs, self.initial_weights = 0, Outputs([]), ""
         self._training, self._on_phase, self._on_bad_batch = training, on_phase, on_bad_batch
 
     def on_phase(self, name: str) -> None:
@@ -79,7 +79,7 @@ class Trainee(Keywords, ABC):
         """
         if out is None:
             warn_of_unwritten(self._training)
-            loop.train(self, loader, held_out, self.outputs)
+            loop.train(self, loader, held_out, Outputs(self.observers))
         else:
             train_from_script(self, replace(self.settings, model=model()), out, ready)
 
