@@ -113,13 +113,12 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     held = set(zipfile.ZipFile(wheel).namelist())
     others = (
         "config/recipes/*.yaml",
-        "report/assets/*",
-        "board/assets/*",
         "envs/python_tool/*.bpf",
         "py.typed",
         "__init__.pyi",
     )
     wanted = [*PACKAGE, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
+    wanted += (ROOT / "plugins" / "covey_report").rglob("assets/*")
     assert len(wanted) > len(PACKAGE) + 20
     assert {str(file.relative_to(ROOT)).removeprefix("plugins/") for file in wanted} - held == set()
     folders = {"covey", f"covey-{covey.__version__}.dist-info", *(folder.name for folder in PLUGINS)}

@@ -1,4 +1,4 @@
-"""Write the table of rules into docs/diagnosis.md, from covey/report/diagnosis/rules.py.
+"""Write the table of rules into docs/diagnosis.md, from plugins/covey_report/diagnosis/rules.py.
 
 python -m tools.diagnosis_table           # write it
 python -m tools.diagnosis_table --print   # print it
@@ -7,8 +7,8 @@ python -m tools.diagnosis_table --print   # print it
 import re
 from pathlib import Path
 
-from covey.report.diagnosis import NOTE, RULES, Rule
-from covey.report.diagnosis.rule import FIELD
+from covey_report.diagnosis import NOTE, RULES, Rule
+from covey_report.diagnosis.rule import FIELD
 from tools.written_part import with_part, write
 
 FILE = Path(__file__).parents[1] / "docs" / "diagnosis.md"

@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
     "run": "a run folder: start, resume, export",
-    "board": "all runs of a folder as a local web page",
-    "report": "a run as one HTML page",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
     "envs": "environments of several turns",

@@ -1,10 +1,10 @@
 """Execute `covey train` and `covey sft`: begin a run, or resume one."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.cli.checks import (
     check_not_model,
@@ -19,9 +19,6 @@ from covey.config import recipe
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.registry import offered
-
-if TYPE_CHECKING:
-    from covey.run.base import Run
 
 
 def train(line: Line) -> None:
@@ -58,11 +55,7 @@ def _begin(settings: recipe.Recipe | recipe.SFTRecipe) -> None:
             out = stack.enter_context(reserve_run_folder(settings))
         out = channel.broadcast(out, "run folder")
         stack.enter_context(print_resume_command(settings.method, out))
-        run.train(settings, out, _announce)
-
-
-def _announce(run: "Run[Any]", before: Mapping[str, Any]) -> None:
-    offered("covey.outputs", "expected")(run, before)
+        run.train(settings, out)
 
 
 def _resume(kind: type[recipe.AnyRecipe], folder: str, changes: Sequence[str]) -> None:

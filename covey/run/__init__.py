@@ -6,7 +6,7 @@ from typing import Any
 
 from covey.config.recipe import Recipe, SFTRecipe, load_any
 from covey.run import inference, sft
-from covey.run.base import Announce, Run
+from covey.run.base import Run
 from covey.run.export import export
 from covey.run.inference import chat, generate, play
 from covey.run.load_model import open_model, use_compilation_cache
@@ -17,17 +17,9 @@ RUNS: dict[type, type[Run[Any]]] = {Recipe: RLRun, SFTRecipe: SFTRun}
 """Class of the recipe → class of its run."""
 
 
-def train(
-    recipe: Recipe | SFTRecipe,
-    out: Path,
-    announce: Announce | None = None,
-) -> dict[str, Any]:
-    """Run `recipe` in the new folder `out`; return the content of `summary.json`.
-
-    Args:
-        announce: shows the expected needs of the run before its first step.
-    """
-    return RUNS[type(recipe)].start(recipe, out, announce)
+def train(recipe: Recipe | SFTRecipe, out: Path) -> dict[str, Any]:
+    """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
+    return RUNS[type(recipe)].start(recipe, out)
 
 
 def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self
 
@@ -39,11 +40,11 @@ from covey.monitor.writer import read_rows
 from covey.parallel import distributed, mesh_from_config
 from covey.parallel.checks import check_shared_folder
 from covey.parallel.wire import PeerLostError
-from covey.report import REPORT
 from covey.run.folder import RunFolder, create_folder, describe_environment, reopen_folder
 from covey.run.inference import console_of_process
 from covey.run.load_model import check_same_weights, with_absolute_paths
-from covey.run.observers import CompileCounter, FindingsLog, ReportWriter, memory_in_use
+from covey.run.observers import CompileCounter, memory_in_use
+from covey.run.outputs import Output
 from covey.run.settings import check_same_recipe, check_same_settings, settings_of
 from covey.run.signals import SignalHandler
 from covey.run.watchdog import Watchdog
@@ -97,10 +98,6 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
 
 
-Announce = Callable[["Run[Any]", Mapping[str, Any]], None]
-"""Shows the expected needs of a run that is about to train, given the metrics of its evaluation before training."""
-
-
 @dataclass(eq=False)
 class Run(ABC, Generic[RecipeT]):
     """One run in its folder.
@@ -119,7 +116,6 @@ class Run(ABC, Generic[RecipeT]):
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
         tokenizer, model_config: of the model that is trained.
-        announce: called before the first step of a run that is not resumed.
         base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
     """
 
@@ -133,7 +129,6 @@ class Run(ABC, Generic[RecipeT]):
     trained: Any = field(init=False)
     tokenizer: Tokenizer = field(init=False)
     model_config: ModelConfig = field(init=False)
-    announce: Announce | None = field(init=False, default=None)
     former_origin: str = field(init=False, default="")
     changed: Mapping[str, str] = field(init=False, default_factory=dict)
     base: str = field(init=False, default="")
@@ -145,15 +140,15 @@ class Run(ABC, Generic[RecipeT]):
 
     def __post_init__(self) -> None:
         self.folder, self.progress, self.phase = self.resources.folder, self.resources.progress, self.resources.phase
-        self.reports = ReportWriter(self.folder)
+        self.outputs = _outputs()
         self.started = self.resources.started
         self.total = self.prepare()
 
     @classmethod
-    def start(cls, recipe: RecipeT, out: Path, announce: Announce | None = None) -> dict[str, Any]:
+    def start(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
         """Run `recipe` in the new folder `out`; return the content of `summary.json`."""
         recipe = with_absolute_paths(recipe)
-        return cls._run_in(recipe, out, recipe, create_folder, announce)
+        return cls._run_in(recipe, out, recipe, create_folder)
 
     @classmethod
     def resume(cls, recipe: RecipeT, out: Path) -> dict[str, Any]:
@@ -171,14 +166,13 @@ class Run(ABC, Generic[RecipeT]):
         out: Path,
         began: Recipe | SFTRecipe,
         open_folder: Callable[[Path, RecipeT], AbstractContextManager[RunFolder]],
-        announce: Announce | None = None,
     ) -> dict[str, Any]:
         """Run `recipe` in `out`, in the type of products that the recipe `began` leads to."""
         check_shared_folder(out)
         recipe = _with_compute_dtype(recipe, resolve_compute_dtype(began.model.compute_dtype))
         data, mesh = cls._load_inputs(recipe)
         with open_folder(out, recipe) as folder:
-            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh), announce)
+            return cls.execute(recipe, folder, partial(cls.from_recipe, recipe, data, mesh))
 
     @classmethod
     @abstractmethod
@@ -244,7 +238,6 @@ class Run(ABC, Generic[RecipeT]):
         recipe: RecipeT,
         folder: RunFolder,
         make: Callable[[RunResources], Self],
-        announce: Announce | None = None,
     ) -> dict[str, Any]:
         """Open the resources of a run, make the run and execute it; return the content of `summary.json`. A recipe's
         run that is finished is not made; a script's is, because its learner gets the weights.
@@ -260,7 +253,6 @@ class Run(ABC, Generic[RecipeT]):
             with open_resources(recipe, folder, progress) as resources:
                 try:
                     run = make(resources)
-                    run.announce = announce
                     with run.observing():
                         return run.run()
                 except Stopped as stopped:
@@ -299,15 +291,14 @@ class Run(ABC, Generic[RecipeT]):
         self.folder.write_model(self.model_config, self.tokenizer, dtype=self.recipe.model.dtype)
         summary = self.folder.summary or self._begin_summary()
         self.folder.write_summary(summary)
-        self.findings = FindingsLog(self.recipe, self.folder, summary)
+        self._call(lambda output: output.begin(self, summary))
         self._train_and_save()
         if (best := self.folder.saves.best()) is not None:
             summary["best"] = best
         summary |= {"after": self.evaluate("after"), "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
-        self.findings.end()
-        report = self.folder.path_as_given / REPORT if self.reports.write() else ""
+        report = self._end("").get("report", "")
         self.progress.done(summary, self.folder.path_as_given, report, chat=not is_from_python(self.recipe))
         return summary
 
@@ -322,7 +313,7 @@ class Run(ABC, Generic[RecipeT]):
 
     def _begin_summary(self) -> dict[str, Any]:
         """Evaluate, and return the summary of a run that has not trained yet."""
-        summary = {
+        return {
             "model": self.origin,
             "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
             "has_chat_template": self.tokenizer.chat_template is not None,
@@ -330,9 +321,6 @@ class Run(ABC, Generic[RecipeT]):
             "environment": describe_environment(),
             "before": self._evaluate_before(),
         }
-        if self.announce is not None:
-            self.announce(self, summary["before"] or {})
-        return summary
 
     def write(self, record: StepRecord) -> None:
         """Write a step to the folder, and its metrics to the trackers."""
@@ -346,17 +334,29 @@ class Run(ABC, Generic[RecipeT]):
 
     def after_step(self, record: StepRecord) -> None:
         """Save if a checkpoint is due, and end the run if a signal requested it. Called last in each step."""
-        self.findings.step(record.metrics)
+        self._call(lambda output: output.step(record))
         due = record.due(self.recipe.training.checkpoint_every_n_steps)
         if name := self.resources.signals.requested():
             self.save()
             self.folder.saves.wait()
-            self.findings.end()
-            self.reports.write(STOPPED)
+            self._end(STOPPED)
             raise Stopped(name)
         if due:
             self.save()
-        self.reports.write_if_due()
+
+    def _call(self, use: Callable[[Output], Any]) -> None:
+        """Call `use` with each output; one that raises is logged."""
+        for output in self.outputs:
+            try:
+                use(output)
+            except Exception as error:  # outputs are by-products, and the run goes on without them
+                log.warning(f"{type(output).__name__} failed: {type(error).__name__}: {error}; the run goes on")
+
+    def _end(self, status: str) -> dict[str, str]:
+        """End the outputs of a run in this state; return their facts for its last message."""
+        facts: dict[str, str] = {}
+        self._call(lambda output: facts.update(output.end(status)))
+        return facts
 
     def save(self) -> None:
         """Start writing a checkpoint."""
@@ -422,6 +422,12 @@ class Run(ABC, Generic[RecipeT]):
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, those before a resume included."""
         return time.monotonic() - self.started
+
+
+def _outputs() -> list[Output]:
+    """Return an output of each entry point of the group `covey.outputs`, in the order of their names."""
+    points = sorted(entry_points(group="covey.outputs"), key=lambda point: point.name)
+    return [point.load()() for point in points]
 
 
 def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:

@@ -34,11 +34,10 @@ from covey.files import number, open_below
 from covey.models import export as formats
 from covey.models.decoder import Decoder
 from covey.models.loading import hf_config, sources
-from covey.monitor.run_files import SUMMARY
+from covey.monitor.run_files import REPORT, SUMMARY
 from covey.parallel import checks, distributed, make_mesh
 from covey.parallel.checks import check_shared_folder
-from covey.registry import import_package
-from covey.report import REPORT, write_report
+from covey.registry import import_package, offered
 from covey.run.folder import model_folder, read_summary
 from covey.run.load_model import abstract_for, load_for
 from covey.text.tokenizer import Tokenizer, read_json
@@ -271,7 +270,7 @@ def publish(
         export(str(run), folder, form, dtype, shard_size)
         for name in records:
             if name == REPORT:
-                write_report(folder / REPORT, [run])
+                offered("covey.pages", "report")(folder / REPORT, [run])
             else:
                 with open_below(run, name) as record, (folder / name).open("xb") as copy:
                     shutil.copyfileobj(record, copy)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from covey.files import is_count, number, open_or_empty, parse_line
-from covey.report.run_data import Row, coarse_to_fine, read_lines, spread
-from covey.report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of
 from covey.types import FinishReason
+from covey_report.run_data import Row, coarse_to_fine, read_lines, spread
+from covey_report.texts import Mask, Prompts, completion_form, fitting, number_json, script_json, size_of
 
 MAX_BYTES = 2_600_000
 """Maximum size in bytes of the completions of a page, of all runs together."""

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from covey.data.duplicates import describe_overlap, describe_repeated
 from covey.data.loader import BESIDE_PROMPT
-from covey.report.diagnosis import Finding
 from covey.run.inference import PLAIN
+from covey_report.diagnosis import Finding
 
 if TYPE_CHECKING:
-    from covey.run.data_summary import DataSummary
+    from covey_report.data_summary import DataSummary
 
 TREATMENT = {"drop": "dropped", "truncate": "cut", "error": "refused, as are the data"}
 """Treatment of rows that are too long, by `training.too_long`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from covey.display import mask_secrets
 from covey.files import replace_file
-from covey.report.page import fill_page
+from covey_report.page import fill_page
 
 SECTIONS = {
     "overview": "Overview",

@@ -14,22 +14,30 @@ from typing import Any, NamedTuple
 import jax
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.data.duplicates import Duplicates, count_duplicates, find_contradictions, trained_columns
-from covey.data.lengths import Lengths, Limit, describe_lengths
+from covey.data.duplicates import Duplicates, count_duplicates, trained_columns
 from covey.data.rows import Row
-from covey.data.scan import MAX_PLACES, Malformed, RowScan, is_empty, rows_with_answer, sorted_columns
 from covey.data.sources import iter_rows, num_held_out
 from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
-from covey.report.diagnosis import Finding
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
-from covey.run.data_findings import find_problems
 from covey.run.inference import count_plain
 from covey.run.load_model import abstract_for
 from covey.sft.batch import encode_example
-from covey.text.segments import Segment, prompt_segments
 from covey.text.tokenizer import token_texts
+from covey_report.data_findings import find_problems
+from covey_report.diagnosis import Finding
+from covey_report.lengths import Lengths, Limit, describe_lengths
+from covey_report.scan import (
+    MAX_PLACES,
+    Malformed,
+    RowScan,
+    find_contradictions,
+    is_empty,
+    rows_with_answer,
+    sorted_columns,
+)
+from covey_report.segments import Segment, prompt_segments
 
 LEARNT = "completion"
 """Role of the tokens that supervised training learns."""

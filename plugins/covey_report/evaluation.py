@@ -11,10 +11,10 @@ from typing import Any
 
 from covey.config.metrics import metric
 from covey.files import number
-from covey.report.changes import Figures, direction, errors_of_changes, questions_of, verdict
-from covey.report.diagnosis import RunHistory
-from covey.report.run_data import Row, RunData
-from covey.report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
+from covey_report.changes import Figures, direction, errors_of_changes, questions_of, verdict
+from covey_report.diagnosis import RunHistory
+from covey_report.run_data import Row, RunData
+from covey_report.texts import Mask, Prompts, completion_form, fitting, script_json, size_of
 
 MAX_BYTES = 600_000
 """Maximum size in bytes of the questions of a page, of all runs together."""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from covey.report.diagnosis import PROBLEM, Finding
-from covey.report.run_data import Series
+from covey_report.diagnosis import PROBLEM, Finding
+from covey_report.run_data import Series
 
 SPAN = re.compile(r"\bsteps? (\d{1,15})(?: to (\d{1,15}))?")
 """Pattern of a range of steps in the evidence of a finding."""

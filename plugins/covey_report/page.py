@@ -26,13 +26,13 @@ from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
 from covey.monitor.status import FINISHED, RUNNING
-from covey.report import completions, evaluation, marks
-from covey.report.charts import charts_for
-from covey.report.diagnosis import Finding, RunHistory, diagnose
-from covey.report.public import public_runs
-from covey.report.results import as_text, settings_table
-from covey.report.run_data import RunData, Series, points_per_series, read_run, reduce_series
-from covey.report.texts import script_json, size_of
+from covey_report import completions, evaluation, marks
+from covey_report.charts import charts_for
+from covey_report.diagnosis import Finding, RunHistory, diagnose
+from covey_report.public import public_runs
+from covey_report.results import as_text, settings_table
+from covey_report.run_data import RunData, Series, points_per_series, read_run, reduce_series
+from covey_report.texts import script_json, size_of
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""
@@ -344,4 +344,4 @@ def _digest(text: str) -> str:
 
 def asset(name: str) -> str:
     """Return the text of a file of the page: a script, a style or the page without its content."""
-    return (files("covey.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("covey_report") / "assets" / name).read_text(encoding="utf-8")

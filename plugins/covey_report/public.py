@@ -13,7 +13,7 @@ from typing import Any
 from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.kinds import choices
-from covey.report.run_data import RunData, built_in_settings, default_settings
+from covey_report.run_data import RunData, built_in_settings, default_settings
 
 LEFT_OUT = "(left out)"
 """Text in the place of one that a public page does not have."""

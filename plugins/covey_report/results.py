@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from covey.config.metrics import metric
 from covey.monitor.formats import JUDGED
-from covey.report.run_data import RunData, built_in_settings, default_settings
+from covey_report.run_data import RunData, built_in_settings, default_settings
 
 NAMES = ("name", "description", "needs", "expect", "out", "method")
 """Settings that describe a run and do not change it; they do not count as differences."""

@@ -21,7 +21,7 @@ from covey.config.schema import PPOConfig
 from covey.files import is_count, number, open_or_empty, parse_line
 from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.monitor.status import FINISHED, read_object, read_state
-from covey.report.changes import errors_of_changes
+from covey_report.changes import errors_of_changes
 
 Row = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ class RunData:
         unreadable: number of lines left out, by file name.
         change_errors: standard errors of the changes from the evaluation before training to that after it, by figure.
         status: one of the states of `covey.monitor.status`.
-        is_public: whether prompts, completions and paths are left out; see `covey.report.public`.
+        is_public: whether prompts, completions and paths are left out; see `covey_report.public`.
     """
 
     name: str

@@ -11,15 +11,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, islice, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from covey.data.duplicates import ANSWERS, RowHashes
+import numpy as np
+
+from covey.data.duplicates import ANSWERS, PROMPT, RowHashes
 from covey.data.rows import Row
 from covey.data.sources import Rows
 from covey.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MAX_MEASURED = 20_000
 """Largest number of rows whose counts of tokens are kept: then every second count is dropped."""
@@ -108,14 +107,12 @@ class RowScan:
         """Return the number in the source, from 1, of a row that is not malformed."""
         return self._numbers[index]
 
-    def hashes(self) -> "np.ndarray":
+    def hashes(self) -> np.ndarray:
         """Return the hashes of the rows, int64 [rows, 3]."""
         return self._hashes.table()
 
-    def lengths(self, begin: int = 0, end: int | None = None) -> "np.ndarray":
+    def lengths(self, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Return the tokens of the measured ones among the rows from `begin` to `end`, int64 [n]."""
-        import numpy as np
-
         stop = len(self) if end is None else end
         return np.array(self._lengths[-(-begin // self.every) : -(-stop // self.every)], np.int64)
 
@@ -204,3 +201,17 @@ def _is_sorted(name: str, values: Sequence[Any]) -> bool:
 def _sort_key(value: Any) -> tuple[float | str, ...]:
     """Return a key that sorts texts by the size of the numbers in them."""
     return tuple(float(part) if n % 2 else part for n, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", str(value))))
+
+
+def find_contradictions(columns: Sequence[str] | None, table: np.ndarray) -> list[int]:
+    """Return the number of prompts that have several answers, and the indices of two such rows if there are any.
+
+    Args:
+        columns: what is trained on, as for `RowHashes`; of whole rows nothing is an answer.
+        table: hashes of the training rows.
+    """
+    given = np.flatnonzero(table[:, 3] if columns else [])
+    prompts, answers = table[given, 2:].T if columns == PROMPT else table[given, :1:-1].T
+    order = np.lexsort((answers, prompts))
+    differ = np.flatnonzero((np.diff(prompts[order]) == 0) & (np.diff(answers[order]) != 0))
+    return [np.unique(prompts[order[differ]]).size, *given[order[[*differ[:1], *differ[:1] + 1]]].tolist()]

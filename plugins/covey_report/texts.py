@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from covey.files import number
-from covey.report.run_data import Row
+from covey_report.run_data import Row
 
 MODEL = "assistant"
 """Role of the turns of the model."""

@@ -65,7 +65,7 @@ STARTING = """
             return found
         return look_and_wait
 
-    def hold(kind, recipe, folder, make, announce):
+    def hold(kind, recipe, folder, make):
         wait(f"holds {folder.path.resolve()}")
         folder.write_summary({"steps": 0})
         return {}

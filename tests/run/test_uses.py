@@ -33,6 +33,7 @@ from covey.types import Completion, FinishReason
 
 export = import_module("covey.run.export")  # the package has a function of this name
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
+SAMPLING = [inference, *(import_module("covey_report.first_samples") for _ in [1] if find_spec("covey_report"))]
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 READER = Tokenizer.from_folder(TINY)
@@ -113,7 +114,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, inference, export, sft):
+    for module in (load_model, *SAMPLING, export, sft):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -121,11 +122,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def sample_training_prompts(ready: recipe.Recipe) -> None:
+    pytest.importorskip("covey_report.first_samples").sample_training_prompts(ready, 1)
+
+
 USES: dict[str, Callable[..., Any]] = {
     "training": lambda out, *more: run.train(rl_recipe(*more), out / "run"),
     "eval": lambda out, *more: run.evaluate(TINY, rl_recipe(*more)),
     "rollout": lambda out, *more: run.play(rl_recipe(*more), 1),
-    "rewards": lambda out: inference.sample_training_prompts(rl_recipe(), 1),
+    "rewards": lambda out: sample_training_prompts(rl_recipe()),
     "sft": lambda out: run.train(sft_recipe(), out / "run"),
     "sft eval": lambda out: run.evaluate(TINY, sft_recipe()),
 }
@@ -209,13 +214,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         models.append(model)
         raise SeenError
 
-    monkeypatch.setattr(inference, "RolloutWorker", worker)
+    for module in SAMPLING:
+        monkeypatch.setattr(module, "RolloutWorker", worker)
     return models
 
 
-@pytest.mark.parametrize(
-    "use", [lambda ready: run.play(ready, 1), lambda ready: inference.sample_training_prompts(ready, 1)]
-)
+@pytest.mark.parametrize("use", [lambda ready: run.play(ready, 1), sample_training_prompts])
 def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""
     scratch = recipe.load("arithmetic-tiny", ["seed=7", "model.source=scratch:arithmetic-tiny"])

@@ -23,14 +23,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from covey.board.folder import BoardRun, RunsFolder
 from covey.display import mask_secrets, secret_mask
 from covey.errors import CoveyError
 from covey.monitor.run_files import SAMPLES
-from covey.report.completions import MAX_BYTES, encode_groups
-from covey.report.page import COMMON, UPLOT, asset, clocks_of, findings_data, page_data
-from covey.report.run_data import RunData, Series
-from covey.report.texts import script_json
+from covey_report.board.folder import BoardRun, RunsFolder
+from covey_report.completions import MAX_BYTES, encode_groups
+from covey_report.page import COMMON, UPLOT, asset, clocks_of, findings_data, page_data
+from covey_report.run_data import RunData, Series
+from covey_report.texts import script_json
 
 ADDRESS, PORT, PORTS = "127.0.0.1", 8421, 20
 """Address and first port of the server, and number of ports that are tried where none is asked for."""
@@ -183,7 +183,7 @@ def _is_step(text: str) -> bool:
 @cache
 def _page_files() -> dict[str, tuple[str, str]]:
     """Return the files of the page by path, each with its type."""
-    folder = files("covey.board") / "assets"
+    folder = files("covey_report.board") / "assets"
     own = {name: (folder / f"board.{name}").read_text("utf-8") for name in ("html", "js", "css")}
     code = "".join([*(asset(f"{name}.js") for name in SCRIPTS), own["js"]])
     return {

@@ -18,10 +18,10 @@ from covey.errors import CoveyError
 from covey.files import is_count, parse_line
 from covey.monitor.run_files import AFTER, BEFORE, HEARTBEAT, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import RUNNING, NewLines, WatchedRun
-from covey.report.completions import Location, locate
-from covey.report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
-from covey.report.results import FIGURES
-from covey.report.run_data import Curves, RunData, change_errors, read_lines
+from covey_report.completions import Location, locate
+from covey_report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
+from covey_report.results import FIGURES
+from covey_report.run_data import Curves, RunData, change_errors, read_lines
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""

@@ -36,8 +36,8 @@ def show_board(folder: Path, port: int | None = None, browser: bool = True) -> N
         raise CoveyError("there is no such folder", want="a folder with runs, or a run", fix=fix, where=str(folder))
     for package in ("starlette", "uvicorn"):
         import_package(package, CoveyError, f"a board needs the package {package}", "serve")
-    from covey.board import app  # late: it needs these packages
-    from covey.board.folder import RunsFolder
+    from covey_report.board import app  # late: it needs these packages
+    from covey_report.board.folder import RunsFolder
 
     with app.listen(port) as listener:
         url = f"http://{app.ADDRESS}:{listener.getsockname()[1]}/"

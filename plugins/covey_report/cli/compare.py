@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from covey.cli.parse import Line
 from covey.display import echo, make_console, printable
+from covey.monitor.run_files import REPORT
 
 if TYPE_CHECKING:
     from rich.table import Table  # late in what follows: mistakes are answered without it
 
-    from covey.report.results import Figure
-    from covey.report.run_data import RunData
+    from covey_report.results import Figure
+    from covey_report.run_data import RunData
 
 
 def compare(line: Line) -> None:
@@ -21,8 +22,8 @@ def compare(line: Line) -> None:
     Raises:
         CoveyError: one of them is no run folder.
     """
-    from covey.report.results import results_table, settings_table  # late, here and below: they need NumPy
-    from covey.report.run_data import read_run
+    from covey_report.results import results_table, settings_table  # late, here and below: they need NumPy
+    from covey_report.run_data import read_run
 
     runs = [read_run(Path(folder)) for folder in line.arguments]
     settings = {row["name"]: row["values"] for row in settings_table(runs) if row["differs"]}
@@ -39,7 +40,7 @@ def compare(line: Line) -> None:
 def report(line: Line) -> None:
     """Execute `covey report RUN [RUN ...] [--out FILE] [--public]`."""
     runs, out, public = [Path(run) for run in line.arguments], line.options.get("--out"), "--public" in line.options
-    from covey.report import REPORT, write_report
+    from covey_report.page import write_report
 
     file = Path(PUBLIC) if public else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
     file = Path(out).expanduser() if out else file

@@ -15,8 +15,8 @@ from covey.display import echo, make_console, printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from covey.data.lengths import Lengths
-    from covey.run.data_summary import DataSummary, ShownRow  # late in what follows: it needs JAX
+    from covey_report.data_summary import DataSummary, ShownRow  # late in what follows: it needs JAX
+    from covey_report.lengths import Lengths
 
 BAR = 40
 """Number of characters of the longest bar of the histogram."""
@@ -40,15 +40,15 @@ def show_data(line: Line) -> int:
     page = Path(line.options["--html"]).expanduser() if "--html" in line.options else None
     rows = line.whole_number("--rows")
     if page is not None:
-        from covey.report.page import check_replaceable
+        from covey_report.page import check_replaceable
 
         check_replaceable(page)
     check_source(loaded.model.source)
-    from covey.run import data_summary  # late: it needs JAX
+    from covey_report import data_summary  # late: it needs JAX
 
     summary = data_summary.summarize(loaded, rows or data_summary.SHOWN)
     if page is not None:
-        from covey.report.data_page import write_data_page
+        from covey_report.data_page import write_data_page
 
         size = write_data_page(page, summary.to_json())
         echo(f"{page}: {size:,} bytes; it holds {len(summary.shown)} rows of the data", file=sys.stderr)

@@ -23,7 +23,7 @@ from covey.monitor.formats import excerpt, sparkline
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
-    from covey.rewards.signal import FunctionSignal, Signal
+    from covey_report.signal import FunctionSignal, Signal
 
 PROMPTS = 16
 """Number of prompts that are sampled when --prompts is not given."""
@@ -52,7 +52,7 @@ def show_signal(line: Line) -> None:
     else:
         groups = _sample(loaded, line.whole_number("--prompts") or PROMPTS)
 
-    from covey.rewards.signal import measure_signal  # late: it needs NumPy
+    from covey_report.signal import measure_signal  # late: it needs NumPy
 
     scored, failed = _score(groups, loaded)
     signal, examples = measure_signal(scored, failed, algorithm_of(loaded.grpo).needs_critic), _examples(scored)
@@ -94,7 +94,7 @@ def not_included(loaded: recipe.Recipe) -> list[str]:
 
 def _sample(loaded: recipe.Recipe, prompts: int) -> list[Group]:
     check_run(loaded)
-    from covey.run.inference import sample_training_prompts  # late: it needs JAX
+    from covey_report.first_samples import sample_training_prompts  # late: it needs JAX
 
     return list(sample_training_prompts(loaded, prompts))
 
@@ -188,7 +188,7 @@ RECORDED = (
 
 def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the best and the worst completion by each function, and those of `EXAMPLES` groups by the total."""
-    from covey.rewards.signal import TOTAL, choose_extremes, function_names
+    from covey_report.signal import TOTAL, choose_extremes, function_names
 
     names = function_names(groups)
     names = [TOTAL] if len(names) == 2 else names  # of one function, whose scores are the total
@@ -241,7 +241,7 @@ def _row(function: "FunctionSignal") -> str:
 
 def _print_correlations(signal: "Signal", width: int) -> None:
     """Print the correlations of the functions with each other, the length and the emptiness of a completion."""
-    from covey.rewards.signal import EMPTY, LENGTH
+    from covey_report.signal import EMPTY, LENGTH
 
     rows = signal.functions[: 1 if len(signal.functions) == 2 else None]  # the total of one function is its score
     used = {name for row in rows for name in row.correlations}
@@ -287,7 +287,7 @@ def shown_text(text: str) -> str:
 
 def _print_scores(example: Mapping[str, Any], failed: Mapping[str, int], missing: Sequence[str]) -> None:
     """Print the scores of one completion that was written by hand."""
-    from covey.rewards.signal import TOTAL
+    from covey_report.signal import TOTAL
 
     completion = example["best"]
     echo(f"prompt      {excerpt(completion['prompt'])}")

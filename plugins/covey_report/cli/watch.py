@@ -111,7 +111,7 @@ def watch_command(line: Line) -> int:
     if len(line.options) > 1:
         raise CoveyError("--web stands beside --once or --json", want="one of them")
     recipe.require_run(folder)
-    from covey.cli.board import show_board  # late: the terminal needs it not
+    from covey_report.cli.board import show_board  # late: the terminal needs it not
 
     show_board(folder)
     return 0

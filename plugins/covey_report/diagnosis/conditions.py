@@ -1,7 +1,7 @@
 """Thresholds, and conditions and texts that several rules of the diagnosis share."""
 
-from covey.report.diagnosis.features import GAIN_ERRORS, MOST_TIED, SMALL
-from covey.report.diagnosis.rule import above, at_least, at_most, below, equal, percent
+from covey_report.diagnosis.features import GAIN_ERRORS, MOST_TIED, SMALL
+from covey_report.diagnosis.rule import above, at_least, at_most, below, equal, percent
 
 MIN_ROWS, TREND_ROWS, LONG_ROWS = 5, 8, 16
 """Number of steps from which a level is judged, from which a change is, and from which the lack of one is."""

@@ -14,11 +14,11 @@ import numpy as np
 from covey.display import printable
 from covey.files import number, open_or_empty
 from covey.monitor.formats import excerpt
-from covey.report.completions import locate, read_group, rewards_of
-from covey.report.diagnosis.features import MAX_WINDOW, RunHistory
-from covey.report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match, OpposedParts
-from covey.report.diagnosis.rules import OUTCOMES, RULES
-from covey.report.run_data import Row
+from covey_report.completions import locate, read_group, rewards_of
+from covey_report.diagnosis.features import MAX_WINDOW, RunHistory
+from covey_report.diagnosis.rule import PROBLEM, WITHDRAWN, Finding, Match, OpposedParts
+from covey_report.diagnosis.rules import OUTCOMES, RULES
+from covey_report.run_data import Row
 
 MOST_SAMPLES = 5
 """Maximum number of completions to read."""

@@ -1,6 +1,6 @@
 """Rules about faults in numbers, data and rewards, which stand before all others."""
 
-from covey.report.diagnosis.conditions import (
+from covey_report.diagnosis.conditions import (
     AND_REWARD,
     BOTH,
     CRITIC,
@@ -33,8 +33,8 @@ from covey.report.diagnosis.conditions import (
     UNLIKE,
     UNSCORED,
 )
-from covey.report.diagnosis.features import DISAGREEMENT, EXACT, FALL_ERRORS, MIN_FALL, ROUNDED
-from covey.report.diagnosis.rule import (
+from covey_report.diagnosis.features import DISAGREEMENT, EXACT, FALL_ERRORS, MIN_FALL, ROUNDED
+from covey_report.diagnosis.rule import (
     NOTE,
     PROBLEM,
     Case,
@@ -47,7 +47,7 @@ from covey.report.diagnosis.rule import (
     equal,
     percent,
 )
-from covey.rewards.signal import EXPLAINED, SAME
+from covey_report.signal import EXPLAINED, SAME
 
 FAULTS = (
     *(

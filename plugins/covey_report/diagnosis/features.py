@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from covey.config.metrics import OVERLONG
 from covey.files import number
-from covey.report.diagnosis.rule import (
+from covey_report.diagnosis.rule import (
     ROUNDING,
     Case,
     Change,
@@ -36,7 +36,7 @@ from covey.report.diagnosis.rule import (
     percent,
     stops_before,
 )
-from covey.report.run_data import Curves, RunData, Series
+from covey_report.run_data import Curves, RunData, Series
 
 MIN_WINDOW, MAX_WINDOW, WINDOWS = 3, 50, 4
 """Smallest and largest number of steps that are averaged, and number of windows in a run of usual length."""

@@ -1,6 +1,6 @@
 """Rules about held-out results that do not follow those of training."""
 
-from covey.report.diagnosis.conditions import (
+from covey_report.diagnosis.conditions import (
     EVAL_LOSS_NATS,
     EVAL_LOSS_RISE,
     FEW_CUT,
@@ -20,11 +20,11 @@ from covey.report.diagnosis.conditions import (
     TREND_ROWS,
     UNLIKE,
 )
-from covey.report.diagnosis.features import (
+from covey_report.diagnosis.features import (
     GAIN_ERRORS,
     MIN_FALL,
 )
-from covey.report.diagnosis.rule import Case, Rule, at_least, at_most, below, percent
+from covey_report.diagnosis.rule import Case, Rule, at_least, at_most, below, percent
 
 HELD_OUT_RULES = (
     *(

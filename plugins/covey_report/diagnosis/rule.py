@@ -20,7 +20,7 @@ from covey.display import printable
 from covey.files import is_count, number
 
 if TYPE_CHECKING:
-    from covey.report.diagnosis.features import RunHistory
+    from covey_report.diagnosis.features import RunHistory
 
 PROBLEM, NOTE, WITHDRAWN = "problem", "note", "withdrawn"
 """Levels of a finding: a problem has a cause that can be changed, a note informs, and a problem that was told while the

@@ -4,7 +4,7 @@ The order is that of causes: a rule stands before those whose observations it ex
 the first finding. docs/diagnosis.md has the same table, written from this one.
 """
 
-from covey.report.diagnosis.conditions import (
+from covey_report.diagnosis.conditions import (
     AND_HELD_OUT,
     AND_REWARD,
     AT_RATE,
@@ -59,8 +59,8 @@ from covey.report.diagnosis.conditions import (
     TIES,
     TREND_ROWS,
 )
-from covey.report.diagnosis.faults import FAULTS
-from covey.report.diagnosis.features import (
+from covey_report.diagnosis.faults import FAULTS
+from covey_report.diagnosis.features import (
     ENTROPY_FELL,
     ENTROPY_HIGH,
     ENTROPY_LOW,
@@ -76,10 +76,10 @@ from covey.report.diagnosis.features import (
     SMALL,
     SPIKE,
 )
-from covey.report.diagnosis.held_out import HELD_OUT_RULES
-from covey.report.diagnosis.rule import NOTE, PROBLEM, Case, Rule, above, at_least, at_most, below, equal, percent
-from covey.report.diagnosis.settings import SETTINGS, SUPERVISED_RATE
-from covey.rewards.signal import EXPLAINED
+from covey_report.diagnosis.held_out import HELD_OUT_RULES
+from covey_report.diagnosis.rule import NOTE, PROBLEM, Case, Rule, above, at_least, at_most, below, equal, percent
+from covey_report.diagnosis.settings import SETTINGS, SUPERVISED_RATE
+from covey_report.signal import EXPLAINED
 
 RULES = (
     *FAULTS,

@@ -1,6 +1,6 @@
 """Rules about settings with which nothing is learnt, whatever the rewards are."""
 
-from covey.report.diagnosis.conditions import (
+from covey_report.diagnosis.conditions import (
     AND_REWARD,
     AT_RATE,
     BETA,
@@ -26,8 +26,8 @@ from covey.report.diagnosis.conditions import (
     TINY_RATE,
     TREND_ROWS,
 )
-from covey.report.diagnosis.features import FALL_ERRORS, GAIN_ERRORS
-from covey.report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
+from covey_report.diagnosis.features import FALL_ERRORS, GAIN_ERRORS
+from covey_report.diagnosis.rule import Case, Rule, above, at_least, at_most, below, differs, equal, percent
 
 SETTINGS = (
     *(

@@ -17,7 +17,8 @@ import pytest
 from benchmarks.diagnosis.verdicts import rows_of
 from covey.config import recipe
 from covey.config.metrics import TABLE
-from covey.report import Finding, write_report
+from covey_report.diagnosis import Finding
+from covey_report.page import write_report
 
 MakeRun = Callable[..., Path]
 HOSTILE = (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from covey.report import write_report
-from covey.report.data_page import write_data_page
+from covey_report.data_page import write_data_page
+from covey_report.page import write_report
 
 pytestmark = pytest.mark.slow
 
@@ -392,8 +392,8 @@ def test_the_page_of_data_is_readable_and_inert(
     bars = [{"first": n, "last": n + 9, "rows": n, "over": n // 2} for n in range(0, 60, 10)]
     lengths = {"measured": 9, "mean": 9.5, "median": 9.0, "p99": 60.0, "longest": 60, "over": 3, "bars": bars}
     same = {"equal_in": "every column", "distinct": 8, "repeated": 1, "most": 2, "held_out": 1}
-    monkeypatch.setattr("covey.report.data_page.HEAD", 320)
-    monkeypatch.setattr("covey.report.data_page.TAIL", 10)
+    monkeypatch.setattr("covey_report.data_page.HEAD", 320)
+    monkeypatch.setattr("covey_report.data_page.TAIL", 10)
     tokens = [*made.hostile[:-1], *["a token\n"] * 1000]
     segments = [{"role": "system", "texts": tokens}, {"role": "completion", "texts": ["4"]}]
     finding = {

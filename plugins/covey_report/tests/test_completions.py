@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from covey.monitor.writer import sample_rows
-from covey.report.completions import collect, keep_token_values, locate
-from covey.report.evaluation import figures, questions
-from covey.report.run_data import read_run
-from covey.report.texts import completion_form, prompt_turns, shortened
 from covey.types import Completion, Episode, FinishReason, Group
+from covey_report.completions import collect, keep_token_values, locate
+from covey_report.evaluation import figures, questions
+from covey_report.run_data import read_run
+from covey_report.texts import completion_form, prompt_turns, shortened
 
 MEGABYTE = 1_000_000
 

@@ -13,7 +13,7 @@ from covey.config.schema import SFTDataConfig
 from covey.data import load_data
 from covey.errors import DataError
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 
 
 @pytest.fixture(autouse=True)

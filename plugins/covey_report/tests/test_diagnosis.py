@@ -21,13 +21,13 @@ from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.metrics import metric
 from covey.config.schema import PPOConfig
-from covey.report.diagnosis import NOTE, PROBLEM, RULES, WITHDRAWN, Finding, LiveDiagnosis, Rule, RunHistory, diagnose
-from covey.report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
-from covey.report.diagnosis.features import JUMPS
-from covey.report.diagnosis.rule import FIELD
-from covey.report.run_data import read_run
+from covey_report.diagnosis import NOTE, PROBLEM, RULES, WITHDRAWN, Finding, LiveDiagnosis, Rule, RunHistory, diagnose
+from covey_report.diagnosis.diagnose import CERTAIN, FIRST_STEPS
+from covey_report.diagnosis.features import JUMPS
+from covey_report.diagnosis.rule import FIELD
+from covey_report.run_data import read_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 N = 40
 SETTINGS = {
     "grpo.algorithm": "grpo", "grpo.num_generations": 8, "training.prompts_per_step": 8, "rollout.temperature": 1.0,
@@ -475,7 +475,7 @@ def test_a_resumed_run_continues_its_history() -> None:
 def test_judging_a_long_run_takes_a_time_proportional_to_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[int] = []
     monkeypatch.setattr(
-        sys.modules["covey.report.diagnosis.diagnose"], "_matches", lambda found: judged.append(len(found)) or []
+        sys.modules["covey_report.diagnosis.diagnose"], "_matches", lambda found: judged.append(len(found)) or []
     )
     told(history(600))
     assert 50 < len(judged) < 50 + math.log(600 / 50) / math.log(1.02) + 1

@@ -17,13 +17,13 @@ import pytest
 from covey.cli.main import main
 from covey.config.metrics import TABLE
 from covey.errors import CoveyError
-from covey.report import Finding, write_report
-from covey.report.charts import CHARTS, MAIN, OTHER, charts_for
-from covey.report.page import commands, facts, page_data
-from covey.report.public import public_runs
-from covey.report.run_data import read_run
+from covey_report.charts import CHARTS, MAIN, OTHER, charts_for
+from covey_report.diagnosis import Finding
+from covey_report.page import commands, facts, page_data, write_report
+from covey_report.public import public_runs
+from covey_report.run_data import read_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EMBEDDED = {
     "uPlot-1.6.32.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot-1.6.32.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -101,7 +101,7 @@ def test_the_page_asks_for_nothing_and_has_no_inline_handlers(make_run: Any) -> 
 
 
 def test_our_scripts_never_parse_markup_nor_evaluate_text() -> None:
-    for file in (ROOT / "covey" / "report" / "assets").glob("*.js"):
+    for file in (ROOT / "plugins" / "covey_report" / "assets").glob("*.js"):
         text = file.read_text(encoding="utf-8")
         assert "</script" not in text.lower(), file
         if not file.name.startswith("uPlot"):
@@ -274,13 +274,13 @@ def test_phases_are_stacked_in_three_lanes_where_threads_draw_ahead() -> None:
 
 
 def test_a_report_needs_no_accelerator_library() -> None:
-    code = "import sys, covey.report; print({'jax', 'flax', 'orbax', 'tokenizers'} & sys.modules.keys())"
+    code = "import sys, covey_report; print({'jax', 'flax', 'orbax', 'tokenizers'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "set()\n"
 
 
 def test_what_is_embedded_is_what_npm_has() -> None:
-    assets = ROOT / "covey" / "report" / "assets"
+    assets = ROOT / "plugins" / "covey_report" / "assets"
     for name, digest in EMBEDDED.items():
         assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest, name
     assert {file.name for file in assets.glob("uPlot*")} == EMBEDDED.keys()

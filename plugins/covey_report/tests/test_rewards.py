@@ -11,7 +11,7 @@ from covey.config import recipe
 from covey.data import sources
 from covey.monitor.formats import prompt_text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "tests" / "parity" / "golden" / "tiny-llama")
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from covey.config import recipe
 from covey.errors import CoveyError, RecipeError
-from covey.report import build_page
-from covey.report.results import settings_table
-from covey.report.run_data import Series, built_in_settings, extremes, read_run, reduce_series
+from covey_report.page import build_page
+from covey_report.results import settings_table
+from covey_report.run_data import Series, built_in_settings, extremes, read_run, reduce_series
 
 
 def test_a_run_is_read_as_it_was_written(make_run: Any) -> None:

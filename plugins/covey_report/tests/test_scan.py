@@ -5,11 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from covey.data import scan
 from covey.data.duplicates import PROMPT, RowHashes, count_duplicates
-from covey.data.lengths import describe_lengths
-from covey.data.scan import RowScan
 from covey.errors import DataError
+from covey_report import scan
+from covey_report.lengths import describe_lengths
+from covey_report.scan import RowScan
 
 
 def test_malformed_rows_are_counted_by_mistake_and_the_others_keep_their_numbers() -> None:

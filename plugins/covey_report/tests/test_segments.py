@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.text.segments import prompt_segments
 from covey.text.tokenizer import Tokenizer
+from covey_report.segments import prompt_segments
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from covey.rewards import score
-from covey.rewards.signal import TOTAL, centre, choose_extremes, measure_signal
+from covey.rewards.correlation import centre
 from covey.types import Completion, FinishReason, Group
+from covey_report.signal import TOTAL, choose_extremes, measure_signal
 
 NONE = float("nan")
 
@@ -122,3 +123,13 @@ def test_a_function_without_a_score_has_no_share_of_groups():
     assert (f.mean, f.within_std, f.informative) == (None, None, None)
     assert (g.informative, total.informative) == (0.5, 0.5)
     assert measure_signal([]).verdict == "no"
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_the_signal_reads_whether_a_completion_was_cut_as_mask_and_metric_do(reason):
+    none = np.zeros(2, np.float32)
+    completions = tuple(Completion(np.zeros(2, np.int32), none, none, reason, text) for text in "ab")
+    signal = measure_signal([Group("p", np.zeros(1, np.int32), completions, rewards=np.zeros(2))])
+    assert signal.truncated == reason.was_cut
+    limits = {FinishReason.LENGTH: "rollout.max_new_tokens", FinishReason.TIME: "envs.timeout"}
+    assert (signal.setting in limits.values()) == reason.was_cut

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from covey.cli import watch as watching
-from covey.cli.watch import watch
 from covey.errors import CoveyError
 from covey.files import MAX_LINE
 from covey.monitor.status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 from covey.train.storage import take_lock
+from covey_report.cli import watch as watching
+from covey_report.cli.watch import watch
 
 NASTY = "\x1b]0;owned\x07[bold red]x[/]\u202e"
 ROW = {"reward": 0.5, "reward_error": 0.1, "kl": 0.01, "step_time": 2.0, "tokens_per_second": 20.0}

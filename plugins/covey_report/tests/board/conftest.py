@@ -8,10 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.report.conftest import browser, made, make_run
-
-__all__ = ["browser", "made", "make_run"]
-
 
 class Client:
     """Requests to a board at `port`."""
@@ -38,8 +34,8 @@ def serving() -> None:
 @pytest.fixture
 def serve(serving: None) -> Iterator[Callable[[Path], Client]]:
     """A function that serves the runs of a folder, and returns a client of the server."""
-    from covey.board import app  # late: it needs the extra `serve`
-    from covey.board.folder import RunsFolder
+    from covey_report.board import app  # late: it needs the extra `serve`
+    from covey_report.board.folder import RunsFolder
 
     running = []
 

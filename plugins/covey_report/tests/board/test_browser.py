@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from covey.train.storage import take_lock
-from tests.report.conftest import PATIENCE, rl_metrics
-from tests.report.test_browser import DRAWN, chart, violations, wait_for_count
+from plugins.covey_report.tests.conftest import PATIENCE, rl_metrics
+from plugins.covey_report.tests.test_browser import DRAWN, chart, violations, wait_for_count
 
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,7 @@ def test_mistakes_are_told(
 def test_a_port_in_use_is_told_and_the_next_one_taken_where_none_is_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from covey.board import app
+    from covey_report.board import app
 
     with app.listen() as first, app.listen() as second:
         port, other = first.getsockname()[1], second.getsockname()[1]

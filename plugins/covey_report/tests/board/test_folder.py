@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from covey.board import folder as module
-from covey.board.folder import RunsFolder
-from covey.report.diagnosis import RunHistory
-from covey.report.evaluation import figures
-from covey.report.public import public_runs
-from covey.report.run_data import read_run
 from covey.train.storage import take_lock
+from covey_report.board import folder as module
+from covey_report.board.folder import RunsFolder
+from covey_report.diagnosis import RunHistory
+from covey_report.evaluation import figures
+from covey_report.public import public_runs
+from covey_report.run_data import read_run
 
 
 def look(runs: RunsFolder) -> dict[str, dict[str, Any]]:
