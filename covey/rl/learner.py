@@ -32,7 +32,7 @@ from covey.errors import EpisodeError, NumbersError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
-from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, is_due, total_steps
+from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import checks, distributed, order
 from covey.rewards import (
@@ -68,7 +68,6 @@ from covey.rl.roles import Role
 from covey.rl.run_ahead import Replay, run_ahead
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
-from covey.rl.token_values import TokenScorer
 from covey.sampling.model_runner import SamplerStats
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
@@ -96,7 +95,7 @@ class Learner(Keywords, ABC):
     Attributes:
         history: metrics of the steps.
         drawn: steps whose samples a checkpoint has, and which are not drawn again.
-        token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
+        before_update: called with each experience whose advantages are estimated, before the updates on it.
 
     Raises:
         RecipeError: settings contradict each other, a stage size is invalid, or a reward is unknown.
@@ -126,11 +125,12 @@ class Learner(Keywords, ABC):
         self.history = History()
         self.on_phase, self.on_bad_batch, self.eval_config = on_phase, on_bad_batch, eval_config or EvalConfig()
         self.step, self._prompts, self._prompts_checked, self._rehearsed = 0, 0, False, False
-        self.token_values_every = self._staleness = 0
+        self._staleness = 0
+        self.before_update: Callable[[Experience], None] = lambda experience: None
         self._ahead: RolloutsAhead | None = None
         self.drawn: Sequence[DrawnStep] = ()
         self.algorithm = algorithm_of(config)
-        self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
+        self.stats = StepStats()
         training = rl_cluster.config.training_config
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
@@ -242,7 +242,6 @@ class Learner(Keywords, ABC):
         """Begin the record of a step, and return the number of its updates."""
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
-        self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         return count
 
     def _make_updates(self, rollouts: Iterable[RolloutBatch], count: int) -> list[Metrics]:
@@ -445,7 +444,7 @@ class Learner(Keywords, ABC):
             start, stop = indices[0], indices[-1] + 1
             packed, part = x.packed.slice(start, stop), x.between(start, stop)
             self.stats.waste.append(packed.layout.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
-            self._token_scorer.score_before(part)
+            self.before_update(part)
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
 
@@ -459,7 +458,6 @@ class Learner(Keywords, ABC):
         shapes = lambda: [batch.shapes() for batch in batches.made]  # noqa: E731
         with self.stats.clock("update"), order.phase("update", self.step, shapes):
             updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
-            self._token_scorer.score_again()
         for later in updates[1:]:  # their weights are no longer the sampler's
             later.pop(AGREEMENT, None)
         return updates
@@ -514,21 +512,14 @@ class Learner(Keywords, ABC):
         at = lambda: (self.step, total, loader.state())  # noqa: E731
         checks.check_same("training data or step", at, "give all of them the same data and run folder")
 
-    def _scores_tokens(self, updates: int) -> bool:
-        """Return whether token values are computed in a step of so many updates; only a run of one process does so,
-        because all processes must launch the same programs.
-        """
-        return distributed.count() == 1 and is_due(self.step + updates, updates, self.token_values_every)
-
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes."""
         stats = gather_step_stats(self.stats)
         if not self.lead:  # else as samples are drawn
             self._failures.agree(stats.rollout.env_failed)
         groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
-        values = self._token_scorer.values(groups)
         metrics = self._metrics(updates, stats)
-        return StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
+        return StepRecord(self.step, len(updates), total, metrics, groups, numbers)
 
     def _metrics(self, updates: list[Metrics], stats: StepStats) -> dict[str, float]:
         trainer = self.cluster.trainer

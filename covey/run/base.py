@@ -276,9 +276,11 @@ class Run(ABC, Generic[RecipeT]):
         learner.observers = [self.write, self.show, *others, self.after_step]
         learner.on_phase = _both(self.phase, on_phase)
         learner.on_bad_batch = _both(self.folder.keep_bad_batch, on_bad_batch)
+        learner.before_update = lambda x: self._call(lambda output: output.before_update(x))
         try:
             yield
         finally:
+            self.outputs = []
             learner.observers, learner.on_phase, learner.on_bad_batch = observers, on_phase, on_bad_batch
 
     def run(self) -> dict[str, Any]:
@@ -298,8 +300,12 @@ class Run(ABC, Generic[RecipeT]):
         summary |= {"after": self.evaluate("after"), "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
         summary["programs"] = dict(self.resources.compile_counter.counts)
         self.folder.write_summary(summary)
-        report = self._end("").get("report", "")
-        self.progress.done(summary, self.folder.path_as_given, report, chat=not is_from_python(self.recipe))
+        self.progress.done(
+            summary,
+            self.folder.path_as_given,
+            report=self._end("").get("report", ""),
+            chat=not is_from_python(self.recipe),
+        )
         return summary
 
     def evaluate(self, name: str) -> dict[str, Any]:
@@ -426,8 +432,7 @@ class Run(ABC, Generic[RecipeT]):
 
 def _outputs() -> list[Output]:
     """Return an output of each entry point of the group `covey.outputs`, in the order of their names."""
-    points = sorted(entry_points(group="covey.outputs"), key=lambda point: point.name)
-    return [point.load()() for point in points]
+    return [point.load()() for point in sorted(entry_points(group="covey.outputs"), key=lambda point: point.name)]
 
 
 def _with_compute_dtype(recipe: RecipeT, chosen: Any) -> RecipeT:

@@ -36,7 +36,6 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
 from covey.run.inference import count_plain, fit_rows
 from covey.run.load_model import check_same_weights, decoder_options, load_to_train, with_digest
@@ -105,7 +104,6 @@ class RLRun(Run[Recipe]):
     def prepare(self) -> int:
         recipe, learner = self.recipe, self.learner
         total = total_steps(recipe.training, len(self.loader), recipe.grpo.num_iterations)
-        learner.token_values_every = token_values_interval(recipe.training, recipe.grpo.num_generations, total)
         learner.check_data(self.loader.rows, self.held_out)
         learner.prepare(total)
         self.trained = cluster = learner.cluster

@@ -19,7 +19,6 @@ from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
-from covey.rl.token_values import token_values_interval
 from covey.run.inference import count_plain
 from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
@@ -28,6 +27,7 @@ from covey.sampling.scheduler import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+from covey_report.token_values import token_values_interval
 
 
 @dataclass(frozen=True)

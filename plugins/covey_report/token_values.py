@@ -8,20 +8,26 @@ training: tokens, losses and weights are those of a run without it.
 At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from covey.config.algorithms import Algorithm
+from covey.config.recipe import Recipe
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.losses.policy import KLS
+from covey.monitor import run_files
+from covey.monitor.record import StepRecord, is_due
 from covey.packing.rows import Rows, pack
+from covey.parallel import distributed
+from covey.run.base import Run
+from covey.run.outputs import Output
 from covey.sampling.scheduler import power_of_two
 from covey.text.tokenizer import token_texts
-from covey.types import Completion, FinishReason, Group, TokenValues
+from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
@@ -41,6 +47,35 @@ SMALLEST_ROW = 128
 """Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
 
 
+@dataclass(frozen=True)
+class TokenValues:
+    """Values of the tokens of one completion, or of its beginning; arrays are [n].
+
+    Attributes:
+        sample: number of the completion in its group.
+        texts: text of each token; see `text.tokenizer.token_texts`.
+        mask: True for the tokens that the model generated; None when it generated all.
+        advantage: advantage of each token, float32.
+        sampler_logps: log-prob that the sampler reported, of the full distribution.
+        logps: log-prob under the policy before the step's updates.
+        change: log-prob after the step's updates minus `logps`.
+        entropy: entropy of the policy before the updates, in nats.
+        kl: estimate of the KL to the reference before the updates, in nats; None without a reference.
+        group: number of its group in the step.
+    """
+
+    sample: int
+    texts: tuple[str, ...]
+    mask: np.ndarray | None
+    advantage: np.ndarray
+    sampler_logps: np.ndarray
+    logps: np.ndarray
+    change: np.ndarray
+    entropy: np.ndarray
+    kl: np.ndarray | None = None
+    group: int = 0
+
+
 def token_values_interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
     """Return the number of steps from one with token values to the next, in a run of `total` steps; 0 is never."""
     if config.token_values_every_n_steps is not None:
@@ -49,17 +84,43 @@ def token_values_interval(config: RLTrainingConfig, num_generations: int, total:
     return max(-(-COST * min(num_generations, COMPLETIONS) // completions), -(-total // STEPS))
 
 
+class TokenValuesWriter(Output):
+    """Write token values at the steps at which they are due. Only a run of one process does so, because all processes
+    must launch the same programs.
+    """
+
+    _every = 0
+
+    def begin(self, run: Run[Any], summary: Mapping[str, Any]) -> None:
+        self._folder, self._learner, self._total, recipe = run.folder, run.learner, run.total, run.recipe
+        if isinstance(recipe, Recipe) and distributed.count() == 1:
+            self._every = token_values_interval(recipe.training, recipe.grpo.num_generations, run.total)
+            self._scorer = TokenScorer(self._learner.cluster, self._learner.algorithm)
+
+    def before_update(self, experience: "Experience") -> None:
+        updates = min(self._learner.config.num_iterations, self._total - self._learner.step)
+        if is_due(self._learner.step + updates, updates, self._every):
+            self._scorer.score_before(experience)
+
+    def step(self, record: StepRecord) -> None:
+        if self._every:
+            self._scorer.score_again()
+            self._folder.write_rows(
+                run_files.TOKENS, (token_row(record.step, one) for one in self._scorer.values(record.groups))
+            )
+            self._scorer = TokenScorer(self._learner.cluster, self._learner.algorithm)
+
+
 class TokenScorer:
     """Score completions of one group of a step, before and after the step's updates.
 
     Args:
         cluster: the models.
         algorithm: gives the estimator of the KL.
-        due: whether this step is one of those; if not, nothing is done.
     """
 
-    def __init__(self, cluster: "RLCluster", algorithm: Algorithm, due: bool):
-        self._cluster, self._algorithm, self._due = cluster, algorithm, due
+    def __init__(self, cluster: "RLCluster", algorithm: Algorithm):
+        self._cluster, self._algorithm = cluster, algorithm
         self._shown: Shown | None = None
         self._values: list[TokenValues] = []
 
@@ -67,7 +128,7 @@ class TokenScorer:
         """Score completions of the first experience that has groups, with the weights before the update; later ones are
         ignored.
         """
-        if not self._due or self._shown is not None or not x.groups:
+        if self._shown is not None or not x.groups:
             return
         # The first group with advantages that are not 0, or else the first.
         index = next((i for i, g in enumerate(x.groups) if g.advantages is not None and g.advantages.any()), 0)
@@ -155,3 +216,28 @@ def _beginning(completion: Completion) -> Completion:
     return replace(
         completion, **cut, mask=None if completion.mask is None else completion.mask[:TOKENS], branches=branches
     )
+
+
+def token_row(step: int, values: TokenValues) -> dict[str, Any]:
+    """Return the row of a completion in `tokens.jsonl`. Values have four significant digits, and lists one value per
+    token; `advantage` is one number where all tokens have the same, and `sampled` is there only where a tool or an
+    environment inserted tokens.
+    """
+    advantages = _rounded(values.advantage)
+    return {
+        "step": step,
+        "group": values.group,
+        "sample": values.sample,
+        "texts": list(values.texts),
+        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
+        "sampler_logps": _rounded(values.sampler_logps),
+        "logps": _rounded(values.logps),
+        "change": _rounded(values.change),
+        "entropy": _rounded(values.entropy),
+        **({} if values.kl is None else {"kl": _rounded(values.kl)}),
+        **({} if values.mask is None else {"sampled": values.mask.astype(int)}),
+    }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]

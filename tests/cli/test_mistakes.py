@@ -91,7 +91,7 @@ WITHOUT_NUMPY = [
     "covey recipes quickstart",
     "covey watch runs/done --once",
 ]
-OF_PLUGINS = ("launch", "plan")
+OF_PLUGINS = ("board", "compare", "data", "launch", "plan", "report", "rewards", "watch")
 WITHOUT_NUMPY += [*(f"covey {name} --help" for name in COMMANDS), *(command for command, _ in [*ROWS, *MORE])]
 WITHOUT_JAX = ["covey validate quickstart", "covey rewards quickstart --samples samples.jsonl"]
 CODE = """

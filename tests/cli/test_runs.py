@@ -227,6 +227,8 @@ def test_the_table_of_recipes_is_as_wide_as_a_page_in_a_pipe(
 @pytest.mark.parametrize("words", ["recipes", "recipes quickstart", "train --help", "compare a a"])
 def test_a_reader_that_leaves_ends_a_command_quietly(words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `covey recipes | head -1` does. The trap: rich ends the process with exit code 1."""
+    if words.startswith("compare"):
+        pytest.importorskip("covey_report")
     write_run("a")
     reader, writer = os.pipe()
     os.close(reader)

@@ -227,7 +227,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight: tuple[Path, GRPOLearner], t
     again = learner(tokens=2)
     again.train(ROWS, HELD_OUT, out=tmp_path / "run")
     assert measured(tmp_path / "run") == measured(straight[0])  # in which no tokens were scored
-    check_token_values(tmp_path / "run")
+    if find_spec("covey_report"):
+        check_token_values(tmp_path / "run")
     assert all(np.array_equal(a, b) for a, b in zip(weights(again), weights(straight[1]), strict=True))
     assert again.history["reward"] == straight[1].history["reward"]
 

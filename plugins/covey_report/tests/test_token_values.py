@@ -12,11 +12,11 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans
-from covey.rl import token_values
 from covey.rl.experience import Experience
 from covey.rl.group_table import table_of
-from covey.rl.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval
 from covey.types import Branch
+from covey_report import token_values
+from covey_report.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ class Cluster:
 
 
 def test_the_first_informative_group_is_scored_before_and_after(groups_of: Callable[..., Any]) -> None:
-    """Only the first micro-batch that has groups is scored, and nothing where it is not due."""
+    """Only the first micro-batch that has groups is scored, and nothing where none was scored before."""
     tied, told = (
         replace(group, advantages=np.array(advantages, np.float32))
         for group, advantages in zip(groups_of([(4, [3, 2]), (5, [1, 6])]), ([0, 0], [1, -1]), strict=True)
@@ -64,7 +64,7 @@ def test_the_first_informative_group_is_scored_before_and_after(groups_of: Calla
     ref_logps, empty = [np.zeros(n) for n in lengths], Experience([], table_of([]))
     batch = Experience(groups, table_of(groups), ref_logps, advantages=advantages)
     cluster: Any = Cluster()
-    scorer = TokenScorer(cluster, algorithm, True)
+    scorer = TokenScorer(cluster, algorithm)
     scorer.score_before(empty)
     assert cluster.calls == []
     for _ in range(2):
@@ -78,8 +78,7 @@ def test_the_first_informative_group_is_scored_before_and_after(groups_of: Calla
     assert (second.logps.tolist(), second.change.tolist()) == ([-1.0] * 6, [-1.0] * 6)
     assert second.kl is not None
     assert len(second.kl) == 6
-    idle = TokenScorer(cluster, algorithm, False)
-    idle.score_before(batch)
+    idle = TokenScorer(cluster, algorithm)
     idle.score_again()
     assert (idle.values(groups), len(cluster.calls)) == ([], 2)
 
