@@ -154,35 +154,6 @@ class Group:
     advantages: "np.ndarray | None" = None
 
 
-@dataclass(frozen=True)
-class TokenValues:
-    """Values of the tokens of one completion, or of its beginning; arrays are [n].
-
-    Attributes:
-        sample: number of the completion in its group.
-        texts: text of each token; see `text.tokenizer.token_texts`.
-        mask: True for the tokens that the model generated; None when it generated all.
-        advantage: advantage of each token, float32.
-        sampler_logps: log-prob that the sampler reported, of the full distribution.
-        logps: log-prob under the policy before the step's updates.
-        change: log-prob after the step's updates minus `logps`.
-        entropy: entropy of the policy before the updates, in nats.
-        kl: estimate of the KL to the reference before the updates, in nats; None without a reference.
-        group: number of its group in the step.
-    """
-
-    sample: int
-    texts: tuple[str, ...]
-    mask: "np.ndarray | None"
-    advantage: "np.ndarray"
-    sampler_logps: "np.ndarray"
-    logps: "np.ndarray"
-    change: "np.ndarray"
-    entropy: "np.ndarray"
-    kl: "np.ndarray | None" = None
-    group: int = 0
-
-
 class Mean(NamedTuple):
     """A metric accumulated over a step: total and count are summed separately and divided at the end of the step."""
 

@@ -115,12 +115,11 @@ def test_the_wheel_holds_every_module_and_recipe(tmp_path):
     held = set(zipfile.ZipFile(wheel).namelist())
     others = (
         "config/recipes/*.yaml",
-        "report/assets/*",
-        "board/assets/*",
         "py.typed",
         "__init__.pyi",
     )
     files = [*(ROOT / "plugins" / "covey_sandbox").rglob("*.bpf")]
+    files += (ROOT / "plugins" / "covey_report").rglob("assets/*")
     wanted = [*PACKAGE, *files, *chain.from_iterable((ROOT / "covey").glob(pattern) for pattern in others)]
     assert len(wanted) > len(PACKAGE) + 20
     assert {str(file.relative_to(ROOT)).removeprefix("plugins/") for file in wanted} - held == set()

@@ -1,4 +1,4 @@
-"""Write the table of rules into RULES.md beside covey/report/diagnosis/rules.py; docs/diagnosis-rules.md shows it.
+"""Write the table of rules into RULES.md beside covey_report/diagnosis/rules.py; docs/diagnosis-rules.md shows it.
 
 python -m tools.diagnosis_table           # write it
 python -m tools.diagnosis_table --print   # print it
@@ -7,8 +7,8 @@ python -m tools.diagnosis_table --print   # print it
 import re
 from pathlib import Path
 
-from covey.report.diagnosis import NOTE, RULES, Rule, rules
-from covey.report.diagnosis.rule import FIELD
+from covey_report.diagnosis import NOTE, RULES, Rule, rules
+from covey_report.diagnosis.rule import FIELD
 from tools.written_part import with_part, write
 
 FILE = Path(rules.__file__).with_name("RULES.md")

@@ -18,9 +18,7 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
-    "run": "a run folder: start, resume",
-    "board": "all runs of a folder as a local web page",
-    "report": "a run as one HTML page",
+    "run": "the loop, a run folder: stop, resume",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
     "envs": "environments of several turns",

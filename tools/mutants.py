@@ -64,7 +64,7 @@ TESTS = {
         "tests/packing/test_rows.py",
         "tests/rl/test_experience.py",
         "tests/rl/test_inference.py",
-        "tests/rl/test_token_values.py",
+        "plugins/covey_report/tests/test_token_values.py",
     ),
     "covey/models/attention.py": (
         "tests/models/test_layers.py",

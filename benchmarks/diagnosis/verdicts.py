@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.diagnosis.cases import Case
-from covey.report.diagnosis import PROBLEM, WITHDRAWN, LiveDiagnosis, RunHistory, diagnose
-from covey.report.run_data import read_run
+from covey_report.diagnosis import PROBLEM, WITHDRAWN, LiveDiagnosis, RunHistory, diagnose
+from covey_report.run_data import read_run
 
 PARTS = ("first half", "second half", "third part")
 Record = Mapping[str, Any]

@@ -84,22 +84,6 @@ def count_duplicates(train: "np.ndarray", held_out: "np.ndarray") -> list[Duplic
     return [_count(kind, train[:, i], held_out[:, i]) for i, kind in enumerate(KINDS)]
 
 
-def find_contradictions(columns: Sequence[str] | None, table: "np.ndarray") -> list[int]:
-    """Return the number of prompts that have several answers, and the indices of two such rows if there are any.
-
-    Args:
-        columns: what is trained on, as for `RowHashes`; of whole rows nothing is an answer.
-        table: hashes of the training rows.
-    """
-    import numpy as np
-
-    given = np.flatnonzero(table[:, 3] if columns else [])
-    prompts, answers = table[given, 2:].T if columns == PROMPT else table[given, :1:-1].T
-    order = np.lexsort((answers, prompts))
-    differ = np.flatnonzero((np.diff(prompts[order]) == 0) & (np.diff(answers[order]) != 0))
-    return [np.unique(prompts[order[differ]]).size, *given[order[[*differ[:1], *differ[:1] + 1]]].tolist()]
-
-
 def compare_rows(recipe: Recipe | SFTRecipe, train: Iterable[Row], held_out: Iterable[Row]) -> list[Duplicates]:
     """Count the duplicates among the rows of a run of `recipe`."""
     hashes = [RowHashes(trained_columns(recipe), rows).table() for rows in (train, held_out)]

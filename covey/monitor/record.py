@@ -11,7 +11,7 @@ from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
 from covey.monitor.formats import SampleLine, figures
 from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput
-from covey.types import Group, TokenValues
+from covey.types import Group
 
 if TYPE_CHECKING:
     import pandas
@@ -27,7 +27,6 @@ class StepRecord:
         metrics: metrics by name; `time/...` are seconds.
         groups: every completion that the step sampled, with its rewards and advantage; of several processes those that
             this one has sampled. None in supervised training.
-        token_values: values of the tokens of some completions, at the steps at which they are computed.
         numbers: number of each group among those of all processes.
     """
 
@@ -36,7 +35,6 @@ class StepRecord:
     total: int
     metrics: dict[str, float]
     groups: Sequence[Group] = ()
-    token_values: Sequence[TokenValues] = ()
     numbers: Sequence[int] = ()
 
     def due(self, every: int) -> bool:

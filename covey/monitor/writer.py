@@ -24,7 +24,7 @@ from covey.files import folder_below, has_file, open_below, open_or_empty, repla
 from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
 from covey.train.storage import is_open_at, sync
-from covey.types import Completion, Group, Message, Prompt, TokenValues
+from covey.types import Completion, Group, Message, Prompt
 
 Correct = Mapping[str, Sequence[np.ndarray]]
 """Map from a metric to which completions of each group are right: bool [G]."""
@@ -72,9 +72,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """Append the lines of a step's groups; see `sample_lines`."""
         self._append(SAMPLES, lines)
 
-    def token_values(self, step: int, values: Iterable[TokenValues]) -> None:
-        """Append the token values of a step; the file is made with the first of them."""
-        self._append(TOKENS, (encode_row(token_row(step, completion)) for completion in values))
+    def rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows of a step to the file `name`, which is made with the first of them."""
+        self._append(name, map(encode_row, rows))
 
     def _open(self, name: str) -> IO[bytes]:
         return open_below(self._folder, name, "ab", buffering=0)
@@ -183,31 +183,6 @@ def _group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]
             "length": len(completion.tokens),
             **_episode_columns(completion),
         }
-
-
-def token_row(step: int, values: TokenValues) -> dict[str, Any]:
-    """Return the row of a completion in `tokens.jsonl`. Values have four significant digits, and lists one value per
-    token; `advantage` is one number where all tokens have the same, and `sampled` is there only where a tool or an
-    environment inserted tokens.
-    """
-    advantages = _rounded(values.advantage)
-    return {
-        "step": step,
-        "group": values.group,
-        "sample": values.sample,
-        "texts": list(values.texts),
-        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
-        "sampler_logps": _rounded(values.sampler_logps),
-        "logps": _rounded(values.logps),
-        "change": _rounded(values.change),
-        "entropy": _rounded(values.entropy),
-        **({} if values.kl is None else {"kl": _rounded(values.kl)}),
-        **({} if values.mask is None else {"sampled": values.mask.astype(int)}),
-    }
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
 
 
 def _episode_columns(completion: Completion) -> dict[str, Any]:

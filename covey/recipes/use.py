@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
-from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
-from covey.data import PromptLoader
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import echo, show_log
@@ -35,7 +33,7 @@ from covey.rl.rollout import RolloutWorker
 from covey.run.settings import check_same_recipe
 from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer
-from covey.types import Completion, FinishReason, Group
+from covey.types import Completion, FinishReason
 
 log = logging.getLogger(__name__)
 TEXT_ONLY = "The model has no chat template: it continues each line alone"
@@ -197,22 +195,6 @@ def _reply(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, l
         _echo("(the oldest turn is forgotten: the conversation has outgrown the model)")
     (group,) = worker.generate([{"prompt": messages if tokenizer.chat_template else text}], 1, step=len(messages))
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
-
-
-def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
-    """Sample groups for the first `count` training prompts of a run of `recipe`, with its untouched model. As far as
-    they are prompts of its first step, these are the completions that the run begins with.
-    """
-    rows = data_source.load_data(recipe.data).train
-    check_columns(recipe.rewards, rows)
-    with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        with open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            fitted = fit_rows(rows, tokenizer, environments, recipe.rollout, recipe.training)
-            first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
-            progress.phase("sampling")
-            return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
 
 
 def _mesh_of(source: str) -> Mesh | None:

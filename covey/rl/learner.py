@@ -33,7 +33,7 @@ from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
 from covey.models.loading import sources
 from covey.models.loading.weights import with_digest
-from covey.monitor.record import Observer, OnBadBatch, StepRecord, is_due, total_steps
+from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
 from covey.parallel.reshard import stack_bytes
@@ -70,7 +70,6 @@ from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, load_steps
 from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
-from covey.rl.token_values import TokenScorer
 from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
 from covey.run.script import checksum, model_options
@@ -107,7 +106,6 @@ class Learner(Trainee):
         drawn: steps whose samples a checkpoint has, and which are not sampled again.
         ahead: rollouts of the steps; None outside of `steps`.
         base: origin of the weights that `train_grpo` loaded.
-        token_values_every: interval of the steps that compute token values for the observers; 0, the default, is never.
 
     Raises:
         RecipeError: settings contradict each other, a stage size is invalid, or a reward is unknown.
@@ -136,11 +134,10 @@ class Learner(Trainee):
         self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
         self.eval_config, self.base = eval_config or EvalConfig(), ""
         self._prompts, self._prompts_checked, self._rehearsed = 0, False, False
-        self.token_values_every = 0
         self.ahead: Rollouts | None = None
         self.drawn: Sequence[SampledStep] = ()
         self.algorithm = algorithm_of(config)
-        self.stats, self._token_scorer = StepStats(), TokenScorer(rl_cluster, self.algorithm, due=False)
+        self.stats = StepStats()
         self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         if self.lead and self.algorithm.correction == "none":
@@ -228,7 +225,6 @@ class Learner(Trainee):
                 batches = Replay(new_batches) if drawn.within_step else list(new_batches)
                 with self.phase("update"):
                     updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
-                    self._token_scorer.score_again()
                 drawn.new_weights()
                 self.step += count
                 self._prompts = loader.position
@@ -238,7 +234,6 @@ class Learner(Trainee):
         """Begin the record of a step, and return the number of its updates; 0 after the last step."""
         count = min(self.config.num_iterations, total - self.step)
         self.stats = StepStats(Clock(on_phase=self.on_phase))
-        self._token_scorer = TokenScorer(self.cluster, self.algorithm, self._scores_tokens(count))
         return count
 
     @contextmanager
@@ -443,7 +438,7 @@ class Learner(Trainee):
             start, stop = indices[0], indices[-1] + 1
             packed, part = x.packed.slice(start, stop), x.between(start, stop)
             self.stats.waste.append(packed.layout.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
-            self._token_scorer.score_before(part)
+            self.outputs.before_update(part)
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
 
@@ -476,12 +471,6 @@ class Learner(Trainee):
         loader.take(self._prompts)  # skip the prompts that a resumed run has used
         return loader
 
-    def _scores_tokens(self, updates: int) -> bool:
-        """Return whether token values are computed in a step of so many updates; only a run of one process does so,
-        because all processes must launch the same programs.
-        """
-        return processes.here().count == 1 and is_due(self.step + updates, updates, self.token_values_every)
-
     def _record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes; then adapt β and the reference to it."""
         stats, trainer = gather_step_stats(self.stats), self.cluster.trainer
@@ -496,8 +485,7 @@ class Learner(Trainee):
             "learning_rate": trainer.last_learning_rate,
         }
         groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
-        values = self._token_scorer.values(groups)
-        record = StepRecord(self.step, len(updates), total, metrics, groups, values, numbers)
+        record = StepRecord(self.step, len(updates), total, metrics, groups, numbers)
         self._adapt_to_kl(record)
         return record
 

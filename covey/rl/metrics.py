@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from covey.config.metrics import OVERLONG
 from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
-from covey.rewards.signal import centre, correlate, labels_of
+from covey.rewards.correlation import centre, correlate, labels_of
 from covey.rl.group_table import GroupTable
 from covey.sampling.model_runner import SamplerStats
 

@@ -101,7 +101,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
 
     def write_step(self, record: StepRecord) -> None:
-        """Write the row of a step, its completions and its token values. Each process encodes its completions, and the
+        """Write the row of a step, and its completions. Each process encodes its completions, and the
         first one writes those of all.
         """
         self.metrics = record.metrics
@@ -112,7 +112,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self.check_not_replaced()
             self._writer.step(record.metrics)
             self._writer.samples(lines)
-            self._writer.token_values(record.step, record.token_values)
+
+    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows of a step to the file `name`; a resumed run cuts those of `RUN_FILES` that are written so."""
+        if self._writer is not None:
+            self._writer.rows(name, rows)
 
     def write_answers(self, name: str, groups: Iterable[Group], correct: Correct | None = None) -> None:
         """Write the completions of the evaluation `name`, and which of them are right."""

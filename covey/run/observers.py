@@ -1,23 +1,16 @@
-"""Observers of a run beside its loop: the counter of its programs, its memory, its report and its diagnosis."""
+"""The programs that a run compiles, and the memory that it uses."""
 
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 import jax
 import psutil
 
 from covey.allocator import release_free_memory
-from covey.config.recipe import Recipe, SFTRecipe, flatten
-from covey.monitor.run_files import METRICS
-from covey.report import REPORT, write_report
-from covey.report.diagnosis import NOTE, Finding, LiveDiagnosis, RunHistory, diagnose
-from covey.report.run_data import numbers, read_lines, read_run
-from covey.run.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +26,6 @@ WARM_UP_STEPS, LOOK_BACK = 20, 10
 """Number of first steps in which new shapes are expected, and number of later steps that are then examined."""
 LONG = 1.0
 """Seconds of a compilation that leaves enough free memory to return it to the system, before the program runs."""
-INTERVAL = 30.0
-"""Minimum number of seconds between two reports."""
-MAX_SHARE = 0.01
-"""Maximum share of a run's time for the reports before its end."""
 
 
 class CompileCounter:
@@ -122,109 +111,8 @@ ADVICE = (
 )
 
 
-class ReportWriter:
-    """Write `report.html` of a run while it trains, and at its end, from the files of the run folder alone.
-
-    It is written in the first process, after a step, at most every `INTERVAL` seconds, and so rarely that all reports
-    together take at most `MAX_SHARE` of the time since the start: the files grow, so the next report is expected to
-    take twice as long as the last one. The report at the end is always written. A report that fails is logged and never
-    ends the run.
-
-    Args:
-        folder: the open run folder; only the process that writes in it writes reports.
-    """
-
-    def __init__(self, folder: RunFolder):
-        self._folder = folder
-        self._begun = time.monotonic()
-        self._due, self._spent = self._begun + INTERVAL, 0.0
-        self._failure = ""
-
-    def write_if_due(self) -> None:
-        """Write the report if the last one is old enough."""
-        if time.monotonic() >= self._due:
-            self.write()
-
-    def write(self, status: str = "") -> bool:
-        """Write the report now, of a run in this state; return whether that was done. A failure is logged once."""
-        if not self._folder.writes:
-            return False
-        begun = time.monotonic()
-        try:
-            write_report(self._folder.path / REPORT, [self._folder.path], status=status)
-        except Exception as error:  # a report is a by-product, and the run goes on without it
-            failure = f"{REPORT} could not be written: {type(error).__name__}: {error}"
-            if failure != self._failure:
-                log.warning(f"{failure}; the run goes on, and covey report {self._folder.path_as_given} tries again")
-            self._failure = failure
-            return False
-        finally:
-            ended = time.monotonic()
-            self._spent += ended - begun
-            expected = 2 * (ended - begun)
-            self._due = max(ended + INTERVAL, self._begun + (self._spent + expected) / MAX_SHARE)
-        return True
-
-
 def memory_in_use() -> int:
     """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
     stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
     used = [int(each["bytes_in_use"]) for each in stats if each and "bytes_in_use" in each]
     return max(used) if used else int(psutil.Process().memory_info().rss)
-
-
-class FindingsLog:
-    """Log the findings of the diagnosis: a problem once it is certain while the run trains, its withdrawal if it is
-    refuted, and all findings at the end.
-
-    The first process logs, from the rows that it writes. A diagnosis that fails is logged and never ends the run.
-
-    Args:
-        recipe: recipe of the run.
-        folder: its open folder; if it is resumed, its rows so far are read.
-        summary: content of `summary.json` before training.
-    """
-
-    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, summary: Mapping[str, Any]):
-        self._folder, self._failed = folder, False
-        before, data = (numbers(summary.get(name)) for name in ("before", "data"))
-        rows = list(read_lines(folder.path / METRICS, {})) if folder.resuming and folder.writes else []
-        self._live = LiveDiagnosis(recipe.method, flatten(asdict(recipe)), before, rows, data)
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Judge the run with the metrics of a new step, and log what became certain and what is withdrawn."""
-        for finding in self._safely(lambda: self._live.step(metrics)):
-            log.warning(f"step {metrics['step']}: {describe(finding)}")
-
-    def end(self) -> None:
-        """Log the findings on the finished run, as its report has them."""
-        for finding in self._safely(self._last_findings):
-            level = logging.INFO if finding.level == NOTE else logging.WARNING
-            log.log(level, f"diagnosis: {describe(finding)}")
-            for line in finding.samples:
-                log.info(f"  {line}")
-
-    def _last_findings(self) -> list[Finding]:
-        history = RunHistory.of(read_run(self._folder.path))
-        return [*self._live.end(history), *diagnose(history)]
-
-    def _safely(self, judge: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-        if not self._folder.writes or self._failed:
-            return []
-        try:
-            return judge()
-        except Exception as error:  # a diagnosis is a by-product, and the run goes on without it
-            self._failed = True
-            log.warning(f"the diagnosis failed: {type(error).__name__}: {error}; the run goes on without it")
-            return []
-
-
-def describe(finding: Finding) -> str:
-    """Return a finding as one line.
-
-    >>> describe(Finding("The reward is constant", "", "0.5 in 5 steps", "rewards"))
-    'The reward is constant. Seen: 0.5 in 5 steps. Change: rewards.'
-    """
-    seen = f". Seen: {finding.evidence}" if finding.evidence else ""
-    change = f". Change: {finding.setting}" if finding.setting else ""
-    return f"{finding.title}{seen}{change}."

@@ -37,8 +37,8 @@ def conformance(line: Line) -> None:
     Raises:
         CoveyError: there is no such trainer or check, a trainer is not installed, or the page cannot be written.
     """
-    from covey.report.page import check_replaceable
     from covey_conformance import results  # late, here and below: it needs NumPy
+    from covey_report.page import check_replaceable
 
     page = Path(line.options["--html"]).expanduser() if "--html" in line.options else None
     if page is not None:

@@ -15,10 +15,10 @@ from covey import __version__
 from covey.display import printable
 from covey.errors import CoveyError, nearest
 from covey.files import replace_file
-from covey.report.page import GENERATOR, content_security_policy
 from covey_conformance.bench import Bench
 from covey_conformance.checks import CHECKS, Check
 from covey_conformance.trainers import KNOWN, FailedError, NotApplicableError, Trainer, make_trainer
+from covey_report.page import GENERATOR, content_security_policy
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -35,11 +35,10 @@ from covey.models.decoder import Decoder
 from covey.models.export.files import Difference, check_new_folder
 from covey.models.export.hf import write_hf, write_tokenizer
 from covey.models.loading import hf_config, sources
-from covey.monitor.run_files import SUMMARY
+from covey.monitor.run_files import REPORT, SUMMARY
 from covey.parallel import make_mesh, processes
 from covey.recipes.load_model import abstract_for, load_for
-from covey.registry import import_package
-from covey.report import REPORT, write_report
+from covey.registry import import_package, offered
 from covey.run.folder import model_folder, read_summary
 from covey.text.tokenizer import Tokenizer, read_json
 from covey_formats.gguf_writer import make_metadata, write_gguf
@@ -269,7 +268,7 @@ def publish(
         export(str(run), folder, form, dtype, shard_size)
         for name in records:
             if name == REPORT:
-                write_report(folder / REPORT, [run])
+                offered("covey.pages", "report")(folder / REPORT, [run])
             else:
                 with open_below(run, name) as record, (folder / name).open("xb") as copy:
                     shutil.copyfileobj(record, copy)

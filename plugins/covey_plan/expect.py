@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from covey.config.algorithms import algorithm_of
-from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.recipe import Recipe, SFTRecipe, is_from_python
 from covey.models.config import ModelConfig
 from covey.monitor.formats import duration
 from covey.rl.evaluate import presets_of
 from covey.run.observers import memory_in_use
+from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import Scheduler
 from covey.sft.batch import encode_example
@@ -36,7 +37,7 @@ from covey_plan.work import Sizes, step_phases
 
 ROWS_READ, WIDTH = 64, 60
 """Number of rows whose lengths stand for all, and of characters of a line."""
-log = logging.getLogger(__name__)
+log = logging.getLogger("covey.plan")  # a run shows records below "covey"
 
 
 class Expectation(NamedTuple):
@@ -57,14 +58,18 @@ class Expectation(NamedTuple):
     checkpoint: int
 
 
-def announce(run: SavedRun, before: Mapping[str, Any]) -> None:
-    """Show the expected needs of a run before its first step, given the metrics of its evaluation before training."""
-    try:
-        needs = expect(run, before.get("mean_length"))
-        for line in in_words(needs, run):
-            run.progress.message(line)
-    except Exception as error:  # an estimate is a by-product, and the run goes on without it
-        log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
+class Estimate(Output):
+    """Show the expected needs of a recipe's run before its first step."""
+
+    def begin(self, run: SavedRun, summary: Mapping[str, Any]) -> None:
+        if run.folder.resuming or is_from_python(run.recipe):
+            return
+        try:
+            needs = expect(run, (summary["before"] or {}).get("mean_length"))
+            for line in in_words(needs, run):
+                run.progress.message(line)
+        except Exception as error:  # an estimate is a by-product, and the run goes on without it
+            log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
 
 
 def expect(run: SavedRun, sampled: float | None = None) -> Expectation:

@@ -22,12 +22,12 @@ from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.recipes.build import load_data
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
-from covey.rl.token_values import token_values_interval
 from covey.sampling.scheduler import check_length, check_positions
 from covey.sft.batch import encode_example, fit
 from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+from covey_report.token_values import token_values_interval
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
-from covey.rl.token_values import longest_shown, token_values_interval
 from covey.sampling.scheduler import Demands, Scheduler
 from covey.sft.learner import SFTLearner
+from covey_report.token_values import longest_shown, token_values_interval
 
 
 class RLPrograms:

@@ -135,7 +135,7 @@ def refused(capsys, *words):
 def test_a_recipe_and_a_free_folder_are_handed_on(calls, capsys, command, name):
     run_folder(f"runs/{name}-1", of=name)
     assert cli.main([command, name, "--max-steps", "3", "--seed=7"]) == 0
-    function, ready, out, _ = calls[0]
+    function, ready, out = calls[0]
     assert (function, recipe.COMMANDS[ready.method]) == ("train", f"covey {command}")
     assert (ready.training.max_steps, ready.seed) == (3, 7)
     assert out == Path(f"runs/{name}-2")
@@ -223,7 +223,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "--resume" not in capsys.readouterr().err
 
-    def stopped(ready, out, announce):
+    def stopped(ready, out):
         run_folder(out)  # with a checkpoint: without one there is nothing to go on from
         raise KeyboardInterrupt
 

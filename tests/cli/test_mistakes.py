@@ -93,7 +93,7 @@ WITHOUT_NUMPY = [
     "covey recipes quickstart",
     "covey watch runs/done --once",
 ]
-OF_PLUGINS = ("export", "push", "launch", "plan")
+OF_PLUGINS = ("board", "compare", "data", "export", "launch", "plan", "push", "report", "rewards", "watch")
 WITHOUT_NUMPY += [*(f"covey {name} --help" for name in COMMANDS), *(command for command, _ in [*ROWS, *MORE])]
 WITHOUT_JAX = ["covey validate quickstart", "covey rewards quickstart --samples samples.jsonl"]
 CODE = """

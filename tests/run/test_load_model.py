@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ from covey.parallel import flatten, make_mesh, mesh_of
 from covey.recipes import use as using
 from covey.recipes.build import role_meshes
 from covey.recipes.load_model import available_mesh, check_same_weights, load_source
-from covey.recipes.use import sample_training_prompts
 from covey.rl.learner import Learner
 from covey.rl.roles import Role
 from covey.run.saved_run import STEP_FILES
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
+
+SAMPLING = [using, *(import_module("covey_report.first_samples") for _ in [1] if find_spec("covey_report"))]
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 LETTERS = ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
@@ -129,15 +132,21 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
     assert devices == [1, 4]
 
 
+def sample_training_prompts(ready: Recipe) -> None:
+    pytest.importorskip("covey_report.first_samples").sample_training_prompts(ready, 1)
+
+
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), lambda ready: sample_training_prompts(ready, 1)])
+@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), sample_training_prompts])
 def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
     trained: str, use: Callable[[Recipe], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the run that it begins with are merged, as in training."""
     models: list[Decoder] = []
     said = type("Said", (Said,), {"devices": []})
-    monkeypatch.setattr(using, "RolloutWorker", lambda model, *others: models.append(model) or said(model, *others))
+    for module in SAMPLING:
+        worker = lambda model, *others: models.append(model) or said(model, *others)  # noqa: E731
+        monkeypatch.setattr(module, "RolloutWorker", worker)
     use(recipe.load("quickstart", [f"model.source={trained}", "model.lora.rank=2"]))
     lora = models[0].layers[0].attn.q_proj.lora
     assert lora is not None

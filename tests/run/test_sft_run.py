@@ -161,6 +161,7 @@ def test_a_run_learns_and_its_folder_tells_it(
     assert "  entropy " in lines[0]
     assert f"loss         {summary['before']['loss']:.3f} → {summary['after']['loss']:.3f}" in shown
     assert f"less {out}/after.jsonl" in shown
+    pytest.importorskip("covey_report")
     assert f"report       {out}/report.html" in shown
     assert "eval/perplexity" in (out / "report.html").read_text(encoding="utf-8")
 

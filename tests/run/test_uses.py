@@ -34,6 +34,7 @@ from covey.types import Completion, FinishReason
 
 EXPORTING = [import_module("covey_formats.export")] if find_spec("covey_formats") else []
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
+SAMPLING = [using, *(import_module("covey_report.first_samples") for _ in [1] if find_spec("covey_report"))]
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 READER = Tokenizer.from_folder(TINY)
@@ -114,7 +115,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, using, *EXPORTING):
+    for module in (load_model, *SAMPLING, *EXPORTING):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -122,11 +123,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def sample_training_prompts(ready: recipe.Recipe) -> None:
+    pytest.importorskip("covey_report.first_samples").sample_training_prompts(ready, 1)
+
+
 USES: dict[str, Callable[..., Any]] = {
     "training": lambda out, *more: recipes.train(rl_recipe(*more), out / "run"),
     "eval": lambda out, *more: recipes.evaluate(TINY, rl_recipe(*more)),
     "rollout": lambda out, *more: recipes.play(rl_recipe(*more), 1),
-    "rewards": lambda out: using.sample_training_prompts(rl_recipe(), 1),
+    "rewards": lambda out: sample_training_prompts(rl_recipe()),
     "sft": lambda out: recipes.train(sft_recipe(), out / "run"),
     "sft eval": lambda out: recipes.evaluate(TINY, sft_recipe()),
 }
@@ -213,13 +218,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         models.append(model)
         raise SeenError
 
-    monkeypatch.setattr(using, "RolloutWorker", worker)
+    for module in SAMPLING:
+        monkeypatch.setattr(module, "RolloutWorker", worker)
     return models
 
 
-@pytest.mark.parametrize(
-    "use", [lambda ready: recipes.play(ready, 1), lambda ready: using.sample_training_prompts(ready, 1)]
-)
+@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), sample_training_prompts])
 def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""
     scratch = recipe.load("arithmetic-tiny", ["seed=7", "model.source=scratch:arithmetic-tiny"])

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -22,6 +24,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.sampling import cache, programs
 from covey_plan.plan import inventory, policy_programs
+from covey_report.token_values import TokenValuesWriter
 
 TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
@@ -73,7 +76,11 @@ def run(ready: Recipe, compiled: Counter[str]) -> None:
         grpo_config=ready.grpo,
         observers=[],
     )
-    learner.token_values_every = 1
+    tokens, scored = TokenValuesWriter(), list[Any]()
+    folder = SimpleNamespace(write_rows=lambda name, rows: scored.extend(rows))
+    tokens.begin(SimpleNamespace(folder=folder, learner=learner, total=3, recipe=ready), {})  # type: ignore[arg-type]
+    learner.before_update = tokens.before_update
+    learner.observers.append(tokens.step)
     data = [{"prompt": text} for text in PROMPTS]
     learner.train([*data, *data])
     evaluate(learner.cluster, data[:3], ready.evaluation, ready.rollout)

@@ -1,8 +1,0 @@
-"""Diagnose a run from its metrics. This file only re-exports names."""
-
-from covey.report.diagnosis.diagnose import LiveDiagnosis, diagnose
-from covey.report.diagnosis.features import RunHistory
-from covey.report.diagnosis.rule import NOTE, PROBLEM, WITHDRAWN, Finding, Rule
-from covey.report.diagnosis.rules import RULES
-
-__all__ = ["NOTE", "PROBLEM", "RULES", "WITHDRAWN", "Finding", "LiveDiagnosis", "Rule", "RunHistory", "diagnose"]

@@ -1,0 +1,1 @@
+"""Pages of runs and data, their diagnosis, and the commands that show them: an add-on of Covey."""

@@ -1,0 +1,1 @@
+"""The commands, each imported when it is executed."""
