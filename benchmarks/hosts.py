@@ -24,7 +24,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from covey.parallel.links import Peer
 
 from benchmarks.common import Settings, short, tell_json
 from covey.config.algorithms import algorithm_of
@@ -37,6 +36,7 @@ from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.packed_groups import PackedGroups
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import Channel
+from covey_hosts.links import Peer
 from covey_hosts.several import Several
 from covey_hosts.wire import ANSWER, BEAT, HELLO, VALUES, Message
 

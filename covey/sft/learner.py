@@ -24,7 +24,7 @@ from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepR
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import processes
-from covey.parallel.mesh import check_even_mesh, default_mesh
+from covey.parallel.mesh import default_mesh
 from covey.parallel.sharding import place_model
 from covey.sft.batch import (
     Fitted,
@@ -86,8 +86,8 @@ class SFTLearner(Keywords):
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        if mesh is not None and processes.here().count > 1:
-            check_even_mesh(mesh)
+        if mesh is not None:
+            processes.here().check_even_mesh(mesh)
         self.tokenizer, self.step, self.nonfinite_guard = tokenizer, 0, NonFiniteGuard(self.config.skip_nonfinite)
         self._model, self._longest = stack_layers(place_model(model, mesh)), model.config.max_positions
         self.held_out = HeldOutLoss(nnx.split(self._model)[0], self.config, loss_fn, mesh)

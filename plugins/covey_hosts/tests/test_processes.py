@@ -62,7 +62,6 @@ from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh, processes, reshard
-from covey.parallel.reshard import to_host
 from covey.rl.evaluate import evaluate
 from covey.run import sft as supervised
 from covey.run.inference import answer_examples
@@ -439,7 +438,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    return {name: to_host(x) for name, x in flatten(tree).items()}
+    return {name: processes.here().to_host(x) for name, x in flatten(tree).items()}
 
 
 def told(group: Group) -> Any:
