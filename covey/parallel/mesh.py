@@ -19,7 +19,7 @@ from covey.errors import RecipeError, nearest
 
 MESH_AXES = ("data", "fsdp", "tp")
 PROCESS = "process"
-"""Name of the axis over the processes, see `with_process_axis`."""
+"""Name of the axis over the processes, of `stack_bytes`."""
 
 
 def make_mesh(
@@ -175,56 +175,6 @@ def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
             where="mesh",
         )
     return Mesh(block, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-@cache
-def with_process_axis(mesh: Mesh) -> Mesh:
-    """Return `mesh` with the axis `PROCESS` before its own: the parts of all processes.
-
-    Raises:
-        RecipeError: a process has no part, or they differ in shape.
-    """
-    parts = [local_mesh(mesh, process).devices for process in range(jax.process_count())]
-    if len({part.shape for part in parts}) > 1:
-        shapes = ", ".join(str(part.shape) for part in parts)
-        raise RecipeError(f"the processes have parts of {shapes} in a mesh", want="parts of one shape", where="mesh")
-    return Mesh(np.stack(parts), (PROCESS, *mesh.axis_names), axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim))
-
-
-def check_even_mesh(mesh: Mesh) -> None:
-    """Refuse the mesh of a model of which the processes do not have equal parts.
-
-    Raises:
-        RecipeError: see above.
-    """
-    with_process_axis(mesh)
-
-
-def check_per_process_mesh(mesh: Mesh, actor: Mesh | None, role: str) -> None:
-    """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
-
-    Raises:
-        RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights over
-            processes, or has some of the actor's devices and others.
-    """
-    if not spans_processes(mesh):
-        if mesh.devices.flat[0].process_index != jax.process_index():
-            raise RecipeError(
-                f"the mesh of the {role} has devices of another process",
-                want="devices of this process, or equally many of each: each process samples and scores its share",
-                fix=f"leave the {role} out: it is then on each process's part of the actor's mesh",
-                where="role_to_mesh",
-            )
-        return
-    with_process_axis(mesh)
-    check_whole_copies(mesh, role)
-    shared = set(mesh.devices.flat) & (set() if actor is None else set(actor.devices.flat))
-    if shared and len(shared) != mesh.devices.size:
-        raise RecipeError(
-            f"the mesh of the {role} has {len(shared)} of the actor's devices beside others",
-            want="in several processes, devices of its own or those of the actor",
-            where="role_to_mesh",
-        )
 
 
 def _first_devices(count: int, processes: Sequence[Sequence[jax.Device]]) -> list[jax.Device]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Int
 
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST, PORT, SILENT
@@ -125,6 +125,40 @@ class Processes:
             about: what they are.
         """
         return arrays
+
+    def put(self, tree: Any, targets: Any) -> Any:
+        """Put arrays on shardings in the same tree, either of which may have devices of several processes."""
+        return jax.device_put(tree, targets)
+
+    def put_host(self, tree: T, to: Sharding) -> T:
+        """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
+        put: T = jax.device_put(tree, to)
+        return put
+
+    def to_host(self, x: jax.Array) -> np.ndarray:
+        """Return the whole of `x`, also where other processes hold parts of it."""
+        return np.asarray(x)
+
+    def read_own_rows(self, x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
+        """Write the rows of `x` that this process's devices hold into `out`, if `x` has the sharding `rows`; otherwise
+        all rows.
+        """
+        out[:] = self.to_host(x)
+
+    def check_even_mesh(self, mesh: Mesh) -> None:
+        """Refuse the mesh of a model of which the processes do not have equal parts.
+
+        Raises:
+            RecipeError: see above.
+        """
+
+    def check_per_process_mesh(self, mesh: Mesh, actor: Mesh | None, role: str) -> None:
+        """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
+
+        Raises:
+            RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights
+                over processes, or has some of the actor's devices and others.
+        """
 
     def together(self, about: str) -> AbstractContextManager[None]:
         """Wait at the end of the `with` statement until all processes are there; raise if its body has failed in one.

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree, UInt8
 
 from covey.errors import CoveyError
 from covey.parallel import processes
-from covey.parallel.mesh import PROCESS, local_mesh, with_process_axis
+from covey.parallel.mesh import PROCESS
 
 Tree = TypeVar("Tree")
 
@@ -153,32 +152,11 @@ def _leaves_devices(x: jax.Array, to: Sharding) -> bool:
 def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
     # Not device_put(donate=True): in jax 0.10.2 it returns arrays that crash the process when used, if devices differ,
     # and frees nothing if they do not. Nor does may_alias=False always copy: one of several replicas is still shared.
-    moved = jax.tree.map(_put_over_processes, tree, target) if jax.process_count() > 1 else jax.device_put(tree, target)
+    moved = processes.here().put(tree, target)
     for leaf, to in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
         if donate and _leaves_devices(leaf, to):
             leaf.delete()
     return moved
-
-
-def _put_over_processes(x: jax.Array, to: Sharding) -> jax.Array:
-    """Put `x` on `to`, either of which may have devices of several processes."""
-    if x.is_fully_addressable == to.is_fully_addressable:
-        put: jax.Array = jax.device_put(x, to)
-        return put
-    if not x.is_fully_addressable:
-        return _gather_locally(x, to)
-    host = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, to, lambda index: host[index])
-
-
-def put_host(tree: Tree, to: Sharding) -> Tree:
-    """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
-    if to.is_fully_addressable:
-        put: Tree = jax.device_put(tree, to)
-        return put
-    # Not device_put: it sends the arrays to all other processes, to compare them.
-    divided: Tree = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, to, lambda index: x[index]), tree)
-    return divided
 
 
 def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
@@ -188,36 +166,6 @@ def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
     firsts = [next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())]
     rows = NamedSharding(Mesh(firsts, (PROCESS,)), PartitionSpec(PROCESS))
     return jax.make_array_from_callback((len(firsts), row.shape[1]), rows, lambda index: row)
-
-
-def to_host(x: jax.Array) -> np.ndarray:
-    """Return the whole of `x`, also where other processes hold parts of it; then all of them call this."""
-    is_whole = x.is_fully_addressable or x.is_fully_replicated
-    return np.asarray(x if is_whole else multihost_utils.process_allgather(x, tiled=True))
-
-
-def read_own_rows(x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
-    """Write the rows of `x` that this process's devices hold into `out`, if `x` has the sharding `rows`. Otherwise it
-    is gathered whole; so all processes that have parts of it must call this.
-    """
-    if x.is_fully_addressable or not x.sharding.is_equivalent_to(rows, x.ndim):
-        out[:] = to_host(x)
-        return
-    for shard in x.addressable_shards:
-        out[shard.index] = shard.data
-
-
-def _gather_locally(x: jax.Array, to: Sharding) -> jax.Array:
-    """Gather `x`, on a mesh over processes, in each process on its part of that mesh; then put it on `to`."""
-    assert isinstance(x.sharding, NamedSharding)
-    assert isinstance(x.sharding.mesh, Mesh)
-    local = local_mesh(x.sharding.mesh)
-    spec = to.spec if isinstance(to, NamedSharding) and to.mesh == local else x.sharding.spec
-    gathered = jax.device_put(x, NamedSharding(with_process_axis(x.sharding.mesh), spec))
-    pieces = [piece.data for piece in gathered.addressable_shards]
-    whole = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local, spec), pieces)
-    put: jax.Array = jax.device_put(whole, to)
-    return put
 
 
 def _run_in_thread(call: Callable[..., None], *args: Any) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from covey.parallel import processes
 from covey.parallel.mesh import local_mesh, platform_of, spans_processes, with_auto_axes
 from covey.parallel.programs import abstract, is_abstract
-from covey.parallel.reshard import dotted_path, mesh_of, put_host, reshard
+from covey.parallel.reshard import dotted_path, mesh_of, reshard
 
 Rules = Mapping[str, tuple[str, ...]]
 """Mesh axes that split each logical axis, outermost first; axes that a mesh does not have are skipped."""
@@ -251,7 +251,7 @@ def put_rows(batch: Tree, like: Any) -> Tree:
     """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one. On a mesh over
     several processes each puts the rows of its own devices, and reads no others of the batch.
     """
-    return put_host(batch, rows_placement(like))
+    return processes.here().put_host(batch, rows_placement(like))
 
 
 def rows_placement(like: Any) -> Sharding:

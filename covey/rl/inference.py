@@ -27,7 +27,7 @@ from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel import processes
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import put_host, read_own_rows, reshard
+from covey.parallel.reshard import reshard
 from covey.parallel.sharding import rows_placement
 
 RoleName = TypeVar("RoleName", bound=str)
@@ -76,11 +76,14 @@ class RowScorer:
             size: number of rows that are computed at a time.
         """
         params, placement = self._rounded(params), rows_placement(params)
-        parts = [jax.tree.leaves(self._score(params, put_host(p, placement))) for p in split_micro_batches(rows, size)]
+        parts = [
+            jax.tree.leaves(self._score(params, processes.here().put_host(p, placement)))
+            for p in split_micro_batches(rows, size)
+        ]
         results = [np.zeros((size * len(parts), *x.shape[1:]), x.dtype) for x in parts[0]]
         for number, part in enumerate(parts):
             for x, result in zip(part, results, strict=True):
-                read_own_rows(x, placement, result[number * size : (number + 1) * size])
+                processes.here().read_own_rows(x, placement, result[number * size : (number + 1) * size])
         return [unpack(rows, result, lengths) for result in results]
 
     def _rounded(self, params: Any) -> Any:

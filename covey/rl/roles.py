@@ -20,8 +20,6 @@ from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import processes
 from covey.parallel.mesh import (
     MESH_AXES,
-    check_even_mesh,
-    check_per_process_mesh,
     default_mesh,
     local_mesh,
     spans_processes,
@@ -104,18 +102,17 @@ class ClusterConfig(Config):
 
         Raises:
             RecipeError: the processes do not have equal parts of the mesh; or that of a role that each process plays
-                does not let it, see `check_per_process_mesh`.
+                does not let it, see `Processes.check_per_process_mesh`.
         """
-        if jax.process_count() > 1:
-            self._check_mesh(role)
+        self._check_mesh(role)
         return place_model(model, self.mesh(role))
 
     def _check_mesh(self, role: Role) -> None:
         if role in PER_PROCESS_ROLES:
             if (named := self._named(role)) is not None:
-                check_per_process_mesh(named, self.mesh(Role.ACTOR), role)
+                processes.here().check_per_process_mesh(named, self.mesh(Role.ACTOR), role)
         elif (mesh := self.mesh(role)) is not None:
-            check_even_mesh(mesh)
+            processes.here().check_even_mesh(mesh)
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, fixed_shapes: bool = False) -> int:
         """Return the number of rows that `role` computes together; see `packing.bins.rows_per_micro_batch`."""

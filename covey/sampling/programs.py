@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
+from covey.parallel import mesh_of, processes
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import mesh_of, put_host
 from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
     CACHE_AXES,
@@ -114,7 +114,7 @@ class Programs:
     def place_slots(self, params: Any, slots: Slots) -> Slots:
         """Put slots of the host onto the devices, as the programs return them."""
         sharding = _sharding(params, (), ())
-        return slots if sharding is None else put_host(slots, sharding)
+        return slots if sharding is None else processes.here().put_host(slots, sharding)
 
     def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
         """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and

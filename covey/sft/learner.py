@@ -29,7 +29,7 @@ from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import processes
-from covey.parallel.mesh import check_even_mesh, default_mesh
+from covey.parallel.mesh import default_mesh
 from covey.parallel.sharding import place_model
 from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
@@ -98,8 +98,8 @@ class SFTLearner(Trainee):
             model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         if tokenizer is None:
             raise RecipeError("SFTLearner got a model but no tokenizer", fix="pass tokenizer=", where="SFTLearner")
-        if mesh is not None and processes.here().count > 1:
-            check_even_mesh(mesh)
+        if mesh is not None:
+            processes.here().check_even_mesh(mesh)
         show = ("loss", *self.config.show, "eval/loss", "step_time")
         super().__init__(self.config, show, observers, on_phase, on_bad_batch)
         self.tokenizer, self.nonfinite_guard = tokenizer, NonFiniteGuard(self.config.skip_nonfinite)

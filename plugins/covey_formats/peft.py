@@ -24,7 +24,6 @@ from covey.models.loading.hf_config import Fields
 from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
 from covey.parallel import processes
-from covey.parallel.reshard import to_host
 
 Parts = list[Linear]
 """The projections that are one module in Hugging Face's model: one, or Phi-3's three of q, k and v."""
@@ -135,7 +134,7 @@ def _tensors(adapted: dict[str, Parts]) -> dict[str, np.ndarray]:
 
 def _narrowing(parts: Parts) -> np.ndarray:
     """Return A: the rows of one adapter of the module below those of the other."""
-    return np.concatenate([to_host(lora.a[...]).T for lora in _loras(parts)])
+    return np.concatenate([processes.here().to_host(lora.a[...]).T for lora in _loras(parts)])
 
 
 def _widening(parts: Parts) -> np.ndarray:
@@ -146,7 +145,7 @@ def _widening(parts: Parts) -> np.ndarray:
     for linear in parts:
         end = row + linear.shape[1]
         if linear.lora is not None:
-            b[row:end, column : column + rank] = to_host(linear.lora.b[...]).T
+            b[row:end, column : column + rank] = processes.here().to_host(linear.lora.b[...]).T
             column += rank
         row = end
     return b

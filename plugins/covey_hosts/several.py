@@ -17,7 +17,7 @@ from covey.errors import CoveyError, reason_of
 from covey.parallel import processes
 from covey.parallel.mesh import spans_processes
 from covey.parallel.sharding import row_sharding
-from covey_hosts import checks, order
+from covey_hosts import arrays, checks, order
 from covey_hosts.channel import Channel, listen, not_connected
 from covey_hosts.links import CONNECT_SECONDS
 from covey_hosts.wire import split
@@ -32,6 +32,10 @@ class Several(Channel):
     in_order = order.in_order
     check_same = checks.check_same
     check_shared_folder = checks.check_shared_folder
+    put, put_host, to_host = arrays.put, arrays.put_host, arrays.to_host
+    read_own_rows = arrays.read_own_rows
+    check_even_mesh = arrays.check_even_mesh
+    check_per_process_mesh = arrays.check_per_process_mesh
 
     def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
         """Return the parts of all processes in the order of their numbers to process 0, and none to the others."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ from covey.errors import RecipeError
 from covey.parallel import make_mesh, mesh_from_config
 from covey.parallel import mesh as mesh_module
 from covey.parallel.mesh import (
-    check_per_process_mesh,
     local_mesh,
     platform_of,
     rollout_mesh_from_config,
@@ -184,18 +184,23 @@ def test_the_rollout_of_a_recipe_has_devices_beside_the_actors(two_processes: li
         assert re.search(said, str(caught.value).replace("\n", "; ")), str(caught.value)
 
 
-def test_a_role_of_each_process_has_its_own_devices_or_those_of_the_actor(two_processes: list[Any]) -> None:
+def test_a_role_of_each_process_has_its_own_devices_or_those_of_the_actor(
+    two_processes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = pytest.importorskip("covey_hosts.arrays")
+    monkeypatch.setattr(arrays, "Mesh", FakeMesh)
+    check = partial(arrays.check_per_process_mesh, None)
     actor = mesh_from_config(MeshConfig(fsdp=4))
     same = FakeMesh(actor.devices.reshape(2, 2), ("data", "fsdp"))  # type: ignore[union-attr]
-    check_per_process_mesh(same, actor, "rollout")  # type: ignore[arg-type]
+    check(same, actor, "rollout")
     mixed = rollout_mesh_from_config(RoleMeshConfig(data=4), mesh_from_config(MeshConfig(fsdp=2)))
     assert mixed is not None
     with pytest.raises(RecipeError, match="has 2 of the actor's devices beside others"):
-        check_per_process_mesh(mixed, actor, "rollout")
+        check(mixed, actor, "rollout")
     own, other = (FakeMesh(np.array(two_processes[at], object).reshape(1, -1), ("fsdp", "tp")) for at in OF_PROCESSES)
-    check_per_process_mesh(own, actor, "rollout")  # type: ignore[arg-type]
+    check(own, actor, "rollout")
     with pytest.raises(RecipeError, match="mesh of the rollout has devices of another process"):
-        check_per_process_mesh(other, actor, "rollout")  # type: ignore[arg-type]
+        check(other, actor, "rollout")
 
 
 OF_PROCESSES = slice(0, 3), slice(3, 6)

@@ -24,7 +24,7 @@ import covey
 from covey import types as covey_types
 from covey.models import families
 from covey.parallel import processes
-from covey.parallel.reshard import flatten, to_host
+from covey.parallel.reshard import flatten
 from covey.rl.experience import Experience, PromptBatch
 from covey.rl.group_table import gather_table
 from covey_conformance import worker
@@ -362,7 +362,9 @@ def _record(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
 def _arrays(learner: _Learner, tree: Any) -> Arrays:
     """Return the arrays of a tree like the weights, by Hugging Face name and in that layout."""
     names = families.tensor_names(learner.cluster.actor.config)
-    return {names[path]: families.convert_layout(path, to_host(x)) for path, x in flatten(tree).items()}
+    return {
+        names[path]: families.convert_layout(path, processes.here().to_host(x)) for path, x in flatten(tree).items()
+    }
 
 
 def _refusals(make: Callable[[], Any]) -> Any:

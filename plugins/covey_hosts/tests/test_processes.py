@@ -61,7 +61,6 @@ from covey.models.loading import weights
 from covey.models.lora import split_trainable, with_lora
 from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh, processes, reshard
-from covey.parallel.reshard import to_host
 from covey.recipes import use
 from covey.recipes.load_model import load_source
 from covey.recipes.use import answer_examples
@@ -437,7 +436,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    return {name: to_host(x) for name, x in flatten(tree).items()}
+    return {name: processes.here().to_host(x) for name, x in flatten(tree).items()}
 
 
 def told(group: Group) -> Any:
