@@ -1,4 +1,4 @@
-"""The tables of the pages on rewards and tasks are complete; `tests/docs/test_blocks.py` executes their Python."""
+"""The tables of the pages on rewards and tasks are complete. `tests/docs/test_blocks.py` executes their Python."""
 
 import re
 from pathlib import Path
