@@ -38,13 +38,13 @@ def calls(monkeypatch, tmp_path):
 
         return call
 
-    fake = types.ModuleType("covey.run")
+    fake = types.ModuleType("covey.recipes")
     for name in ("train", "resume", "evaluate", "chat"):
         setattr(fake, name, record(name))
     fake.generate = record("generate", ["first\x1b[2J", "second\nline"])
     fake.record = record
-    monkeypatch.setitem(sys.modules, "covey.run", fake)
-    monkeypatch.setattr("covey.run", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "covey.recipes", fake)
+    monkeypatch.setattr("covey.recipes", fake, raising=False)
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -122,7 +122,7 @@ def test_a_printed_recipe_runs(calls, capsys):
     assert calls[0][1] == recipe.load("quickstart")
 
 
-# --- what reaches covey.run
+# --- what reaches covey.recipes
 
 
 def refused(capsys, *words):
@@ -218,7 +218,7 @@ def test_generate_and_chat_start_from_the_rollout_of_the_run(calls, capsys):
 
 
 def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
-    fake = sys.modules["covey.run"]
+    fake = sys.modules["covey.recipes"]
     monkeypatch.setattr(fake, "train", fake.record("train", KeyboardInterrupt()))
     assert cli.main(["train", "quickstart", "--out", "out"]) == 130
     assert "--resume" not in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(calls, monkeypatch, capsys):
     ("stopped", "code"), [(Stopped("SIGTERM"), 143), (Stopped("SIGINT", step=3), STOPPED), (None, PEER_LOST)]
 )
 def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, capsys, stopped, code):
-    fake, error = sys.modules["covey.run"], PeerLostError("process 1 has failed, or has given no sign for 18 s")
+    fake, error = sys.modules["covey.recipes"], PeerLostError("process 1 has failed, or has given no sign for 18 s")
     error.stopped = stopped
     monkeypatch.setattr(fake, "train", fake.record("train", error))
     assert cli.main(["train", "quickstart", "--out", "out"]) == code
@@ -244,7 +244,7 @@ def test_a_signal_to_another_process_has_its_code_here_too(calls, monkeypatch, c
 
 
 def test_a_defect_keeps_its_traceback(calls, monkeypatch):
-    fake = sys.modules["covey.run"]
+    fake = sys.modules["covey.recipes"]
     monkeypatch.setattr(fake, "train", fake.record("train", ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "quickstart"])
