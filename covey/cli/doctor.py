@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from covey.cli.parse import Line
 from covey.display import make_console
-from covey.errors import RecipeError, first_line
+from covey.errors import first_line
 from covey.models.loading.cache import cache_folder
 from covey.registry import install_command, missing_packages
 
@@ -118,18 +118,10 @@ def _sampled_and_scored() -> "Agreement":
     return token_agreement(loaded.model, groups, config)
 
 
-def _programs() -> Iterator[Finding]:
-    """Yield the engine of the Python tool, with the protections of this system from the programs of a model."""
-    from covey.envs.python_tool import tool  # late: it needs NumPy
-
-    try:
-        engine = tool.choose_engine()
-    except RecipeError as error:
-        yield Finding("programs", error.what, error.fix)
-        return
-    held = ", ".join(tool.protections()) or "none"
-    lacking = f"; without {', '.join(missing)}" if (missing := tool.missing_protections()) else ""
-    yield Finding("programs", f"the Python tool's engine {engine}; protections of a process: {held}{lacking}")
+def _offered() -> Iterator[Finding]:
+    """Yield the findings of installed packages."""
+    for point in entry_points(group="covey.findings"):
+        yield from point.load()()
 
 
 def _extras() -> Iterator[Finding]:
@@ -158,4 +150,4 @@ EXTRAS = {
 }
 """Map from extra to its purpose. The packages come from the metadata of the installed Covey."""
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _programs, _extras, _sampler)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_machine, _disk, _jax, _offered, _extras, _sampler)

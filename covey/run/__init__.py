@@ -8,7 +8,7 @@ from covey.config.recipe import Recipe, SFTRecipe, load_any
 from covey.run import inference, sft
 from covey.run.base import Announce, Run
 from covey.run.export import export
-from covey.run.inference import chat, generate, play
+from covey.run.inference import chat, generate
 from covey.run.load_model import open_model, use_compilation_cache
 from covey.run.rl import RLRun
 from covey.run.sft import SFTRun
@@ -50,7 +50,6 @@ __all__ = [
     "export",
     "generate",
     "open_model",
-    "play",
     "resume",
     "train",
     "use_compilation_cache",

@@ -19,13 +19,12 @@ from covey.data.lengths import Lengths, Limit, describe_lengths
 from covey.data.rows import Row
 from covey.data.scan import MAX_PLACES, Malformed, RowScan, is_empty, rows_with_answer, sorted_columns
 from covey.data.sources import iter_rows, num_held_out
-from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
 from covey.report.diagnosis import Finding
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
 from covey.run.data_findings import find_problems
-from covey.run.inference import count_plain
+from covey.run.inference import count_plain, prompt_encoder
 from covey.run.load_model import abstract_for
 from covey.sft.batch import encode_example
 from covey.text.segments import Segment, prompt_segments

@@ -1,32 +1,33 @@
-"""Use a model or a finished run: evaluate, play episodes, generate, chat."""
+"""Use a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
 import io
 import logging
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
-from covey.config.schema import RLTrainingConfig, RolloutConfig
+from covey.config.schema import EnvsConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema.envs import metric_name
 from covey.data import PromptLoader
 from covey.data import sources as data_source
 from covey.data.loader import FittedPrompts, fit_prompts
 from covey.data.rows import Row
 from covey.display import echo, show_log
-from covey.envs.registry import environment_name
-from covey.envs.runner import open_environments
 from covey.errors import DataError
 from covey.models.decoder import Decoder
-from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.progress import Progress
 from covey.monitor.writer import Correct
 from covey.parallel import checks, distributed
+from covey.registry import offered
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.rollout import RolloutWorker
@@ -34,7 +35,7 @@ from covey.run.load_model import available_own_mesh, load_for, open_model
 from covey.run.settings import check_same_recipe
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
-from covey.types import Completion, FinishReason, Group
+from covey.types import Group, Prompt
 
 log = logging.getLogger(__name__)
 PLAIN = (
@@ -56,15 +57,13 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
-        progress.phase("sampling answers")
-        with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
+        with open_worker(recipe, source) as worker, RewardRunner(recipe.reward_safety) as runner:
+            progress.phase("sampling answers")
             functions = scoring_functions(recipe)
             weights = recipe.grpo.reward_weights  # the last may be that of a reward model, which is not loaded here
             evaluation = evaluate_model(
                 worker,
-                fit_rows(held_out, tokenizer, environments, recipe.rollout, recipe.training).rows,
+                fit_rows(held_out, worker, recipe.training).rows,
                 recipe.evaluation,
                 recipe.rollout,
                 functions,
@@ -79,7 +78,7 @@ def evaluate(source: str, recipe: Recipe) -> dict[str, Any]:
 def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:
     """Return the functions that score the completions of a run: the environment's reward, if any, and the others."""
     name = recipe.envs.environment
-    return [*([environment_reward(environment_name(name))] if name else []), *recipe.rewards]
+    return [*([environment_reward(metric_name(name))] if name else []), *recipe.rewards]
 
 
 def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
@@ -96,40 +95,6 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
 def console_of_process() -> Console | None:
     """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
     return None if distributed.is_first() else Console(quiet=True)
-
-
-def play(recipe: Recipe, episodes: int) -> None:
-    """Sample one completion or episode for each of the first training prompts with the model that `recipe` begins with,
-    and print them as turns.
-    """
-    rows = data_source.load_data(recipe.data).train[:episodes]
-    with show_log(info=lambda _: None, warning=_echo_to_stderr):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        with open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            groups = worker.generate(rows, 1)
-    for number, group in enumerate(groups, 1):
-        _echo(f"--- {number} of {len(groups)}\n{prompt_text(group.prompt)}")
-        for completion in group.completions:
-            _echo(f"{completion_text(completion)}\n{_outcome(completion)}\n")
-
-
-def _outcome(completion: Completion) -> str:
-    """Describe the end of a completion or of an episode in one line."""
-    tokens, episode = f"{completion.num_sampled} tokens of the model", completion.episode
-    if episode is None:
-        return f"({tokens}, finish {completion.finish})"
-    ended = episode.failure or ENDINGS[completion.finish]
-    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
-    return f"({reward}, {len(episode.turn_ends)} turns, {tokens}, {ended})"
-
-
-ENDINGS = {
-    FinishReason.STOP: "ended by the environment",
-    FinishReason.TURNS: "ended by envs.max_turns",
-    FinishReason.LENGTH: "cut by a limit of tokens",
-}
-"""Ends of an episode that did not fail."""
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
@@ -185,26 +150,49 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     """
     rows = data_source.load_data(recipe.data).train
     check_columns(recipe.rewards, rows)
-    with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        with open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            fitted = fit_rows(rows, tokenizer, environments, recipe.rollout, recipe.training)
-            first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
-            progress.phase("sampling")
-            return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
+    console = Console(stderr=True, highlight=False)
+    with (
+        Progress(0, console) as progress,
+        show_log(progress.phase, progress.message),
+        open_worker(recipe) as worker,
+    ):
+        fitted = fit_rows(rows, worker, recipe.training)
+        first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
+        progress.phase("sampling")
+        return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
 
 
-def fit_rows(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    environments: ResponderFactory | None,
-    rollout: RolloutConfig,
-    training: RLTrainingConfig,
-) -> FittedPrompts:
+@contextmanager
+def open_worker(recipe: Recipe, source: str | None = None) -> Iterator[RolloutWorker]:
+    """Load the model at `source`, or that the recipe begins with, and open the recipe's environment or tools."""
+    model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
+    with open_environments(recipe.envs) as environments:
+        yield RolloutWorker(model, tokenizer, recipe.rollout, environments)
+
+
+def open_environments(config: EnvsConfig) -> AbstractContextManager[ResponderFactory | None]:
+    """Open the runner of the environment or the tools that `config` names; None if it names none.
+
+    Raises:
+        CoveyError: it names one that does not exist, or no installed package runs environments.
+    """
+    named = config.environment or config.tools
+    return offered("covey.responders", "envs")(config=config) if named else nullcontext()
+
+
+def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray]:
+    """Return the function that encodes a row's prompt as a sample begins: with the list of the tools, if `config` names
+    any. What an environment adds to the prompt is known only when its episode begins.
+    """
+    with open_environments(config) if config.tools else nullcontext() as tools:
+        return (tools and tools.prompt_encoder(tokenizer)) or tokenizer.encode_prompt
+
+
+def fit_rows(rows: Sequence[Row], worker: RolloutWorker, training: RLTrainingConfig) -> FittedPrompts:
     """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
-    encode = environments.prompt_encoder(tokenizer) if environments else None
-    return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
+    encode = worker.environments and worker.environments.prompt_encoder(worker.tokenizer)
+    limit = worker.config.max_prompt_length
+    return fit_prompts(rows, encode or worker.tokenizer.encode_prompt, limit, training.too_long)
 
 
 def count_plain(rows: Iterable[Row], tokenizer: Tokenizer, environment: Any = None, warn: bool = True) -> int:

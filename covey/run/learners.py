@@ -40,7 +40,6 @@ from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row, as_rows
 from covey.data.sources import read_rows
-from covey.envs.runner import EnvironmentRunner
 from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder, DecoderOptions
 from covey.models.loading import sources
@@ -372,12 +371,13 @@ def _settings_of(
     **more: Any,
 ) -> Recipe:
     """Return the settings of a script's run as a recipe, which has the same checks; `more` are further settings."""
+    own = getattr(environments, "config", None)
     return Recipe(
         seed=config.rollout_config.seed,
         data=DataConfig(task=FROM_PYTHON),
         rewards=tuple(function_names(functions)),
-        envs=environments.config
-        if isinstance(environments, EnvironmentRunner)
+        envs=own
+        if isinstance(own, EnvsConfig)
         else EnvsConfig(environment=environments.name if environments else None),
         reward_safety=runner.safety if runner else RewardSafetyConfig(),
         rollout=config.rollout_config,

@@ -17,7 +17,6 @@ from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.data.rows import Row
-from covey.envs.runner import open_environments
 from covey.files import require_entry
 from covey.models.decoder import Decoder
 from covey.models.loading.weights import load_critic, load_value_model
@@ -38,7 +37,7 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.token_values import token_values_interval
 from covey.run.base import Run, RunResources
-from covey.run.inference import count_plain, fit_rows
+from covey.run.inference import count_plain, fit_rows, open_environments
 from covey.run.load_model import check_same_weights, decoder_options, load_to_train, with_digest
 from covey.sampling.noise import DRAW_VERSION
 
@@ -219,8 +218,7 @@ def fit_data(
     numbers of the prompts that were dropped or truncated.
     """
     worker, training = learner.cluster.rollout, learner.cluster.config.training_config
-    settings = worker.tokenizer, worker.environments, worker.config, training
-    train, test = (fit_rows(rows, *settings) for rows in (train_rows, test_rows))
+    train, test = (fit_rows(rows, worker, training) for rows in (train_rows, test_rows))
     unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
     if counts := " and ".join(f"{count} {name}" for name, count in unfit.items() if count):
         log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.envs.protocol import Environment, LateError, Step, checked_prompt, checked_step, pays_at_end
-from covey.envs.schemas import Schema
 from covey.errors import DataError, EpisodeError
 from covey.losses.advantages import merge_ties
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
 from covey.text.chat_template import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
+from covey_envs.protocol import Environment, LateError, Step, checked_prompt, checked_step, pays_at_end
+from covey_envs.schemas import Schema
 
 if TYPE_CHECKING:
-    from covey.envs.runner import EnvironmentRunner  # which makes the episodes
+    from covey_envs.runner import EnvironmentRunner  # which makes the episodes
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from covey.data import games
-from covey.envs.protocol import Step
 from covey.types import Prompt
+from covey_envs.protocol import Step
 
 HIGHER, LOWER, RIGHT, NO_NUMBER = range(4)
 SENTENCES = ("Higher.", "Lower.", "Right!", "That is no number.")

@@ -20,12 +20,12 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from covey.config.schema import EnvsConfig
-from covey.envs.protocol import Factory, Step, checked_step
-from covey.envs.tool_calls import read_json
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import import_package
 from covey.rewards.call import excerpt
 from covey.types import Prompt
+from covey_envs.protocol import Factory, Step, checked_step
+from covey_envs.tool_calls import read_json
 
 MAX_BYTES = 1 << 20
 """Largest message that is taken from a server."""

@@ -110,7 +110,7 @@ def checked_step(step: Any, as_chat: bool, limit: int) -> Step:
         EpisodeError: a value is not of its type, the reward is not finite, or the messages are too long.
     """
     if not isinstance(step, Step):
-        raise EpisodeError(f"returned {excerpt(step)} from step", want="a covey.envs.Step")
+        raise EpisodeError(f"returned {excerpt(step)} from step", want="a covey.Step")
     reward = checked_reward(step.reward)
     if not isinstance(step.done, bool):
         raise EpisodeError(f"said {excerpt(step.done)} for done", want="True or False")

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from functools import cache
 
 from covey.config.schema.envs import PythonEngine
-from covey.envs.protocol import FaultError, independent
 from covey.envs.python_tool import wasm
 from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 from covey.errors import CoveyError, RecipeError
 from covey.registry import install_command
+from covey_envs.protocol import FaultError, independent
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def choose_engine() -> PythonEngine:
         f"the Python tool lacks protections on this system: {', '.join(missing)}",
         want=f"{', '.join(PROTECTIONS)}, or the engine wasm",
         fix=f"{install_command('wasm')}, which brings {' and '.join(packages)}; or {REMEDY}; or in a"
-        " container of its own the tool covey.envs.python_tool:python_with_limits",
+        " container of its own the tool covey_envs.python_tool:python_with_limits",
         where="envs.tools",
     )
 

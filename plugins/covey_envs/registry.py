@@ -12,13 +12,18 @@ from typing import Any
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine, metric_name
-from covey.envs.protocol import Factory
 from covey.errors import RecipeError, nearest
 from covey.registry import Registry
+from covey_envs.protocol import Factory
 
-ENVIRONMENTS = {"guess": "covey.envs.games:Guess", "wordle": "covey.envs.games:Wordle"}
-TOOLS = {"calculator": "covey.envs.tools:calculator", "python": "covey.envs.python_tool.tool:python"}
-ADAPTERS = {"openenv": "covey.envs.openenv", "trl": "covey.envs.trl", "verifiers": "covey.envs.verifiers"}
+WITH_LIMITS = "python_with_limits"
+ENVIRONMENTS = {"guess": "covey_envs.games:Guess", "wordle": "covey_envs.games:Wordle"}
+TOOLS = {
+    "calculator": "covey_envs.tools:calculator",
+    "python": "covey_envs.python_tool:python",
+    f"covey.envs.python_tool:{WITH_LIMITS}": f"covey_envs.python_tool:{WITH_LIMITS}",  # its name in older recipes
+}
+ADAPTERS = {"openenv": "covey_envs.openenv", "trl": "covey_envs.trl", "verifiers": "covey_envs.verifiers"}
 """Part of a name before the colon → module whose `factory(rest of the name, settings)` makes the environment."""
 
 REMOTE_ADAPTERS = ("openenv", "verifiers")
@@ -58,7 +63,7 @@ def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]
         RecipeError: it does not exist, or its module cannot be imported, or the engine's packages are missing.
     """
     function: Callable[..., Any] = TOOL_REGISTRY.resolve(name)
-    return import_module("covey.envs.python_tool.tool").with_engine(engine) if name == "python" else function
+    return import_module("covey_envs.python_tool").with_engine(engine) if name == "python" else function
 
 
 def environment_name(environment: str | Factory) -> str:

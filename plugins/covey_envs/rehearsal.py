@@ -11,16 +11,16 @@ from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from covey.envs.protocol import checked_prompt, checked_step, pays_at_end
-from covey.envs.schemas import Schema
-from covey.envs.tool_calls import Call
-from covey.envs.tools import Toolset
 from covey.errors import EpisodeError
 from covey.parallel import channel, distributed
 from covey.rewards.call import excerpt
+from covey_envs.protocol import checked_prompt, checked_step, pays_at_end
+from covey_envs.schemas import Schema
+from covey_envs.tool_calls import Call
+from covey_envs.tools import Toolset
 
 if TYPE_CHECKING:
-    from covey.envs.runner import EnvironmentRunner  # which rehearses
+    from covey_envs.runner import EnvironmentRunner  # which rehearses
 
 REPLIES = ("50", "a", "yes", "1")
 """Scripted turns of the model. Where there are tools, the first three are calls."""

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,16 +23,16 @@ import numpy as np
 
 from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
-from covey.envs import rehearsal
-from covey.envs.episodes import Episodes
-from covey.envs.protocol import Environment, Factory, LateError, OwnNumbers, checked_reward, invoke
-from covey.envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
-from covey.envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
-from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import deep_copy, describe
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+from covey_envs import rehearsal
+from covey_envs.episodes import Episodes
+from covey_envs.protocol import Environment, Factory, LateError, OwnNumbers, checked_reward, invoke
+from covey_envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
+from covey_envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
+from covey_envs.trl import TrlFactory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -204,7 +204,8 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         """Return the function that encodes a row's prompt as its samples begin; None if it is known only then."""
         if not self.keeps_prompts:
             return None
-        return partial(self.tools.encode_prompt, tokenizer=tokenizer) if self.tools else tokenizer.encode_prompt
+        tools = self.tools or make_toolset(self._tools, tokenizer.chat_template, self.config)
+        return partial(tools.encode_prompt, tokenizer=tokenizer)
 
     rehearses = property(rehearsal.is_due)
     rehearse = rehearsal.rehearse
@@ -315,24 +316,6 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def open_environments(config: EnvsConfig) -> AbstractContextManager[EnvironmentRunner | None]:
-    """Open the runner of the environment or the tools that `config` names; None if it names none."""
-    return EnvironmentRunner(config=config) if config.environment or config.tools else nullcontext()
-
-
-def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray]:
-    """Return the function that encodes a row's prompt as a sample begins: with the list of the tools, if `config` names
-    any. What an environment adds to the prompt is known only when its episode begins.
-
-    Raises:
-        RecipeError: as for `EnvironmentRunner` and its method `prepare`.
-    """
-    if not config.tools:
-        return tokenizer.encode_prompt
-    tools = make_toolset(_tools_by_name(config.tools, config.python_engine), tokenizer.chat_template, config)
-    return partial(tools.encode_prompt, tokenizer=tokenizer)
 
 
 def _setting(member: Any) -> str:

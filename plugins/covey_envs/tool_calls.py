@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from covey.config.schema.envs import ToolFormat
-from covey.envs.schemas import Schema
 from covey.errors import RecipeError
+from covey_envs.schemas import Schema
 
 TOOLS = re.compile(r"\btools\b")
 REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs.protocol import Step, invoke
-from covey.envs.registry import ENVIRONMENT_REGISTRY, with_arguments
-from covey.envs.tools import ToolEnvironment, Toolset
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import excerpt
 from covey.types import Prompt
+from covey_envs.protocol import Step, invoke
+from covey_envs.registry import ENVIRONMENT_REGISTRY, with_arguments
+from covey_envs.tools import ToolEnvironment, Toolset
 
 RESERVED = ("reset", "get_reward")
 """Public methods that are not tools."""

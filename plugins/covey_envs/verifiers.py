@@ -30,12 +30,12 @@ from types import ModuleType
 from typing import Any
 
 from covey.config.schema import EnvsConfig
-from covey.envs.protocol import Factory, Step
-from covey.envs.registry import check_arguments
 from covey.errors import EpisodeError, RecipeError
 from covey.registry import import_package, install_command
 from covey.rewards.call import excerpt
 from covey.types import Message
+from covey_envs.protocol import Factory, Step
+from covey_envs.registry import check_arguments
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
 """Coroutine function that gives the model a whole conversation and returns its turn."""

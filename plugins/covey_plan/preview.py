@@ -14,13 +14,12 @@ import numpy as np
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.data.loader import fit_prompts
-from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
 from covey.rl.evaluate import presets_of
 from covey.rl.token_values import token_values_interval
-from covey.run.inference import count_plain
+from covey.run.inference import count_plain, prompt_encoder
 from covey.run.load_model import abstract_for
 from covey.run.rl import RLRun
 from covey.run.sft import HELD_OUT, SFTRun

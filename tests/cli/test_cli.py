@@ -291,12 +291,14 @@ def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("lacking", [(), ("landlock",), ("landlock", "no packages")])
 def test_doctor_says_what_holds_for_the_programs_of_a_model(monkeypatch, lacking):
-    from covey.envs.python_tool import tool, wasm
+    from covey.envs.python_tool import wasm
+
+    checks, tool = pytest.importorskip("covey_envs.checks"), pytest.importorskip("covey_envs.python_tool")
 
     held = tuple(name for name in tool.PROTECTIONS if name not in lacking)
     monkeypatch.setattr(tool, "protections", lambda: held)
     monkeypatch.setattr(wasm, "missing_packages", lambda: ["wasmtime"] if "no packages" in lacking else [])
-    (finding,) = doctor._programs()
+    (finding,) = checks.programs()
     engine = "wasm" if lacking else "child"
     if "no packages" in lacking:
         assert "lacks protections on this system: landlock" in finding.result

@@ -116,6 +116,8 @@ class Game:
     ],
 )
 def test_without_imports_no_module_of_a_recipe_is_executed(line: str, capsys: Any) -> None:
+    if "envs" in line:
+        pytest.importorskip("covey_envs")
     Path("theirs.py").write_text(HOSTILE)
     Path("rows.jsonl").write_text('{"prompt": "a", "letter": "A", "completion": "b"}\n' * 4)
     Path("mine.yaml").write_text(f"{line}\nmodel: {{source: smollm2-135m}}\ndata: {{task: jsonl, path: rows.jsonl}}\n")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError
 from covey.parallel import channel
@@ -30,7 +29,8 @@ class Failing:
 
     def __init__(self) -> None:
         config = EnvsConfig(environment="guess", on_error="none", budget=1000)
-        self.environments, self.weights, self.ahead = EnvironmentRunner("guess", config), -1, list[bool]()
+        runner = pytest.importorskip("covey_envs.runner").EnvironmentRunner
+        self.environments, self.weights, self.ahead = runner("guess", config), -1, list[bool]()
         self.counts = FailureCounts(RewardRunner(), self.environments)
         self.used = list[tuple[int, int, int]]()
         self._sampled = [threading.Event() for _ in range(STEPS + 1)]
@@ -104,7 +104,8 @@ def test_the_step_beyond_the_budget_ends_the_run_whichever_thread_is_ahead(
     early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two processes has failed 5 times in step 0, and this one once in step 1: 11 of 10."""
-    environments = EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none", budget=10))
+    config = EnvsConfig(environment="guess", on_error="none", budget=10)
+    environments = pytest.importorskip("covey_envs.runner").EnvironmentRunner("guess", config)
     counts, elsewhere = FailureCounts(RewardRunner(), environments), iter([5, 0, 0])
     monkeypatch.setattr(channel, "all_gather", lambda own, about: [own, ({}, next(elsewhere))])
     sampled, scored = threading.Event(), threading.Event()

@@ -78,7 +78,8 @@ class Said:
     devices: list[int]
 
     def __init__(self, model: Decoder, tokenizer: Any, rollout: RolloutConfig, environments: None = None):
-        self.tokenizer, mesh = tokenizer, mesh_of(nnx.state(model))
+        self.tokenizer, self.config, self.environments = tokenizer, rollout, environments
+        mesh = mesh_of(nnx.state(model))
         self.devices.append(1 if mesh is None else mesh.size)
 
     def generate(self, examples: Any, samples: int, **_: Any) -> list[Group]:
@@ -129,8 +130,12 @@ def test_the_mesh_of_an_evaluation_can_be_changed(trained: str, devices: list[in
     assert devices == [1, 4]
 
 
+def play(ready: Recipe) -> None:
+    pytest.importorskip("covey_envs.play").play(ready, 1)
+
+
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-@pytest.mark.parametrize("use", [lambda ready: run.play(ready, 1), lambda ready: sample_training_prompts(ready, 1)])
+@pytest.mark.parametrize("use", [play, lambda ready: sample_training_prompts(ready, 1)])
 def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
     trained: str, use: Callable[[Recipe], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,10 @@ def sft_recipe() -> SFTRecipe:
     return recipe.load("sft-smollm2", [*DATA, "training.max_steps=1", "evaluation.prompts=1"], SFTRecipe)
 
 
+def play(ready: Recipe) -> None:
+    pytest.importorskip("covey_envs.play").play(ready, 1)
+
+
 def prints(messages: str, tools: str = "") -> re.Pattern[str]:
     """Pattern of a prompt; ROW stands for the text of a row of the data."""
     text = f"{messages} tools={tools} generation=True bos=<|endoftext|> eos=<|im_end|>"
@@ -124,7 +128,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 USES: dict[str, Callable[..., Any]] = {
     "training": lambda out, *more: run.train(rl_recipe(*more), out / "run"),
     "eval": lambda out, *more: run.evaluate(TINY, rl_recipe(*more)),
-    "rollout": lambda out, *more: run.play(rl_recipe(*more), 1),
+    "rollout": lambda out, *more: play(rl_recipe(*more)),
     "rewards": lambda out: inference.sample_training_prompts(rl_recipe(), 1),
     "sft": lambda out: run.train(sft_recipe(), out / "run"),
     "sft eval": lambda out: run.evaluate(TINY, sft_recipe()),
@@ -213,9 +217,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-@pytest.mark.parametrize(
-    "use", [lambda ready: run.play(ready, 1), lambda ready: inference.sample_training_prompts(ready, 1)]
-)
+@pytest.mark.parametrize("use", [play, lambda ready: inference.sample_training_prompts(ready, 1)])
 def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""
     scratch = recipe.load("arithmetic-tiny", ["seed=7", "model.source=scratch:arithmetic-tiny"])

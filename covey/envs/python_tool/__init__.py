@@ -1,5 +1,1 @@
-"""The Python tool: `tool` offers it, `sandbox` executes programs in one of two child processes."""
-
-from covey.envs.python_tool.tool import ENGINES, python, python_with_limits
-
-__all__ = ["ENGINES", "python", "python_with_limits"]
+"""Programs of a model: `sandbox` executes them in one of two child processes."""

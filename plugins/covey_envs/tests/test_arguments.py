@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from covey import EnvironmentRunner
 from covey.config.recipe import load
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, resolve
 from covey.errors import RecipeError
+from covey_envs.registry import resolve
 
 GAMES = """
 class Game:

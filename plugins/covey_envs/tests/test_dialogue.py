@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from covey.envs.verifiers import Ask, Dialogue
 from covey.errors import EpisodeError
+from covey_envs.verifiers import Ask, Dialogue
 
 ASK = {"role": "user", "content": "Count."}
 

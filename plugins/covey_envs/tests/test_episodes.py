@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey import EnvironmentRunner, Step
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, Step
-from covey.envs.episodes import Episodes
 from covey.errors import EpisodeError, RecipeError
 from covey.rl.group_table import table_of
 from covey.rl.metrics import episode_metrics
@@ -26,8 +25,9 @@ from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason, Group
+from covey_envs.episodes import Episodes
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
 END = int(TOKENIZER.encode("<|im_end|>")[0])
 ASK = [{"role": "user", "content": "Count."}]
@@ -129,7 +129,7 @@ def test_a_turn_that_was_cut_is_answered_too_and_gets_its_end() -> None:
 
 def test_seconds_are_those_of_reset_and_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr("covey.envs.episodes.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr("covey_envs.episodes.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     play = Play(turns=3)
     for text in ("one", "two"):
         play.says(text)
@@ -462,7 +462,7 @@ def test_what_is_raised_in_close_is_logged_once_and_hides_nothing(
 def test_an_environment_that_does_not_close_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("covey.envs.runner.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("covey_envs.runner.CLOSE_SECONDS", 0.1)
     release = threading.Event()
     play = Play(counting(close=lambda self: release.wait(30)))
     play.runner.close()

@@ -9,7 +9,7 @@ import pytest
 
 from covey.data import games
 from covey.data.games import mark_letters
-from covey.envs.games import Guess, Wordle
+from covey_envs.games import Guess, Wordle
 
 CAPER = "c is right, a is elsewhere, p is not in the word, e is elsewhere, r is elsewhere."
 CHAT = [{"role": "user"}]

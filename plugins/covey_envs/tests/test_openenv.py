@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
-from covey.envs.episodes import Episodes
-from covey.envs.openenv import Server, action_of, factory, is_public, read_step
-from covey.envs.registry import environment_name
 from covey.errors import EpisodeError, RecipeError
+from covey_envs.episodes import Episodes
+from covey_envs.openenv import Server, action_of, factory, is_public, read_step
+from covey_envs.registry import environment_name
 
 websockets = pytest.importorskip("websockets")
 from websockets.asyncio.server import serve  # noqa: E402

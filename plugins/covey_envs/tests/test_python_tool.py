@@ -21,12 +21,13 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from covey.envs import EnvironmentRunner
-from covey.envs.python_tool import python, sandbox, tool, wasm
+from covey import EnvironmentRunner
+from covey.envs.python_tool import sandbox, wasm
 from covey.envs.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
-from covey.envs.python_tool.tool import ProgramError
-from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
+from covey_envs import python_tool as tool
+from covey_envs.python_tool import ProgramError, python
+from covey_envs.tools import ToolEnvironment
 
 T = TypeVar("T")
 
@@ -171,7 +172,7 @@ def test_a_run_begins_only_where_all_protections_hold(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = "{{ messages[0].content }}"
-    with caplog.at_level(logging.INFO, "covey.envs"):
+    with caplog.at_level(logging.INFO, "covey_envs"):
         (runner := EnvironmentRunner(tools=["python"])).prepare(template)
     assert runner.tools is not None
     assert "protections: limits, capabilities, landlock, seccomp" in caplog.text

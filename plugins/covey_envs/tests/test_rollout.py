@@ -20,10 +20,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from covey import EnvironmentRunner, Step
 from covey.config.schema import CALCULATOR_MARKERS, EnvsConfig, RolloutConfig
-from covey.envs import EnvironmentRunner, Step
-from covey.envs import episodes as episodes_module
-from covey.envs.tool_calls import FORMATS, Call, CallFormat
 from covey.errors import EpisodeError, RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
@@ -33,10 +31,12 @@ from covey.sampling.engine import Engine, Launched
 from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
+from covey_envs import episodes as episodes_module
+from covey_envs.tool_calls import FORMATS, Call, CallFormat
 
 pytestmark = pytest.mark.slow  # whichever test is the first compiles the sampler
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 PLAIN = Tokenizer.from_folder(TINY)
 CONTROLS = [PLAIN.inner.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "<unk>")]
 STOPS = [i for i in range(PLAIN.vocab_size) if i % 9 == 0 and i not in CONTROLS]

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covey import EnvironmentRunner, Step
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, Step
-from covey.envs.episodes import Episodes
 from covey.models.spans import span_mask
 from covey.packing.rows import attention_spans, pack
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, FinishReason, Group
+from covey_envs.episodes import Episodes
 
 COUNT = int(os.environ.get("COVEY_CONVERSATIONS", "4"))
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 STOPS = {
     "Qwen-Qwen2.5-7B-Instruct": ["<|im_end|>"],
     "Qwen-Qwen3-0.6B": ["<|im_end|>"],

@@ -19,26 +19,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey import EnvironmentRunner, independent, json_schema
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
 from covey.data.loader import fit_prompts
-from covey.envs import EnvironmentRunner, independent, json_schema
-from covey.envs.episodes import Episodes
-from covey.envs.protocol import FaultError
-from covey.envs.python_tool import python_with_limits
-from covey.envs.registry import resolve_tool
-from covey.envs.runner import prompt_encoder
-from covey.envs.tool_calls import FORMATS, choose_format
-from covey.envs.tools import MAX_CALLS, CallError, Tool
 from covey.errors import DataError, EpisodeError, RecipeError
+from covey.run.inference import prompt_encoder
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
 from covey.text import chat_template
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
+from covey_envs.episodes import Episodes
+from covey_envs.protocol import FaultError
+from covey_envs.python_tool import python_with_limits
+from covey_envs.registry import resolve_tool
+from covey_envs.tool_calls import FORMATS, choose_format
+from covey_envs.tools import MAX_CALLS, CallError, Tool
 
 F = TypeVar("F", bound=Callable[..., Any])
-PARITY = Path(__file__).parents[1] / "parity"
+PARITY = Path(__file__).parents[3] / "tests" / "parity"
 GIVEN = runpy.run_path(str(PARITY / "tool_functions.py"))
 PLAIN, NESTED, CHOSEN, *OTHERS = GIVEN["FUNCTIONS"]
 GOLDEN = json.loads((PARITY / "golden" / "tool_schemas.json").read_text())

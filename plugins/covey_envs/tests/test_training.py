@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from covey import EnvironmentRunner, Step
 from covey.config.schema import EnvsConfig, GRPOConfig, RLTrainingConfig, RolloutConfig
-from covey.envs import EnvironmentRunner, Step
-from covey.envs.trl import TrlFactory
 from covey.errors import EpisodeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
@@ -21,10 +20,11 @@ from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.text.tokenizer import Tokenizer
+from covey_envs.trl import TrlFactory
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-PLAIN = Tokenizer.from_folder(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+PLAIN = Tokenizer.from_folder(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 TOKENIZER = Tokenizer(
     PLAIN.inner,
     eos_id=PLAIN.eos_id,

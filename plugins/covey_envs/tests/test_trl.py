@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
 from covey.errors import RecipeError
 
 CLASSES = '''

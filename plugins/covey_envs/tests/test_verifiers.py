@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from covey import EnvironmentRunner
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner, verifiers
 from covey.errors import EpisodeError, RecipeError
+from covey_envs import verifiers
 
-PAGE = Path(__file__).parents[2] / "docs" / "environment-libraries.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environment-libraries.md"
 SUMS, OUR_SUMS, THEIRS, OURS = re.findall(
     r'^```python title="(?:verifiers|Covey)"\n(.*?)^```', PAGE.read_text("utf-8"), re.M | re.S
 )

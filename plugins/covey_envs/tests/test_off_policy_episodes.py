@@ -24,12 +24,12 @@ from covey import (
     RolloutConfig,
     Step,
 )
-from covey.envs.tool_calls import FORMATS, Call, CallFormat
 from covey.models.decoder import Decoder
 from covey.monitor.run_files import CHECKPOINTS, SAMPLES
 from covey.run.rl import DRAWN
 from covey.train.checkpoint import Checkpointer
-from tests.envs.test_training import MODEL, TOKENIZER
+from covey_envs.tool_calls import FORMATS, Call, CallFormat
+from plugins.covey_envs.tests.test_training import MODEL, TOKENIZER
 from tests.run.test_off_policy import How, InTurn, KilledError, Thread, digest_of, kill_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]

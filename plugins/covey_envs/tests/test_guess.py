@@ -61,7 +61,7 @@ def test_an_environment_with_state_in_its_class_stops_a_run_before_its_first_eva
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stateful_game.py").write_text(
-        "from covey.envs import Step\n\n\n"
+        "from covey import Step\n\n\n"
         "class Game:\n"
         "    turns = 0\n\n"
         "    def __init__(self, row):\n"

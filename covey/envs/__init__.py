@@ -1,0 +1,1 @@
+"""The processes in which programs of a model are executed."""
