@@ -17,6 +17,7 @@ from itertools import permutations
 from typing import Any
 
 from covey.data.rows import Row
+from covey.data.sources import Task
 
 NUMBERS, SIZES = range(10, 100), range(25, 32)
 """Numbers that occur in guess, and numbers of numbers in a range."""
@@ -128,3 +129,7 @@ def _words_by_marks(guess: str) -> Mapping[str, Sequence[str]]:
     for word in WORDS:
         words[mark_letters(word, guess)].append(word)
     return words
+
+
+GUESS = Task(lambda config: make_ranges(config.seed), lambda config: make_range_games(config.seed))
+WORDLE = Task(lambda config: make_words(config.seed), lambda config: make_word_games(config.seed))

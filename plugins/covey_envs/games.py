@@ -1,11 +1,11 @@
 """Built-in games: number guessing and Wordle.
 
 Guess: the model guesses a whole number, and the environment answers whether it is higher or lower. The data row has the
-number, and a prompt that names the range (`data.games`). In a chat the answers are sentences. After plain text they are
+number, and a prompt that names the range (`game_rows`). In a chat the answers are sentences. After plain text they are
 single characters, for models from scratch: `20-50:` `35` `>` `42` `<` `38` `=`.
 
 Wordle: the model guesses a word, and the environment marks each of its letters. The data row has the word, and a prompt
-(`data.games`). After plain text the marks are characters: `?` `abc` `-~+` `dbc`. In a chat they are spelled out:
+(`game_rows`). After plain text the marks are characters: `?` `abc` `-~+` `dbc`. In a chat they are spelled out:
 `a is not in the word, b is elsewhere, c is right.`
 """
 
@@ -14,14 +14,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from covey.data import games
 from covey.types import Prompt
+from covey_envs import game_rows
 from covey_envs.protocol import Step
 
 HIGHER, LOWER, RIGHT, NO_NUMBER = range(4)
 SENTENCES = ("Higher.", "Lower.", "Right!", "That is no number.")
 CHARACTERS = (">", "<", "=", "?")
-MEANINGS = {games.RIGHT: "right", games.ELSEWHERE: "elsewhere", games.ABSENT: "not in the word"}
+MEANINGS = {game_rows.RIGHT: "right", game_rows.ELSEWHERE: "elsewhere", game_rows.ABSENT: "not in the word"}
 
 
 class Guess:
@@ -80,7 +80,7 @@ class Wordle:
         guess = reply.strip().rstrip(".").lower()
         if len(guess) != len(self.word) or not re.fullmatch(r"\w+", guess):
             return Step(reward=0.0, done=True)
-        marks = games.mark_letters(self.word, guess)
+        marks = game_rows.mark_letters(self.word, guess)
         answer = marks if isinstance(self.prompt, str) else spell_out(guess, marks)
         return Step(answer, reward=float(guess == self.word), done=guess == self.word)
 

@@ -1,6 +1,7 @@
 """`covey validate`: all mistakes of a recipe at once, without JAX."""
 
 import json
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -37,7 +38,7 @@ def validate(capsys: Any, *words: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_built_in_recipes_are_valid(name: str, capsys: Any) -> None:
-    if (loaded := recipe.read_built_in(name)).method != "sft" and (loaded.envs.environment or loaded.envs.tools):
+    if re.search("guess|wordle|tools", name):
         pytest.importorskip("covey_envs")
     words = NEEDED.get(name, "").split()
     code, found = validate(capsys, name, *words)

@@ -32,7 +32,7 @@ def choices(cls: type[Config], name: str) -> set[str]:
     [
         (AnyRecipe, "method", METHODS, set()),
         (AnyRecipe, "tracking", TRACKERS, set()),
-        (DataConfig, "task", TASKS, {"python"}),
+        (DataConfig, "task", TASKS, {"python", "guess", "wordle"}),
         (GRPOConfig, "algorithm", PRESETS, set()),
         (GRPOConfig, "advantage", ADVANTAGES, {"gae"}),
         (GRPOConfig, "ratio", RATIOS, set()),

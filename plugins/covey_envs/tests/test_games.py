@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from covey.data import games
-from covey.data.games import mark_letters
+from covey_envs import game_rows as games
+from covey_envs.game_rows import mark_letters
 from covey_envs.games import Guess, Wordle
 
 CAPER = "c is right, a is elsewhere, p is not in the word, e is elsewhere, r is elsewhere."

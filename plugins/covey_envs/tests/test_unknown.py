@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import covey
+from covey.config.schema import DataConfig
+from covey.data import load_data
 from covey.errors import CoveyError
 from covey.registry import offered
 from covey_envs.registry import resolve_tool
@@ -36,6 +38,11 @@ def test_a_run_without_environments_imports_none_of_it(tmp_path: Path) -> None:
 
 def test_public_names_are_those_of_the_package() -> None:
     assert covey.EnvironmentRunner is EnvironmentRunner
+
+
+def test_the_tasks_of_the_games_are_those_of_the_package() -> None:
+    for name in ("guess", "wordle"):
+        assert load_data(DataConfig(task=name)).train[0].keys() >= {"prompt"}
 
 
 def test_a_tool_has_the_name_that_older_recipes_give_it() -> None:
