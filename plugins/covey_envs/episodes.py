@@ -29,7 +29,7 @@ from covey_envs.schemas import Schema
 if TYPE_CHECKING:
     from covey_envs.runner import EnvironmentRunner  # which makes the episodes
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 MUCH_WAITING = 0.3
 """Share of the slots' time in a rollout beyond which a warning says that they wait for environments."""

@@ -33,7 +33,7 @@ from covey.rewards.call import as_float, excerpt
 from covey.text.chat_template import check_messages
 from covey.types import Message, Prompt
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 F = TypeVar("F", bound=Callable[..., Any])
 
 METRIC_NAME = re.compile(OWN_NUMBER)

@@ -19,7 +19,7 @@ from covey.errors import CoveyError, RecipeError
 from covey.registry import install_command
 from covey_envs.protocol import FaultError, independent
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 MAX_SHOWN = 250
 """Maximum characters of what a program printed that an error shows: its end, where the exception is."""

@@ -34,7 +34,7 @@ from covey_envs.registry import REMOTE_ADAPTERS, environment_name, resolve, reso
 from covey_envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
 from covey_envs.trl import TrlFactory
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0

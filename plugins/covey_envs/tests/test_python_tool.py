@@ -172,7 +172,7 @@ def test_a_run_begins_only_where_all_protections_hold(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = "{{ messages[0].content }}"
-    with caplog.at_level(logging.INFO, "covey_envs"):
+    with caplog.at_level(logging.INFO, "covey.covey_envs"):
         (runner := EnvironmentRunner(tools=["python"])).prepare(template)
     assert runner.tools is not None
     assert "protections: limits, capabilities, landlock, seccomp" in caplog.text

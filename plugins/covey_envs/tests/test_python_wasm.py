@@ -133,7 +133,7 @@ def test_the_last_resort_says_that_the_run_does_not_repeat(caplog: pytest.LogCap
 @installed
 def test_programs_take_fuel_and_not_the_time_of_a_call(caplog: pytest.LogCaptureFixture) -> None:
     config = EnvsConfig(tools=("python",), python_engine="wasm", timeout=0.01)
-    with caplog.at_level(logging.INFO, "covey_envs"):
+    with caplog.at_level(logging.INFO, "covey.covey_envs"):
         runner = EnvironmentRunner(config=config)
         runner.prepare(TEMPLATE)
     for told in ("engine: WebAssembly (wasmtime", "50,000,000,000 instructions", "as a last resort 600 s"):

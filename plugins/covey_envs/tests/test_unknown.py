@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey.config.schema import DataConfig
+from covey.config.schema import DataConfig, EnvsConfig
 from covey.data import load_data
-from covey.errors import CoveyError
+from covey.display import show_log
+from covey.errors import CoveyError, EpisodeError
 from covey.registry import offered
 from covey_envs.registry import resolve_tool
 from covey_envs.runner import EnvironmentRunner
@@ -43,6 +44,13 @@ def test_public_names_are_those_of_the_package() -> None:
 def test_the_tasks_of_the_games_are_those_of_the_package() -> None:
     for name in ("guess", "wordle"):
         assert load_data(DataConfig(task=name)).train[0].keys() >= {"prompt"}
+
+
+def test_a_run_shows_the_warnings_of_the_package() -> None:
+    shown = list[str]()
+    with show_log(info=shown.append, warning=shown.append):
+        EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none")).accept(EpisodeError("fails"))
+    assert "'guess' fails" in shown[0]
 
 
 def test_a_tool_has_the_name_that_older_recipes_give_it() -> None:
