@@ -21,18 +21,19 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_CORE}
 import jax  # noqa: E402
 
 from benchmarks.common import STILL, machine  # noqa: E402
-from covey import (  # noqa: E402
+from covey import (  # noqa: E402  # noqa: E402
     ClusterConfig,
+    EnvironmentRunner,
     GRPOConfig,
     GRPOLearner,
     RLCluster,
     RLTrainingConfig,
     Role,
     RolloutConfig,
+    Step,
     make_mesh,
 )
 from covey.config.schema import EnvsConfig  # noqa: E402
-from covey.envs import EnvironmentRunner, Step  # noqa: E402
 from covey.monitor.record import StepRecord  # noqa: E402
 
 PLACES, LATENCIES, LEADS, MEASURED = ("reward", "environment"), (0.0, 0.2, 2.0), (0, 1, 4), 9

@@ -16,8 +16,8 @@ from typing import Any
 
 from flax import nnx
 
+from covey import EnvironmentRunner, Step
 from covey.config.schema import EnvsConfig, RolloutConfig
-from covey.envs import EnvironmentRunner, Step
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker

@@ -19,11 +19,6 @@ from covey.data.examples import as_examples as as_examples
 from covey.data.loader import PromptLoader as PromptLoader
 from covey.data.rows import as_rows as as_rows
 from covey.data.sources import load_data as load_data
-from covey.envs.protocol import Step as Step
-from covey.envs.protocol import independent as independent
-from covey.envs.runner import EnvironmentRunner as EnvironmentRunner
-from covey.envs.schemas import json_schema as json_schema
-from covey.envs.trl import TrlFactory as TrlFactory
 from covey.errors import CoveyError as CoveyError
 from covey.models.export.hf import write_hf as write_hf
 from covey.models.lora import with_lora as with_lora
@@ -55,6 +50,11 @@ from covey.train.checkpoint import Checkpointer as Checkpointer
 from covey.types import Completion as Completion
 from covey.types import FinishReason as FinishReason
 from covey.types import Group as Group
+from covey_envs.protocol import Step as Step
+from covey_envs.protocol import independent as independent
+from covey_envs.runner import EnvironmentRunner as EnvironmentRunner
+from covey_envs.schemas import json_schema as json_schema
+from covey_envs.trl import TrlFactory as TrlFactory
 from covey_formats.peft import write_peft as write_peft
 
 __all__: list[str]

@@ -33,8 +33,10 @@ MODES = {
 OWN_DOCSTRING = "it reads the docstring of the user's own tool, by the expressions of transformers"
 BOUNDARY = "a word boundary lets a word begin at one place"
 REVIEWED = {
-    "covey/envs/tool_calls.py": {'"(?:[^': "no escaped quote begins a text, so each is read at most twice"},
-    "covey/envs/schemas.py": dict.fromkeys(("^(.*?)", r"\n\s*Args", r"\n\s*Returns", r"\(choices"), OWN_DOCSTRING),
+    "plugins/covey_envs/tool_calls.py": {'"(?:[^': "no escaped quote begins a text, so each is read at most twice"},
+    "plugins/covey_envs/schemas.py": dict.fromkeys(
+        ("^(.*?)", r"\n\s*Args", r"\n\s*Returns", r"\(choices"), OWN_DOCSTRING
+    ),
     "plugins/covey_plan/hlo.py": dict.fromkeys((r"\b\w+\[", r"\b(\w+)\["), BOUNDARY),
     "covey/rewards/numbers.py": {"\n    (?:(?<!": "all behind a number is optional, and its digits are not given back"},
 }

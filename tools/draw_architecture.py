@@ -21,7 +21,7 @@ ROLES = {
     "run": "the loop, a run folder: stop, resume",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
-    "envs": "environments of several turns",
+    "envs": "programs of a model",
     "rewards": "reward functions and their sandbox",
     "monitor": "metrics, files and displays of a run",
     "train": "trainer, optimizers, checkpoints",

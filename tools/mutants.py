@@ -87,13 +87,14 @@ TESTS = {
         "tests/models/test_layer_stack.py",
         "tests/models/test_lora.py::test_whether_adapters_change_the_base_needs_no_program",
     ),
-    "covey/rl/grpo.py": ("tests/rl/test_turn_credit.py", "tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "covey/rl/grpo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "plugins/covey_envs/turn_credit.py": ("plugins/covey_envs/tests/test_turn_credit.py",),
     "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
-    "covey/envs/episodes.py": (
-        "tests/envs/test_episodes.py",
-        "tests/envs/test_dialogue.py",
-        "tests/envs/test_tools.py",
-        "tests/envs/test_templates.py",
+    "plugins/covey_envs/episodes.py": (
+        "plugins/covey_envs/tests/test_episodes.py",
+        "plugins/covey_envs/tests/test_dialogue.py",
+        "plugins/covey_envs/tests/test_tools.py",
+        "plugins/covey_envs/tests/test_templates.py",
     ),
 }
 """Module → the tests that specify what it computes, the fastest first; the module's doctests run before them. A test
@@ -104,7 +105,7 @@ WIDE = ("tests/losses", "tests/packing", "tests/rl", "tests/faults/test_number_f
 """Tests that `--wide` runs on survivors."""
 
 EQUIVALENT = {
-    "covey/envs/episodes.py": {
+    "plugins/covey_envs/episodes.py": {
         "if not samples > slots >= (self.max_num_seqs or «0 → 1»):": "a sampler has a slot at least",
     },
     "covey/models/lora.py": {

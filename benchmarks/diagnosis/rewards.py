@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from covey.envs.games import Guess
-from covey.envs.protocol import Step
 from covey.rewards.numbers import arithmetic_answer
+from covey_envs.games import Guess
+from covey_envs.protocol import Step
 
 NOISE = random.Random(0)
 LAST: list[float] = []

@@ -30,12 +30,13 @@ from covey.config.recipe import (
     names,
     section_of,
 )
-from covey.config.schema import HUBS, EnvsConfig
+from covey.config.schema import HUBS
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
 from covey.display import echo
 from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import check_not_url, folder_below
 from covey.monitor.run_files import CHECKPOINTS
+from covey.registry import offered
 
 
 class Check(NamedTuple):
@@ -100,10 +101,8 @@ def _rl_checks(recipe: Recipe) -> Iterator[Check]:
     for role, source in (("critic", recipe.critic), ("reward_model", recipe.reward_model)):
         if source:
             yield Check(role, "covey.models.loading.sources:check_source", (source,))
-    if envs.environment:
-        yield Check("environment", "covey.envs.registry:resolve", (envs.environment, envs), envs.environment)
-    for name in envs.tools:
-        yield Check("tools", "covey.cli.checks:check_tool", (name, envs), name)
+    if envs.environment or envs.tools:
+        yield from offered("covey.checks", "envs")(envs)
     yield Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations))
 
 
@@ -129,14 +128,6 @@ def check_adapter(adapter: str) -> None:
         raise WeightsError(
             "no adapter_config.json here", want="--model.adapter FOLDER, as PEFT saves it", where=adapter
         )
-
-
-def check_tool(name: str, config: EnvsConfig) -> None:
-    """Refuse a tool that does not exist, or whose arguments cannot be described."""
-    from covey.envs.registry import resolve_tool  # late: both need NumPy
-    from covey.envs.tools import Tool
-
-    Tool.of(resolve_tool(name, config.python_engine))
 
 
 def check_not_model(source: str, kind: type[AnyRecipe]) -> None:

@@ -235,21 +235,6 @@ The settings are those of covey train; the section evaluation matters here.""",
             settings_of=("train", "sft"),
         ),
         Command(
-            "rollout", "covey.cli.model:rollout", "NAME_OR_YAML",
-            "play a few episodes of a recipe before it is trained",
-            """\
-Samples a few prompts of a recipe with the model that it begins with, and prints the conversations, turn by turn:
-what the model and the environment say, the reward, and how each episode ended. Nothing is trained or written.""",
-            """\
-examples
-  covey rollout quickstart
-  covey rollout guess-tiny --episodes 8 --rollout.temperature 0.5
-
-The settings are those of covey train.""",
-            options=(Option("--episodes", "N", "number of episodes, each for another prompt; 4 when not given"),),
-            settings_of=("train",),
-        ),
-        Command(
             "generate", "covey.cli.model:generate", 'RUN_OR_MODEL "PROMPT"', "complete a prompt",
             "Completes a prompt. A run brings the rollout settings it was trained with.",
             """\

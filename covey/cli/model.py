@@ -1,4 +1,4 @@
-"""Execute the commands that use a model without training it: eval, rollout, generate and chat."""
+"""Execute the commands that use a model without training it: eval, generate and chat."""
 
 from dataclasses import asdict, replace
 
@@ -9,9 +9,6 @@ from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo
 from covey.errors import CoveyError
-
-DEFAULT_EPISODES = 4
-"""Number of episodes that `covey rollout` plays."""
 
 
 def evaluate(line: Line) -> None:
@@ -46,16 +43,6 @@ def _check_own_model(run: str, recorded: ModelOptions, wanted: ModelOptions) -> 
             fix=f"leave it out; or write the model with covey export {run} --out FOLDER, and evaluate that",
             where=run,
         )
-
-
-def rollout(line: Line) -> None:
-    """Execute `covey rollout NAME_OR_YAML [--episodes N] [settings]`."""
-    settings, episodes = recipe.load(line.arguments[0], line.settings), line.whole_number("--episodes")
-    check_one_process("covey rollout")
-    check_run(settings)
-    from covey import recipes
-
-    recipes.play(settings, episodes or DEFAULT_EPISODES)
 
 
 def generate(line: Line) -> None:

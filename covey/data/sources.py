@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data import arithmetic, first_letter, games, gsm8k, readers
+from covey.data import arithmetic, first_letter, gsm8k, readers
 from covey.data.examples import as_example
 from covey.data.rows import (
     FORMS,
@@ -29,6 +29,7 @@ from covey.data.rows import (
     format_counts,
 )
 from covey.errors import DataError
+from covey.registry import offered
 from covey.types import Message
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ def find_task(config: DataConfig) -> Task:
             want="to resume, the script that began the run: learner.train(rows, out=FOLDER)",
             fix="to evaluate: covey eval RUN --data.task jsonl --data.path FILE --rewards NAME",
         )
-    return TASKS[config.task]
+    task: Task = TASKS.get(config.task) or offered("covey.tasks", config.task)
+    return task
 
 
 def _system_of(config: DataConfig, task: Task) -> str | None:
@@ -144,7 +146,7 @@ def _collect(config: DataConfig, splits: Splits) -> Dataset:
         train, test = train[:cut], train[cut:]
     random.Random(config.seed).shuffle(train)
     train = train[: max(1, int(len(train) * config.train_fraction))]
-    return Dataset(config.task, train, test, _system_of(config, TASKS[config.task]))
+    return Dataset(config.task, train, test, _system_of(config, find_task(config)))
 
 
 def _jsonl(config: DataConfig) -> Splits:
@@ -253,8 +255,6 @@ TASKS: dict[str, Task] = {
     "arithmetic": _with_answers(arithmetic.make_rows, arithmetic.SYSTEM),
     "sums": _with_answers(arithmetic.make_sums),
     "long-sums": _with_answers(arithmetic.make_long_sums, arithmetic.LONG_SUMS_SYSTEM),
-    "guess": Task(lambda config: games.make_ranges(config.seed), lambda config: games.make_range_games(config.seed)),
-    "wordle": Task(lambda config: games.make_words(config.seed), lambda config: games.make_word_games(config.seed)),
     "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
     "jsonl": Task(_jsonl, _jsonl_examples),
 }

@@ -75,18 +75,6 @@ def reward_table(rewards: Sequence[Float[np.ndarray, "G"]]) -> Rewards:
     return table
 
 
-def turn_returns(rewards: Float[np.ndarray, "K"], gamma: float) -> Float[np.ndarray, "K"]:
-    """Compute the return of each of K turns: its reward and the discounted ones after it, R_k = r_k + γ·R_{k+1}.
-
-    >>> turn_returns(np.array([1.0, 0.0, 2.0]), 0.5).tolist()
-    [1.5, 1.0, 2.0]
-    """
-    out, later = np.zeros(len(rewards)), 0.0
-    for k in reversed(range(len(rewards))):
-        out[k] = later = rewards[k] + gamma * later
-    return out
-
-
 def has_reward_variance(group: Float[np.ndarray, "G"], size: float | None = None) -> bool:
     """Return True when the rewards of a group differ: only then does it give a gradient. `size` is the largest sum of
     the sizes of their summands; by default they are no sums.

@@ -11,7 +11,7 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.parallel import processes
 from covey.recipes.build import build, load_inputs, with_compute_dtype
 from covey.recipes.load_model import open_model, use_compilation_cache, with_absolute_paths
-from covey.recipes.use import chat, evaluate, generate, play
+from covey.recipes.use import chat, evaluate, generate
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.saved_run import STEP_FILES, ReadyRun, train_in_folder
 
@@ -54,7 +54,6 @@ __all__ = [
     "evaluate",
     "generate",
     "open_model",
-    "play",
     "resume",
     "train",
     "use_compilation_cache",

@@ -1,18 +1,20 @@
 """Make the learner and the data of a recipe, ready for the loop."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, RecipeT, SFTRecipe
+from covey.config.schema import EnvsConfig
 from covey.data import Dataset
 from covey.data import sources as data_source
 from covey.data.loader import PromptLoader
 from covey.display import echo, show_log
-from covey.envs.runner import open_environments
 from covey.models.decoder import Decoder
 from covey.models.dtypes import AUTO
 from covey.models.loading.weights import load_critic, load_value_model, with_digest
@@ -22,6 +24,7 @@ from covey.parallel import mesh_from_config, processes
 from covey.parallel.mesh import rollout_mesh_from_config
 from covey.recipes.answers import Answers
 from covey.recipes.load_model import decoder_options, load_to_train
+from covey.registry import offered
 from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
@@ -30,7 +33,10 @@ from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.saved_run import ReadyRun, RunResources
 from covey.run.settings import check_same_recipe
+from covey.sampling.responder import ResponderFactory
 from covey.sft.learner import HELD_OUT, SFTLearner
+from covey.text.tokenizer import Tokenizer
+from covey.types import Prompt
 
 
 def load_data(recipe: Recipe | SFTRecipe) -> Dataset:
@@ -129,6 +135,24 @@ def load_value_models(
         critic = make_value_model(without_lora(actor), share=bool(options.lora.rank))
     models[Role.CRITIC] = with_lora(critic, options.lora, seed=recipe.seed + 1) if options.lora.rank else critic
     return models, origins
+
+
+def open_environments(config: EnvsConfig) -> AbstractContextManager[ResponderFactory | None]:
+    """Open the runner of the environment or the tools that `config` names; None if it names none.
+
+    Raises:
+        CoveyError: it names one that does not exist, or no installed package runs environments.
+    """
+    named = config.environment or config.tools
+    return offered("covey.responders", "envs")(config=config) if named else nullcontext()
+
+
+def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray]:
+    """Return the function that encodes a row's prompt as a sample begins: with the list of the tools, if `config` names
+    any. What an environment adds to the prompt is known only when its episode begins.
+    """
+    with open_environments(config) if config.tools else nullcontext() as tools:
+        return (tools and tools.prompt_encoder(tokenizer)) or tokenizer.encode_prompt
 
 
 def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Learner:

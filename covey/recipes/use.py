@@ -1,11 +1,12 @@
-"""Use a model or a finished run: evaluate, play episodes, generate, chat."""
+"""Use a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
 import io
 import logging
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,18 +14,16 @@ from jax.sharding import Mesh
 from covey.config.recipe import Recipe, SFTRecipe, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import RolloutConfig
+from covey.config.schema.envs import metric_name
 from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import echo, show_log
-from covey.envs.registry import environment_name
-from covey.envs.runner import open_environments
 from covey.errors import DataError
-from covey.monitor.formats import completion_text, prompt_text
 from covey.monitor.progress import Progress, console_of_process
 from covey.parallel import processes
 from covey.parallel.sharding import on_local_devices
 from covey.recipes.answers import answer_examples, answering_worker, select_answerable
-from covey.recipes.build import load_data
+from covey.recipes.build import load_data, open_environments
 from covey.recipes.load_model import available_mesh, available_own_mesh, load_for, open_model
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
@@ -33,7 +32,6 @@ from covey.rl.rollout import RolloutWorker
 from covey.run.settings import check_same_recipe
 from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer
-from covey.types import Completion, FinishReason
 
 log = logging.getLogger(__name__)
 TEXT_ONLY = "The model has no chat template: it continues each line alone"
@@ -54,15 +52,13 @@ def evaluate_rl(source: str, recipe: Recipe) -> dict[str, Any]:
     check_columns(recipe.rewards, held_out)
     check_evaluation_columns(recipe.evaluation, held_out)
     with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
-        progress.phase("sampling answers")
-        with RewardRunner(recipe.reward_safety) as runner, open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
+        with open_worker(recipe, source) as worker, RewardRunner(recipe.reward_safety) as runner:
+            progress.phase("sampling answers")
             functions = scoring_functions(recipe)
             weights = recipe.grpo.reward_weights  # the last may be that of a reward model, which is not loaded here
             evaluation = evaluate_model(
                 worker,
-                fit_rows(held_out, tokenizer, environments, recipe.rollout, recipe.training).rows,
+                fit_rows(held_out, worker, recipe.training).rows,
                 recipe.evaluation,
                 recipe.rollout,
                 functions,
@@ -102,7 +98,7 @@ def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
 def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:
     """Return the functions that score the completions of a run: the environment's reward, if any, and the others."""
     name = recipe.envs.environment
-    return [*([environment_reward(environment_name(name))] if name else []), *recipe.rewards]
+    return [*([environment_reward(metric_name(name))] if name else []), *recipe.rewards]
 
 
 def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> None:
@@ -114,40 +110,6 @@ def check_same_inputs(recipe: Recipe | SFTRecipe, held_out: Sequence[Row]) -> No
     same = "the same command and data for all"
     check_same_recipe(recipe, same)
     processes.here().check_same("held-out data", lambda: zlib.crc32(repr(list(held_out)).encode()), same)
-
-
-def play(recipe: Recipe, episodes: int) -> None:
-    """Sample one completion or episode for each of the first training prompts with the model that `recipe` begins with,
-    and print them as turns.
-    """
-    rows = data_source.load_data(recipe.data).train[:episodes]
-    with show_log(info=lambda _: None, warning=_echo_to_stderr):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        with open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            groups = worker.generate(rows, 1)
-    for number, group in enumerate(groups, 1):
-        _echo(f"--- {number} of {len(groups)}\n{prompt_text(group.prompt)}")
-        for completion in group.completions:
-            _echo(f"{completion_text(completion)}\n{_outcome(completion)}\n")
-
-
-def _outcome(completion: Completion) -> str:
-    """Describe the end of a completion or of an episode in one line."""
-    tokens, episode = f"{completion.num_sampled} tokens of the model", completion.episode
-    if episode is None:
-        return f"({tokens}, finish {completion.finish})"
-    ended = episode.failure or ENDINGS[completion.finish]
-    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
-    return f"({reward}, {len(episode.turn_ends)} turns, {tokens}, {ended})"
-
-
-ENDINGS = {
-    FinishReason.STOP: "ended by the environment",
-    FinishReason.TURNS: "ended by envs.max_turns",
-    FinishReason.LENGTH: "cut by a limit of tokens",
-}
-"""Ends of an episode that did not fail."""
 
 
 def generate(source: str, prompt: str, samples: int, rollout: RolloutConfig) -> list[str]:
@@ -195,6 +157,14 @@ def _reply(worker: RolloutWorker, before: Sequence[dict[str, str]], text: str, l
         _echo("(the oldest turn is forgotten: the conversation has outgrown the model)")
     (group,) = worker.generate([{"prompt": messages if tokenizer.chat_template else text}], 1, step=len(messages))
     return [*messages, {"role": "assistant", "content": group.completions[0].text}]
+
+
+@contextmanager
+def open_worker(recipe: Recipe, source: str | None = None) -> Iterator[RolloutWorker]:
+    """Load the model at `source`, or that the recipe begins with, and open the recipe's environment or tools."""
+    model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh), source)
+    with open_environments(recipe.envs) as environments:
+        yield RolloutWorker(model, tokenizer, recipe.rollout, environments)
 
 
 def _mesh_of(source: str) -> Mesh | None:

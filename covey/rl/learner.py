@@ -24,7 +24,7 @@ from flax import nnx
 
 from covey.config.algorithms import algorithm_of, off_policy_problems, with_correction
 from covey.config.recipe import validate
-from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import FittedPrompts, PromptLoader, fit_prompts
 from covey.data.rows import Row, as_rows
 from covey.errors import EpisodeError, NumbersError, raise_together
@@ -66,6 +66,7 @@ from covey.rl.metrics import Clock
 from covey.rl.micro_batches import AGREEMENT, Replay, TrainBatch, gather_batches, slices
 from covey.rl.packed_groups import PackedGroups
 from covey.rl.roles import Role
+from covey.rl.rollout import RolloutWorker
 from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, load_steps
 from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
@@ -76,8 +77,6 @@ from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.noise import DRAW_VERSION
-from covey.sampling.responder import ResponderFactory
-from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 
@@ -556,24 +555,18 @@ def drop_long_prompts(
     numbers of the prompts that were dropped or truncated.
     """
     worker = learner.cluster.rollout
-    settings = worker.tokenizer, worker.environments, worker.config, learner.training
-    train, test = (fit_rows(rows, *settings) for rows in (train_rows, test_rows))
+    train, test = (fit_rows(rows, worker, learner.training) for rows in (train_rows, test_rows))
     unfit = {name: getattr(train, name) + getattr(test, name) for name in ("dropped", "truncated")}
     if counts := " and ".join(f"{count} {name}" for name, count in unfit.items() if count):
         log.warning(f"prompts longer than rollout.max_prompt_length: {counts}")
     return train.rows, test.rows, unfit
 
 
-def fit_rows(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    environments: ResponderFactory | None,
-    rollout: RolloutConfig,
-    training: RLTrainingConfig,
-) -> FittedPrompts:
+def fit_rows(rows: Sequence[Row], worker: RolloutWorker, training: RLTrainingConfig) -> FittedPrompts:
     """Leave out or cut prompts that are too long, with the list of the tools if there are any."""
-    encode = environments.prompt_encoder(tokenizer) if environments else None
-    return fit_prompts(rows, encode or tokenizer.encode_prompt, rollout.max_prompt_length, training.too_long)
+    encode = worker.environments and worker.environments.prompt_encoder(worker.tokenizer)
+    limit = worker.config.max_prompt_length
+    return fit_prompts(rows, encode or worker.tokenizer.encode_prompt, limit, training.too_long)
 
 
 def all_functions(given: Sequence[RewardFn], cluster: RLCluster, reward_model: RewardFn) -> list[RewardFn]:

@@ -21,12 +21,13 @@ def settings_of(
     **more: Any,
 ) -> Recipe:
     """Return the settings of a script's run as a recipe; `more` are further settings."""
-    unnamed = EnvsConfig(environment=environments.name if environments else None)
+    own = getattr(environments, "config", None)
+    named = EnvsConfig(environment=environments.name if environments else None)
     return Recipe(
         seed=config.rollout_config.seed,
         data=DataConfig(task=FROM_PYTHON),
         rewards=tuple(function_names(functions)),
-        envs=getattr(environments, "config", unnamed),
+        envs=own if isinstance(own, EnvsConfig) else named,
         reward_safety=runner.safety if runner else RewardSafetyConfig(),
         rollout=config.rollout_config,
         grpo=algorithm or GRPOConfig(),

@@ -1,6 +1,7 @@
 """Execute `covey models`: the models that are known by name, or the facts of one."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,6 @@ def _look_at(source: str) -> dict[str, Any]:
     check_source(source)
     from covey.config.recipe import AnyRecipe
     from covey.config.schema import ModelOptions
-    from covey.envs.tool_calls import lists_tools
     from covey.models.decoder import num_parameters
     from covey.models.families import find_family
     from covey.recipes.load_model import abstract_for
@@ -123,6 +123,6 @@ def _look_at(source: str) -> dict[str, Any]:
         "vocabulary": model.config.vocab_size,
         "positions": model.config.max_positions,
         "template": "a chat template" if template else "none: prompts are plain text",
-        "tools": "in the template" if template and lists_tools(template) else "not in the template",
+        "tools": "in the template" if re.search(r"\btools\b", template or "") else "not in the template",
         "memory": f"at least {full} to train all weights in float32, {lora} for adapters on a base in bfloat16",
     }

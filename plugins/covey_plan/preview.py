@@ -15,11 +15,10 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data import ExampleLoader, PromptLoader
 from covey.data.loader import fit_prompts
 from covey.data.rows import count_plain
-from covey.envs.runner import prompt_encoder
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
 from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
-from covey.recipes.build import load_data
+from covey.recipes.build import load_data, prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
 from covey.sampling.scheduler import check_length, check_positions

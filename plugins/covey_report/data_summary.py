@@ -17,8 +17,8 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.data.duplicates import Duplicates, count_duplicates, trained_columns
 from covey.data.rows import Row, count_plain
 from covey.data.sources import iter_rows, num_held_out
-from covey.envs.runner import prompt_encoder
 from covey.errors import RewardError
+from covey.recipes.build import prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve

@@ -8,12 +8,10 @@ from covey.config.recipe import Recipe
 from covey.data import PromptLoader
 from covey.data import sources as data_source
 from covey.display import show_log
-from covey.envs.runner import open_environments
 from covey.monitor.progress import Progress
-from covey.recipes.load_model import available_own_mesh, load_for
+from covey.recipes.use import open_worker
 from covey.rewards import check_columns
 from covey.rl.learner import fit_rows
-from covey.rl.rollout import RolloutWorker
 from covey.types import Group
 
 
@@ -23,11 +21,13 @@ def sample_training_prompts(recipe: Recipe, count: int) -> Sequence[Group]:
     """
     rows = data_source.load_data(recipe.data).train
     check_columns(recipe.rewards, rows)
-    with Progress(0, Console(stderr=True, highlight=False)) as progress, show_log(progress.phase, progress.message):
-        model, tokenizer, _ = load_for(recipe, available_own_mesh(recipe.model.mesh))
-        with open_environments(recipe.envs) as environments:
-            worker = RolloutWorker(model, tokenizer, recipe.rollout, environments)
-            fitted = fit_rows(rows, tokenizer, environments, recipe.rollout, recipe.training)
-            first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
-            progress.phase("sampling")
-            return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)
+    console = Console(stderr=True, highlight=False)
+    with (
+        Progress(0, console) as progress,
+        show_log(progress.phase, progress.message),
+        open_worker(recipe) as worker,
+    ):
+        fitted = fit_rows(rows, worker, recipe.training)
+        first = next(PromptLoader(fitted.rows, count, seed=recipe.seed))
+        progress.phase("sampling")
+        return worker.generate(first, recipe.grpo.num_generations, progress=progress.advance)

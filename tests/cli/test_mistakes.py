@@ -71,7 +71,8 @@ def test_a_mistake_is_answered(
 ) -> None:
     if (verb := shlex.split(command)[1]) in OF_PLUGINS and verb not in COMMANDS:
         pytest.skip("a command of a plugin")
-    if "--yes" in command and "push" not in COMMANDS:
+    of_options = {"--yes": "push", "--episodes": "rollout"}
+    if any(option in command and verb not in COMMANDS for option, verb in of_options.items()):
         pytest.skip("an option of a plugin's command")
     monkeypatch.chdir(folder)
     before = files_in(folder)
@@ -93,7 +94,7 @@ WITHOUT_NUMPY = [
     "covey recipes quickstart",
     "covey watch runs/done --once",
 ]
-OF_PLUGINS = ("board", "compare", "data", "export", "launch", "plan", "push", "report", "rewards", "watch")
+OF_PLUGINS = ("board", "compare", "data", "export", "launch", "plan", "push", "report", "rewards", "rollout", "watch")
 WITHOUT_NUMPY += [*(f"covey {name} --help" for name in COMMANDS), *(command for command, _ in [*ROWS, *MORE])]
 WITHOUT_JAX = ["covey validate quickstart", "covey rewards quickstart --samples samples.jsonl"]
 CODE = """

@@ -45,7 +45,7 @@ LISTED_BLOCKS = {
     (
         "docs/verifiers.md",
         "import verifiers",
-    ): "tests/envs/test_verifiers.py plays it where verifiers is installed",
+    ): "plugins/covey_envs/tests/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,
     ("docs/from-trl.md", "environment_factory=IncrementEnv"): PEER,
     ("docs/from-trl.md", "from trl import"): PEER,

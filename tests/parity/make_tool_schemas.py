@@ -1,5 +1,6 @@
 """Write what transformers makes of tools to `golden/tool_schemas.json`: the schemas of the functions of
-`tool_functions.py`, and digests of conversations with all of them under the templates in `tests/envs/templates`.
+`tool_functions.py`, and digests of conversations with all of them under the templates in
+`plugins/covey_envs/tests/templates`.
 
 Run by `make parity`, in an environment with the extra `[parity]`, from the repository's root.
 """
@@ -24,7 +25,7 @@ if __name__ == "__main__":
     schemas = [get_json_schema(function) for function in given["FUNCTIONS"]]
     digests = {}
     for name in TEMPLATES:
-        template = (HERE.parent / "envs" / "templates" / f"{name}.jinja").read_text()
+        template = (HERE.parents[1] / "plugins" / "covey_envs" / "tests" / "templates" / f"{name}.jinja").read_text()
         variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
         (text,), _ = render_jinja_template([given["CHAT"]], tools=schemas, chat_template=template, **variables)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()

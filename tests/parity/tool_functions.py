@@ -1,4 +1,4 @@
-"""Functions whose schemas `make_tool_schemas.py` writes and `tests/envs/test_tools.py` compares."""
+"""Functions whose schemas `make_tool_schemas.py` writes and `plugins/covey_envs/tests/test_tools.py` compares."""
 
 from collections.abc import Sequence
 from enum import Enum

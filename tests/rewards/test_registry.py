@@ -7,7 +7,6 @@ import pytest
 
 from covey import registry
 from covey.config.schema import RewardSafetyConfig
-from covey.envs import registry as envs
 from covey.errors import CoveyError, RecipeError
 from covey.rewards import REWARDS, RewardRunner, resolve
 from covey.rewards.registry import REGISTRY
@@ -106,6 +105,7 @@ def test_a_name_that_two_packages_offer_is_refused_with_both(installed):
 
 
 def test_an_installed_package_adds_an_environment_and_a_tool(installed):
+    envs = pytest.importorskip("covey_envs.registry")
     for group in ("environments", "tools"):
         installed(f"covey_example_{group}", group=f"covey.{group}", brief="brevity")
     assert envs.resolve("brief") is import_module("covey_example_environments").brevity

@@ -81,7 +81,8 @@ class Said:
     devices: list[int]
 
     def __init__(self, model: Decoder, tokenizer: Any, rollout: RolloutConfig, environments: None = None):
-        self.tokenizer, mesh = tokenizer, mesh_of(nnx.state(model))
+        self.tokenizer, self.config, self.environments = tokenizer, rollout, environments
+        mesh = mesh_of(nnx.state(model))
         self.devices.append(1 if mesh is None else mesh.size)
 
     def generate(self, examples: Any, samples: int, **_: Any) -> list[Group]:
@@ -136,8 +137,12 @@ def sample_training_prompts(ready: Recipe) -> None:
     pytest.importorskip("covey_report.first_samples").sample_training_prompts(ready, 1)
 
 
+def play(ready: Recipe) -> None:
+    pytest.importorskip("covey_envs.play").play(ready, 1)
+
+
 @pytest.mark.parametrize("trained", [4], indirect=True, ids=["adapters"])
-@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), sample_training_prompts])
+@pytest.mark.parametrize("use", [play, sample_training_prompts])
 def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
     trained: str, use: Callable[[Recipe], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

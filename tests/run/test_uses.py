@@ -62,6 +62,10 @@ def sft_recipe() -> SFTRecipe:
     return recipe.load("sft-smollm2", [*DATA, "training.max_steps=1", "evaluation.prompts=1"], SFTRecipe)
 
 
+def play(ready: Recipe) -> None:
+    pytest.importorskip("covey_envs.play").play(ready, 1)
+
+
 def prints(messages: str, tools: str = "") -> re.Pattern[str]:
     """Pattern of a prompt; ROW stands for the text of a row of the data."""
     text = f"{messages} tools={tools} generation=True bos=<|endoftext|> eos=<|im_end|>"
@@ -130,7 +134,7 @@ def sample_training_prompts(ready: recipe.Recipe) -> None:
 USES: dict[str, Callable[..., Any]] = {
     "training": lambda out, *more: recipes.train(rl_recipe(*more), out / "run"),
     "eval": lambda out, *more: recipes.evaluate(TINY, rl_recipe(*more)),
-    "rollout": lambda out, *more: recipes.play(rl_recipe(*more), 1),
+    "rollout": lambda out, *more: play(rl_recipe(*more)),
     "rewards": lambda out: sample_training_prompts(rl_recipe()),
     "sft": lambda out: recipes.train(sft_recipe(), out / "run"),
     "sft eval": lambda out: recipes.evaluate(TINY, sft_recipe()),
@@ -144,6 +148,8 @@ USES: dict[str, Callable[..., Any]] = {
 def test_a_use_of_a_recipe_shows_the_model_its_variables(
     use: str, tools: tuple[str, ...], tmp_path: Path, shown: list[str], loads: list[str]
 ) -> None:
+    if tools:
+        pytest.importorskip("covey_envs")
     with suppress(SeenError):
         USES[use](tmp_path, *tools)
     wanted = prints(ROW, "calculator" if tools else "")
@@ -223,7 +229,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-@pytest.mark.parametrize("use", [lambda ready: recipes.play(ready, 1), sample_training_prompts])
+@pytest.mark.parametrize("use", [play, sample_training_prompts])
 def test_what_precedes_a_run_asks_the_model_that_the_run_begins_with(use: Callable[..., Any], asked: list[Any]) -> None:
     """A model from scratch is drawn from the run's seed."""
     scratch = recipe.load("arithmetic-tiny", ["seed=7", "model.source=scratch:arithmetic-tiny"])

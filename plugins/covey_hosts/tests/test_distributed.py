@@ -25,7 +25,6 @@ from covey.config.algorithms import algorithm_of
 from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SILENT
 from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
-from covey.envs import EnvironmentRunner
 from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import make_mesh, processes
@@ -239,9 +238,10 @@ def test_the_budgets_of_failures_hold_for_all_processes_together(
     threads: Threads, environments: int, rewards: int, told: str
 ) -> None:
     """Three processes with 1, 2 and 3 failures of the environment, and one more each in the next step: 9 in all."""
+    runner = pytest.importorskip("covey_envs.runner").EnvironmentRunner
 
     def work(index: int) -> tuple[int, dict[str, int]]:
-        played = EnvironmentRunner("guess", replace(GUESS, budget=environments))
+        played = runner("guess", replace(GUESS, budget=environments))
         scored = RewardRunner(replace(SAFETY, budget=rewards))
         counts = FailureCounts(scored, played)
         for number in (index + 1, 1):
@@ -258,8 +258,10 @@ def test_the_budgets_of_failures_hold_for_all_processes_together(
 
 
 def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
+    runner = pytest.importorskip("covey_envs.runner").EnvironmentRunner
+
     def work(index: int) -> int:
-        environments = EnvironmentRunner("guess", GUESS)
+        environments = runner("guess", GUESS)
         counts = FailureCounts(RewardRunner(SAFETY), environments)
         environments.failed = 5
         counts.restart()
@@ -271,8 +273,10 @@ def test_the_counts_of_a_checkpoint_are_those_of_all(threads: Threads) -> None:
 
 
 def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) -> None:
+    runner = pytest.importorskip("covey_envs.runner").EnvironmentRunner
+
     def work(index: int) -> int:
-        environments = EnvironmentRunner("guess", GUESS)
+        environments = runner("guess", GUESS)
         learner: Any = SimpleNamespace(
             lead=0,
             drawn=(),

@@ -32,9 +32,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from safetensors.numpy import load, load_file, save_file
 
+import covey
 from covey import (
     ClusterConfig,
-    EnvironmentRunner,
     EnvsConfig,
     GRPOConfig,
     GRPOLearner,
@@ -47,7 +47,6 @@ from covey import (
     RolloutConfig,
     SFTConfig,
     SFTLearner,
-    Step,
 )
 from covey.cli import main as command
 from covey.cli.main import main, parse
@@ -286,17 +285,17 @@ class Game:
     def reset(self) -> str:
         return self.prompt  # type: ignore[no-any-return]
 
-    def step(self, reply: str) -> Step:
+    def step(self, reply: str) -> Any:
         time.sleep(random.random() / 20)
         self.turns -= 1
-        return Step(f"so {len(reply)}", float(len(reply) % 3), self.turns == 0)
+        return covey.Step(f"so {len(reply)}", float(len(reply) % 3), self.turns == 0)
 
 
 def learner_ahead(model: str) -> GRPOLearner:
     """A learner that samples one step ahead, on devices of its own; Adam with a large constant is as good as linear."""
     optimizer = OptimizerConfig(learning_rate=0.1, eps=0.1, schedule="constant")
     every = {"checkpoint_every_n_steps": 1, "eval_every_n_steps": 2, "off_policy_steps": 1}
-    game = EnvironmentRunner(Game, EnvsConfig(environment="guess", max_turn_tokens=4, rehearsal=False))
+    game = covey.EnvironmentRunner(Game, EnvsConfig(environment="guess", max_turn_tokens=4, rehearsal=False))
     cluster = loaded(model, meshes=_of_roles(), steps=4, optimizer=optimizer, game=game, **every)
     grpo = GRPOConfig(num_generations=2, beta=0.0, max_sampling_rounds=2)
     return GRPOLearner(rl_cluster=cluster, reward_fns=unsteady, grpo_config=grpo, observers=[])
@@ -377,7 +376,7 @@ def loaded(
     steps: int = 1,
     meshes: Mapping[Role, Mesh] | None = None,
     optimizer: Any = None,
-    game: EnvironmentRunner | None = None,
+    game: Any = None,
     **sizes: int,
 ) -> RLCluster:
     meshes = meshes or {Role.ACTOR: make_mesh(shape, axes)}

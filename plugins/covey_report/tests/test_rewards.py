@@ -119,6 +119,7 @@ def test_empty_completions_are_marked_and_named(capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_episodes_are_played_and_scored_by_the_environment(capsys: Any) -> None:
+    pytest.importorskip("covey_envs")
     words = ["rewards", "guess-tiny", "--model.source", "scratch:guess-tiny", "--prompts", "1", "--rollout.slots", "2"]
     assert cli.main([*words, "--num-generations", "2", "--envs.max-turns", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

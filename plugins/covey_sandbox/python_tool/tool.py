@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from covey.config.schema.envs import PythonEngine
-from covey.envs.protocol import FaultError, independent
 from covey.errors import CoveyError, RecipeError
 from covey.registry import install_command
+from covey_envs.protocol import FaultError, independent
 from covey_sandbox.python_tool import wasm
 from covey_sandbox.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm, run_program
 

@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from covey.config.schema.envs import PythonEngine
-from covey.envs import EnvironmentRunner
-from covey.envs.registry import resolve_tool
-from covey.envs.tools import Tool, ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
+from covey_envs.registry import resolve_tool
+from covey_envs.runner import EnvironmentRunner
+from covey_envs.tools import Tool, ToolEnvironment
 from covey_sandbox.python_tool import sandbox, tool, wasm
 from covey_sandbox.python_tool.sandbox import POLL_SECONDS, PROTECTIONS, Limits, excess, run_program
 from covey_sandbox.python_tool.tool import ENGINES, ProgramError, python, python_with_limits

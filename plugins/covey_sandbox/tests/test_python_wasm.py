@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from covey.config.schema import EnvsConfig
-from covey.envs import EnvironmentRunner
-from covey.envs.registry import resolve_tool
-from covey.envs.tools import ToolEnvironment
 from covey.errors import EpisodeError, RecipeError
+from covey_envs.registry import resolve_tool
+from covey_envs.runner import EnvironmentRunner
+from covey_envs.tools import ToolEnvironment
 from covey_sandbox.python_tool import tool, wasm
 from covey_sandbox.python_tool.sandbox import IN_WASM, PROTECTIONS, Limits, Outcome, run_in_wasm
 
