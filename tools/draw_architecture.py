@@ -18,20 +18,20 @@ import grimp
 ROOT = Path(__file__).parents[1]
 ROLES = {
     "cli": "the covey command",
+    "recipes": "a recipe as a run, and its model",
     "run": "the loop, a run folder: stop, resume",
     "rl": "GRPO and PPO: the loop and its workers",
     "sft": "supervised fine-tuning",
-    "envs": "programs of a model",
-    "rewards": "reward functions and their sandbox",
+    "rewards": "reward functions and scores",
     "monitor": "metrics, files and displays of a run",
     "train": "trainer, optimizers, checkpoints",
     "losses": "log-probs, advantages, policy and value loss",
     "packing": "ragged groups into rows",
     "sampling": "the rollout engine",
-    "models": "decoder, LoRA, loading, export",
+    "models": "decoder, LoRA, loading",
     "data": "data sets and tasks",
     "text": "tokenizer and chat template",
-    "parallel": "meshes and processes",
+    "parallel": "meshes, the processes of a run",
     "config": "settings, recipes, algorithms",
 }
 """Role of each folder, as the picture writes it."""

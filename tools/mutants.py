@@ -158,6 +158,8 @@ EQUIVALENT = {
             "`zip_equal_lengths` has refused other lengths of both already"
         ),
         "for row, group in zip(out, rewards, strict=«True → False»):": "`out` was made with the shape of `rewards`",
+    },
+    "plugins/covey_envs/turn_credit.py": {
         "out, later = «np.zeros(len(rewards)) → np.ones(len(rewards))», 0.0": "the loop sets every entry",
     },
     "covey/losses/value.py": {

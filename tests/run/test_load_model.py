@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,6 @@ from covey.run.saved_run import STEP_FILES
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
-
-SAMPLING = [using, *(import_module("covey_report.first_samples") for _ in [1] if find_spec("covey_report"))]
 
 TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
 LETTERS = ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
@@ -149,9 +145,8 @@ def test_what_precedes_a_run_has_its_own_adapters_on_the_model_of_another(
     """Those of the run that it begins with are merged, as in training."""
     models: list[Decoder] = []
     said = type("Said", (Said,), {"devices": []})
-    for module in SAMPLING:
-        worker = lambda model, *others: models.append(model) or said(model, *others)  # noqa: E731
-        monkeypatch.setattr(module, "RolloutWorker", worker)
+    worker = lambda model, *others: models.append(model) or said(model, *others)  # noqa: E731
+    monkeypatch.setattr(using, "RolloutWorker", worker)
     use(recipe.load("quickstart", [f"model.source={trained}", "model.lora.rank=2"]))
     lora = models[0].layers[0].attn.q_proj.lora
     assert lora is not None

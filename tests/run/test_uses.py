@@ -34,7 +34,6 @@ from covey.types import Completion, FinishReason
 
 EXPORTING = [import_module("covey_formats.export")] if find_spec("covey_formats") else []
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
-SAMPLING = [using, *(import_module("covey_report.first_samples") for _ in [1] if find_spec("covey_report"))]
 TESTS = Path(__file__).parents[1]
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
 READER = Tokenizer.from_folder(TINY)
@@ -119,7 +118,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, *SAMPLING, *EXPORTING):
+    for module in (load_model, using, *EXPORTING):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -224,8 +223,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         models.append(model)
         raise SeenError
 
-    for module in SAMPLING:
-        monkeypatch.setattr(module, "RolloutWorker", worker)
+    monkeypatch.setattr(using, "RolloutWorker", worker)
     return models
 
 

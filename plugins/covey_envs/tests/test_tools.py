@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from covey.run.inference import prompt_encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from covey.config import recipe
 from covey.config.schema import EnvsConfig
 from covey.data.loader import fit_prompts
 from covey.errors import DataError, EpisodeError, RecipeError
+from covey.recipes.build import prompt_encoder
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
 from covey.text import chat_template

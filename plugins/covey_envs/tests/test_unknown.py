@@ -12,7 +12,6 @@ from covey.data import load_data
 from covey.display import show_log
 from covey.errors import CoveyError, EpisodeError
 from covey.registry import offered
-from covey_envs.registry import resolve_tool
 from covey_envs.runner import EnvironmentRunner
 
 PROGRAM = """
@@ -51,12 +50,6 @@ def test_a_run_shows_the_warnings_of_the_package() -> None:
     with show_log(info=shown.append, warning=shown.append):
         EnvironmentRunner("guess", EnvsConfig(environment="guess", on_error="none")).accept(EpisodeError("fails"))
     assert "'guess' fails" in shown[0]
-
-
-def test_a_tool_has_the_name_that_older_recipes_give_it() -> None:
-    assert resolve_tool("covey.envs.python_tool:python_with_limits") is resolve_tool(
-        "covey_envs.python_tool:python_with_limits"
-    )
 
 
 def test_what_no_package_offers_is_told_with_what_to_install() -> None:
