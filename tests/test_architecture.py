@@ -56,6 +56,17 @@ def test_every_module_has_its_layer():
     assert {name for name in names if not any(name == one or name.startswith(one + ".") for one in layers)} == set()
 
 
+def test_what_plugins_log_is_shown_by_a_run():
+    """The trap: `getLogger(__name__)` of a package beside Covey is not below `covey`, where a run listens."""
+    logs = [
+        line
+        for file in (ROOT / "plugins").glob("*/*.py")
+        for line in re.findall(r"getLogger\((.*?)\)", file.read_text())
+    ]
+    assert len(logs) > 5
+    assert {name for name in logs if not name.startswith(('f"covey.', '"math_verify"'))} == set()
+
+
 @pytest.mark.slow
 def test_a_member_that_is_named_exists_in_the_same_layer_or_below():
     """The contract on imports does not see a member that a table names as "module:member"."""

@@ -38,7 +38,7 @@ from covey.errors import CoveyError, ResumeError, first_line
 from covey.files import IN_BUCKET, MAX_LINE, has_file, open_below, parse_line, replace_file
 from covey.train.storage import POINTER, SUMS, CheckpointStore, Digests, step_name
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 NOTICE_SECONDS = 5.0
 """Number of seconds without an answer after which a line in the log says so."""

@@ -22,6 +22,7 @@ examples
 The settings are those of covey train.""",
     options=(Option("--episodes", "N", "number of episodes, each for another prompt; 4 when not given"),),
     settings_of=("train",),
+    follows="eval",
 )  # fmt: skip
 
 

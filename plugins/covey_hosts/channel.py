@@ -51,7 +51,7 @@ from covey_hosts.wire import (
     verdict_on,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 T = TypeVar("T")
 
 BEATS = 256

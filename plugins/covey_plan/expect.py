@@ -37,7 +37,7 @@ from covey_plan.work import Sizes, step_phases
 
 ROWS_READ, WIDTH = 64, 60
 """Number of rows whose lengths stand for all, and of characters of a line."""
-log = logging.getLogger("covey.plan")  # a run shows records below "covey"
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 
 class Expectation(NamedTuple):

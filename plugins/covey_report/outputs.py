@@ -15,7 +15,7 @@ from covey_report.diagnosis import NOTE, Finding, LiveDiagnosis, RunHistory, dia
 from covey_report.page import write_report
 from covey_report.run_data import numbers, read_lines, read_run
 
-log = logging.getLogger("covey.report")  # a run shows records below "covey"
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 INTERVAL = 30.0
 """Minimum number of seconds between two reports."""
