@@ -23,15 +23,9 @@ from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
-from covey.parallel import processes
 
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
-
-
-def console_of_process() -> Console | None:
-    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
-    return None if processes.here().is_first else Console(quiet=True)
 
 
 class Progress:

@@ -19,7 +19,7 @@ from covey.data import sources as data_source
 from covey.data.rows import Row
 from covey.display import echo, show_log
 from covey.errors import DataError
-from covey.monitor.progress import Progress, console_of_process
+from covey.monitor.progress import Progress
 from covey.parallel import processes
 from covey.parallel.sharding import on_local_devices
 from covey.recipes.answers import answer_examples, answering_worker, select_answerable
@@ -29,6 +29,7 @@ from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluatio
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.learner import fit_rows
 from covey.rl.rollout import RolloutWorker
+from covey.run.saved_run import console_of_process
 from covey.run.settings import check_same_recipe
 from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer

@@ -39,7 +39,7 @@ from covey.types import Completion
 if TYPE_CHECKING:
     from covey.rl.learner import Learner
 
-FORMER_NAMES = {b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"'}
+FORMER_NAMES = {b'drawn_steps:DrawnStep"': b'rollouts:SampledStep"'}
 """Names of classes in earlier checkpoints, and their names now."""
 
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from covey.allocator import release_free_memory
 from covey.config.metrics import metric
@@ -28,12 +29,13 @@ from covey.errors import NumbersError, Stopped
 from covey.files import require_entry
 from covey.models.config import ModelConfig
 from covey.monitor.formats import SampleLine
-from covey.monitor.progress import Progress, console_of_process
+from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
 from covey.monitor.run_files import AFTER, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import STOPPED
 from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
+from covey.parallel import processes
 from covey.parallel.processes import PeerLostError
 from covey.registry import all_offered
 from covey.run import loop
@@ -124,6 +126,11 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
         trackers = stack.enter_context(Trackers(recipe.tracking if folder.writes else (), tracked))
         signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
         yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
+
+
+def console_of_process() -> Console | None:
+    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
+    return None if processes.here().is_first else Console(quiet=True)
 
 
 def train_in_folder(

@@ -142,7 +142,7 @@ class Lab:
         self.cluster = RLCluster(
             actor=with_adapters(decoder(0)) if adapted else decoder(0),
             reference=decoder(1),
-            critic=critic,
+            critic=critic if algorithm_of(config).needs_critic else None,
             tokenizer=Tokenizer(plain.inner, eos_id=plain.eos_id, stop_ids=STOPS),
             cluster_config=ClusterConfig(meshes, self.training, sampling),
         )
@@ -187,6 +187,7 @@ class Lab:
 
     def _set(self, sizes: Sizes, **settings: Any) -> None:
         training = replace(self.training, **settings)
+        self.learner.training = training
         self.cluster.config = replace(self.cluster.config, training_config=training)
         self.learner.sizes = StageSizes(*sizes)
 

@@ -190,7 +190,8 @@ def test_a_setting_that_may_change_acts_whatever_the_checkpoint_has(
     made: after the checkpoint is loaded they have the new value, or the change is refused by its name. Some values need
     an environment, which is not checked here.
     """
-    monkeypatch.setattr("covey.rl.learner.validate", lambda settings: None)
+    for name in ("settings_of", "validate"):
+        monkeypatch.setattr(f"covey.rl.learner.{name}", lambda *_, **__: None)
     words, names = RUNS[run]
     then = recipe.load("arithmetic-tiny", [*SMALL, *words])
     began = learner_of(then)

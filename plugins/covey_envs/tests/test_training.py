@@ -136,9 +136,10 @@ class Rotates:
 @pytest.mark.parametrize("factory", [TrlFactory(TwoGames), Rotates])
 def test_samples_with_equal_prompts_are_compared_and_single_ones_are_dropped_and_counted(factory: Any) -> None:
     rows = [{**row, "env": env} for row, env in zip(ROWS, ("word", "ball"), strict=True)]
+    form: Any = {} if factory is Rotates else {"tool_format": "hermes"}
     with pytest.raises(EpisodeError, match=r"different prompts(.|\n)*envs\.different_prompts: group"):
-        trained(factory, rows=rows, rehearsal=False, tool_format="hermes")
-    learner: Any = trained(factory, rows=rows, different_prompts="group", tool_format="hermes")
+        trained(factory, rows=rows, rehearsal=False, **form)
+    learner: Any = trained(factory, rows=rows, different_prompts="group", **form)
     for step in (1, 2):
         groups = [group for number, group in learner.sampled if number == step]
         sizes = [len(group.completions) for group in groups]
