@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -103,9 +103,9 @@ def offered(group: str, name: str) -> Any:
     raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
 
 
-def all_offered(group: str) -> dict[str, Any]:
-    """Return all objects that installed packages offer by the group `group` of entry points, by name."""
-    return {point.name: point.load() for point in sorted(entry_points(group=group))}
+def all_offered(group: str) -> dict[str, Callable[[], Any]]:
+    """Return functions that load what installed packages offer by the group `group` of entry points, by name."""
+    return {point.name: point.load for point in sorted(entry_points(group=group))}
 
 
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:

@@ -231,7 +231,7 @@ class Learner(Trainee):
 
     def _begin_step(self, total: int) -> int:
         """Begin the record of a step, and return the number of its updates; 0 after the last step."""
-        count = min(self.config.num_iterations, total - self.step)
+        count = max(min(self.config.num_iterations, total - self.step), 0)  # a resumed run may have made more
         self.stats = StepStats(Clock(on_phase=self.on_phase))
         return count
 

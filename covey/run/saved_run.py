@@ -252,8 +252,12 @@ class SavedRun(Outputs):
         """Write the summary, and begin the other outputs."""
         self.summary = self.summary or self._first_summary()
         self.folder.write_summary(self.summary)
-        self.outputs = {name: make() for name, make in all_offered("covey.outputs").items()}
+        for name, load in all_offered("covey.outputs").items():
+            with self._by_product(name):
+                self.outputs[name] = load()()
         self._tell("begin", self, self.summary)
+        if before := self.learner.evaluations.get("before"):
+            self._tell("evaluation", "before", before)
 
     def _first_summary(self) -> dict[str, Any]:
         before = None if self.learner.step else self.learner.evaluations.get("before", {})
@@ -338,12 +342,18 @@ class SavedRun(Outputs):
         """Call a method of each output; one that raises is left out from then on."""
         told = []
         for name, output in list(self.outputs.items()):
-            try:
+            with self._by_product(name):
                 told.append(getattr(output, event)(*args))
-            except Exception as error:  # an output is a by-product, and the run goes on without it
-                del self.outputs[name]
-                log.warning(f"the {name} failed: {type(error).__name__}: {error}; the run goes on without it")
         return told
+
+    @contextmanager
+    def _by_product(self, name: str) -> Iterator[None]:
+        """Log an error of the output `name`, and go on without it."""
+        try:
+            yield
+        except Exception as error:
+            self.outputs.pop(name, None)
+            log.warning(f"the output {name} failed: {type(error).__name__}: {error}; the run goes on without it")
 
     def save(self) -> None:
         """Start writing a checkpoint."""

@@ -53,13 +53,13 @@ class Trainee(Keywords, ABC):
 
     def on_phase(self, name: str) -> None:
         """Tell of a phase that begins, in the thread in which it does."""
-        self._on_phase(name)
         self.outputs.phase(name)
+        self._on_phase(name)
 
     def on_bad_batch(self, *batch: Any) -> None:
         """Tell of the batch of an update that is not finite; arguments as of `OnBadBatch`."""
-        self._on_bad_batch(*batch)
         self.outputs.bad_batch(*batch)
+        self._on_bad_batch(*batch)
 
     def train_on(
         self,

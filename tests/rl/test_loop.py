@@ -297,6 +297,13 @@ def test_after_a_restart_the_feeder_fast_forwards_over_what_is_done(played: Call
     resumed_like_a_straight_run(played, lambda cluster: cluster.loader(6))
 
 
+def test_a_run_that_has_made_more_steps_than_are_asked_for_makes_none(played: Callable) -> None:
+    """The trap: a negative number of updates, with samples of the next step that a checkpoint has, counts backwards."""
+    learner = played(prompts=2, updates=1, batches=1).learner()
+    learner.step = 6
+    assert learner._begin_step(2) == 0
+
+
 def test_after_a_restart_plain_rows_are_fast_forwarded_too(played: Callable) -> None:
     """A resumed learner that is given the data set again must not train on its first prompts twice."""
     resumed_like_a_straight_run(played, lambda cluster: [{"prompt": f"p{i}"} for i in range(6)])
