@@ -13,34 +13,15 @@ import pytest
 from covey.cli import main as cli
 from covey.cli.commands import COMMANDS
 from covey.cli.help import page
-from covey.config import recipe
 from covey.monitor.run_files import RUN_FILES
 from covey_formats import export as exporting
-
-ROWS = [
-    {"step": n, "reward": n / 10, "reward_error": 0.3, "kl": 0.1, "step_time": 2.0, "eval/accuracy": 0.5}
-    for n in range(1, 21)
-]
+from tests.cli.test_runs import write_run
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write_run(name: str, *settings: str, accuracy: float = 0.75) -> Path:
-    folder = Path(name)
-    (folder / "checkpoints" / "00000020").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(recipe.to_yaml(recipe.load("quickstart", settings)))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    sample = {"step": 1, "group": 0, "sample": 0, "prompt": "secret question", "text": "x", "rewards": {"f": 1.0}}
-    sample |= {"reward": 1.0, "advantage": 0.5, "finish": "stop", "prompt_length": 2, "length": 1}
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    before = {"accuracy": 0.25, "error": 0.05}
-    summary = {"before": before, "after": before | {"accuracy": accuracy}, "steps": 20, "seconds": 40.0}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
 
 
 class FakeHub(BaseHTTPRequestHandler):

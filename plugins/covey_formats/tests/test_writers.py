@@ -8,18 +8,15 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from covey.config.schema import LoRAConfig
 from covey.errors import CoveyError, WeightsError
 from covey.models import families
 from covey.models.config import RopeScaling
@@ -28,47 +25,19 @@ from covey.models.export.hf import write_hf
 from covey.models.loading import weights
 from covey.models.loading.hf_config import MODULE
 from covey.models.loading.peft import load_adapter
-from covey.models.lora import merge_lora, projections, with_lora
-from covey.parallel import flatten
+from covey.models.lora import merge_lora, projections
 from covey.text.tokenizer import Tokenizer
 from covey_formats.gguf import PRE_TOKENIZERS
 from covey_formats.gguf_writer import write_gguf
 from covey_formats.peft import write_peft
+from tests.models.test_export import GOLDEN, MODELS, TINY, Golden, adapted, arrays, equal, written
 
-Golden = Callable[[str], weights.LoadedModel[Decoder]]
-GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden"
-TINY = GOLDEN / "tiny-llama"
-MODELS = json.loads((GOLDEN / "families.json").read_text())
 TEXTS = json.loads((GOLDEN.parent / "tricky.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def tiny() -> weights.LoadedModel[Decoder]:
     return weights.load(TINY)
-
-
-def adapted(base: Decoder, **options: Any) -> Decoder:
-    """Adapters that matter."""
-    model, rng = with_lora(base, LoRAConfig(rank=3, alpha=5.0, **options)), np.random.default_rng(1)
-    for linear in projections(model).values():
-        if linear.lora is not None:
-            linear.lora.b[...] = jnp.asarray(rng.normal(size=linear.lora.b.shape, scale=0.2), jnp.float32)
-    return model
-
-
-def arrays(model: Decoder) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in flatten(nnx.state(model)).items()}
-
-
-def equal(one: Decoder, other: Decoder) -> None:
-    ours, theirs = arrays(one), arrays(other)
-    assert ours.keys() == theirs.keys()
-    for name, x in ours.items():
-        np.testing.assert_array_equal(theirs[name], x, err_msg=name)
-
-
-def written(folder: Path) -> dict[str, np.ndarray]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
 
 
 @pytest.fixture
