@@ -125,7 +125,7 @@ class Learner(Trainee):
         reward_runner: RewardRunner | None = None,
         on_bad_batch: OnBadBatch = lambda step, groups, arrays, error: None,
     ):
-        self.training = training = rl_cluster.config.training_config
+        training = rl_cluster.config.training_config
         show = ("reward", "completions/mean_length", *training.show, "grad_norm", "step_time")
         super().__init__(training, show, observers, on_phase, on_bad_batch)
         self.lead = training.off_policy_steps

@@ -1,1 +1,1 @@
-"""What every run does, of reinforcement or supervised learning: the loop over steps, its folder, its outputs."""
+"""Code of every run, of reinforcement or supervised learning: the loop over steps, its folder, its outputs."""

@@ -30,7 +30,7 @@ def train(learner: "Trainee", loader: Any, held_out: Sequence[Any], outputs: Out
         if held_out and outputs.needs_before():
             evaluate(learner, held_out, "before")
         outputs.begin()
-        with outputs.training(), closing(learner.steps(loader, total)) as records:  # type: ignore[type-var]
+        with outputs.training(), closing(learner.steps(loader, total)) as records:
             for record in records:
                 learner.evaluate_due(record, held_out)
                 learner.history.rows.append(record.metrics)

@@ -1,4 +1,4 @@
-"""What is told of a run: its observers, and outputs such as a report, which packages offer by entry points."""
+"""Outputs of a run: the observers of its learner, and those that packages offer by entry points, such as a report."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 
 
 class Outputs:
-    """What the loop tells of a run: here that of a script without a folder, to the learner's observers.
+    """All outputs of a run: here of a script without a folder, the observers of its learner.
 
     Args:
         observers: called with each record.
@@ -77,7 +77,7 @@ class Outputs:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Open what is open while the run trains."""
+        """Open a context for the time in which the run trains."""
         yield
 
     def phase(self, name: str) -> None:

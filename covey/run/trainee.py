@@ -1,14 +1,14 @@
-"""What learners of reinforcement and of supervised learning have in common: the loop, and all that it tells."""
+"""Base class of the learners of reinforcement and of supervised learning: the loop, and all that it tells."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from covey.config.base import Keywords
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.config.schema import ModelOptions, RLTrainingConfig, SFTConfig
+from covey.config.schema import ModelOptions
 from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord
 from covey.parallel import processes
 from covey.run import loop
@@ -21,11 +21,12 @@ class Trainee(Keywords, ABC):
     """A learner as the loop and a run folder know it.
 
     Args:
-        training: its settings.
+        training: its settings, of `RLTrainingConfig` or `SFTConfig`.
         show: metrics on the line of a step.
         observers, on_phase, on_bad_batch: see `Learner` of `rl`.
 
     Attributes:
+        training: see above.
         step: optimizer updates made.
         history: metrics of the steps.
         evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
@@ -39,7 +40,7 @@ class Trainee(Keywords, ABC):
 
     def __init__(
         self,
-        training: RLTrainingConfig | SFTConfig,
+        training: Any,
         show: Sequence[str],
         observers: Sequence[Observer] | None,
         on_phase: Callable[[str], None],
@@ -49,7 +50,7 @@ class Trainee(Keywords, ABC):
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
         self.step, self.outputs, self.initial_weights = 0, Outputs([]), ""
-        self._training, self._on_phase, self._on_bad_batch = training, on_phase, on_bad_batch
+        self.training, self._on_phase, self._on_bad_batch = training, on_phase, on_bad_batch
 
     def on_phase(self, name: str) -> None:
         """Tell of a phase that begins, in the thread in which it does."""
@@ -78,14 +79,14 @@ class Trainee(Keywords, ABC):
             ready: returns the run for the folder.
         """
         if out is None:
-            warn_of_unwritten(self._training)
+            warn_of_unwritten(self.training)
             loop.train(self, loader, held_out, Outputs(self.observers))
         else:
             train_from_script(self, replace(self.settings, model=model()), out, ready)
 
     def evaluate_due(self, record: StepRecord, held_out: Sequence[Any]) -> None:
         """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
-        if held_out and record.due(self._training.eval_every_n_steps):
+        if held_out and record.due(self.training.eval_every_n_steps):
             self.on_phase("evaluate")
             metrics = self.measure(held_out, during_training=True).metrics
             record.metrics.update({f"eval/{name}": float(x) for name, x in metrics.items() if x is not None})
@@ -99,7 +100,7 @@ class Trainee(Keywords, ABC):
         """Check that all processes begin alike, behind a restore."""
 
     @abstractmethod
-    def steps(self, loader: Any, total: int) -> Iterator[StepRecord]:
+    def steps(self, loader: Any, total: int) -> Generator[StepRecord]:
         """Train to step `total`, and yield the record of each step."""
 
     @abstractmethod
