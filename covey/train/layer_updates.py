@@ -8,7 +8,6 @@ All weights share a program in two cases. An optax transformation that a user gi
 other weights. And on accelerators layers are stacks: kernels do not grow with them, and each call costs a launch.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,6 @@ from flax import nnx
 from covey.models.layer_stack import is_state
 from covey.parallel import processes
 from covey.parallel.programs import Program
-from covey.parallel.reshard import dotted_path
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import LearningRates, ScheduledOptimizer
 
@@ -97,17 +95,17 @@ class LayerUpdates:
         trainable, state: shapes of the weights and of the optimizer's state, on their devices.
 
     Attributes:
-        parts: the layers, then all other weights.
+        parts: the layers; the last one has the weights outside of layers too.
     """
 
     def __init__(self, optimizer: ScheduledOptimizer, layout: GradientLayout, norm: Any, trainable: Any, state: Any):
         self._clips, self._norm = optimizer.clips, norm
         self._weights, (self._state, self._structure) = jax.tree.leaves(trainable), jax.tree.flatten(state)
-        make_program, weights, moments = cache(PartProgram), _NestedStates(trainable), _NestedStates(state)
-        self._shared = moments.select({})[0]
+        make_program, weights, moments = cache(PartProgram), _numbers(trainable), _numbers(state)
+        self._shared = _select(moments, {})[0]
         self.parts = []
-        for names in _parts(layout, _transformations(optimizer, trainable)):
-            (chosen, structure), (in_state, state_structure) = weights.select(names), moments.select(names)
+        for names in _parts(layout):
+            (chosen, structure), (in_state, state_structure) = _select(weights, names), _select(moments, names)
             sums, indices = zip(*(layout.places[number] for number in chosen), strict=True)
             in_loops = tuple(index is not None for index in indices)
             places = _shardings(self._weights, chosen), _shardings(self._state, in_state)
@@ -146,47 +144,34 @@ class LayerUpdates:
         return Program("apply", part.program.apply, (*own, part.index, 1.0, 1.0, learning_rates))
 
 
-class _NestedStates:
-    """Numbers of the leaves of a tree in which states of the model are nested."""
-
-    def __init__(self, tree: Any):
-        leaves, structure = jax.tree.flatten(tree)
-        numbers = jax.tree.unflatten(structure, range(len(leaves)))
-        self._nodes, self._structure = jax.tree.flatten(numbers, is_leaf=is_state)
-        self._flat = {
-            at: {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(node)}
-            for at, node in enumerate(self._nodes)
-            if is_state(node)
-        }
-
-    def select(self, names: Names) -> tuple[list[int], Any]:
-        """Return the numbers and the structure of a tree in which states have only the weights in `names`, so named."""
-        nodes = list(self._nodes)
-        for at, flat in self._flat.items():
-            chosen: Any = {tuple(new.split(".")): flat[old] for old, new in names.items() if old in flat}
-            nodes[at] = nnx.from_flat_state(chosen)
-        numbers, structure = jax.tree.flatten(jax.tree.unflatten(self._structure, nodes))
-        return numbers, structure
-
-
-def _transformations(optimizer: ScheduledOptimizer, trainable: Any) -> dict[str, str]:
-    """Return the name of the transformation that updates each weight, by the weight's dotted path."""
-    leaves = jax.tree_util.tree_flatten_with_path(trainable)[0]
-    return {dotted_path(path): optimizer.transformation(path, leaf) for path, leaf in leaves}
-
-
-def _parts(layout: GradientLayout, transformations: Mapping[str, str]) -> list[Names]:
-    """Return the names of the weights of each part.
+def _parts(layout: GradientLayout) -> list[Names]:
+    """Return the names of the weights of each part: a layer each, and the last layer with the weights outside of layers.
 
     XLA rounds otherwise where a transformation updates one weight only: it divides by the bias correction, a number
-    with a single use, through its reciprocal. Then the last layer shares a part with the weights outside of layers.
+    with a single use, through its reciprocal. A single weight outside of layers is therefore no part.
     """
     *layers, last = layout.layers
-    outside = {name: name for name in layout.outside}
-    all_of, outside_of = Counter(transformations.values()), Counter(transformations[name] for name in outside)
-    if any(count == 1 < all_of[name] for name, count in outside_of.items()):
-        return [*layers, outside | {name: name for name in last}]
-    return [*layers, last, *([outside] if outside else [])]
+    if layout.outside:
+        last = {name: name for name in (*layout.outside, *last)}
+    return [*layers, last]
+
+
+def _numbers(tree: Any) -> Any:
+    """Return `tree` with the number of each leaf in its place."""
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, range(structure.num_leaves))
+
+
+def _select(tree: Any, names: Names) -> tuple[Leaves, Any]:
+    """Return the leaves and the structure of `tree` where its states have only the weights in `names`, so named."""
+
+    def chosen(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(node)}
+        return nnx.from_flat_state({tuple(new.split(".")): flat[old] for old, new in names.items() if old in flat})
+
+    return jax.tree.flatten(jax.tree.map(chosen, tree, is_leaf=is_state))
 
 
 def _pick(leaves: Sequence[Any], numbers: Sequence[int]) -> Leaves:

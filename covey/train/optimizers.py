@@ -1,7 +1,7 @@
 """Build the optimizer of a run: gradient clipping, AdamW or Muon, and the learning rate of every step.
 
 `OptimizerConfig` comes in, an optax transformation goes out. Each parameter is in one of four groups (`param_group`),
-and each group may have a learning rate of its own. AdamW or Muon updates the matrices; Muon is optax's, whose momentum
+and each group may have settings of its own. AdamW or Muon updates the matrices; Muon is optax's, whose momentum
 differs from Jordan's and nanochat's only in the first updates, where its bias from starting at zero is corrected.
 
 Differences from a bare `optax.adamw`:
@@ -51,11 +51,9 @@ def make_optimizer(
     if isinstance(config, optax.GradientTransformation):
         return config
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    descent = _in_float32(_times_learning_rates(optax.chain(clip, _descent(config))))
-    optimizer = ScheduledOptimizer(descent.init, descent.update)
+    optimizer = ScheduledOptimizer(*_in_float32(optax.chain(clip, _descent(config))))
     optimizer.learning_rates = _learning_rates(config, total_steps)
     optimizer.clips = config.max_grad_norm > 0
-    optimizer.transformation = param_group if _separates_groups(config) else _only_one
     return optimizer
 
 
@@ -68,13 +66,10 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
     Attributes:
         learning_rates: function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
         clips: whether `update` uses the global norm.
-        transformation: function from a parameter's key path and array to the name of the transformation that updates it
-            together with all others of that name.
     """
 
     learning_rates: "Callable[[int], dict[str, float]]"
     clips: bool
-    transformation: "Callable[[tuple[Any, ...], jax.Array], str]"
 
 
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, float]]":
@@ -92,19 +87,6 @@ def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int
     return at
 
 
-def _times_learning_rates(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Multiply the updates of `inner` by the learning rate of the group of each parameter."""
-
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, *, learning_rates: LearningRates, norm: Any = None
-    ) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(grads, state, params, norm=norm)
-        scaled = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[param_group(path, u)], updates)
-        return scaled, state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scale gradients down to the global norm `max_norm`, as `optax.clip_by_global_norm` does, whose state it has."""
 
@@ -120,20 +102,11 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraAr
 
 def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
     """Build one AdamW for all parameters, or one transformation for each group of parameters; learning rates are 1."""
-    adamw = _adamw(config)
-    if not _separates_groups(config):
-        return adamw
-    each = dict.fromkeys(PARAM_GROUPS, adamw) | {MATRIX: OPTIMIZERS[config.kind](config)}
+    if config.kind == "adamw" and not any(_own_settings(config, group) for group in PARAM_GROUPS):
+        return _adamw(config)
+    each = {group: _adamw(_for_group(config, group)) for group in PARAM_GROUPS}
+    each[MATRIX] = OPTIMIZERS[config.kind](config)
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(param_group, params))
-
-
-def _separates_groups(config: OptimizerConfig) -> bool:
-    """Return whether each group of parameters has a transformation of its own."""
-    return config.kind != "adamw" or any(getattr(config, name) is not None for name in PARAM_GROUPS.values() if name)
-
-
-def _only_one(path: tuple[Any, ...], leaf: jax.Array) -> str:
-    return "all"
 
 
 def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -155,10 +128,17 @@ def _one(count: jax.Array) -> float:
     return 1.0
 
 
+def _own_settings(config: OptimizerConfig, group: str) -> dict[str, Any]:
+    """Return the settings that the parameters in `group` have of their own: `embedding_weight_decay` is the
+    `weight_decay` of the embeddings.
+    """
+    named = {name: value for name, value in vars(config).items() if name.startswith(f"{group}_")}
+    return {name.removeprefix(f"{group}_"): value for name, value in named.items() if value is not None}
+
+
 def _for_group(config: OptimizerConfig, group: str) -> OptimizerConfig:
-    """Return the settings with the learning rate of the parameters in `group`."""
-    rate = getattr(config, PARAM_GROUPS[group]) if PARAM_GROUPS[group] else None
-    return config if rate is None else replace(config, learning_rate=rate)
+    """Return the settings of the parameters in `group`."""
+    return replace(config, **_own_settings(config, group))
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -213,17 +193,20 @@ class Float32State(NamedTuple):
 
 
 def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Run `inner` on float32 gradients and parameters; narrow parameters are their float32 copy, rounded."""
+    """Run `inner` on float32 gradients and parameters, and multiply its updates by the learning rate of each group.
+    Narrow parameters are their float32 copy, rounded.
+    """
 
     def init(params: PyTree) -> Float32State:
         master = jax.tree.map(lambda x: _widen(x) if _is_narrow(x) else None, params)
         return Float32State(inner.init(jax.tree.map(_widen, params)), master)
 
     def update(
-        grads: PyTree, state: Float32State, params: PyTree = None, **rates: LearningRates
+        grads: PyTree, state: Float32State, params: PyTree = None, *, learning_rates: LearningRates, norm: Any = None
     ) -> tuple[PyTree, Float32State]:
         wide = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
-        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide, **rates)
+        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide, norm=norm)
+        updates = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[param_group(path, u)], updates)
         moved = optax.apply_updates(wide, updates)
         master = jax.tree.map(lambda p, m: m if _is_narrow(p) else None, params, moved)
         updates = jax.tree.map(_update_to, params, moved, updates)
@@ -254,11 +237,5 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}
 """Optimizer of the matrices by the name of the setting `kind`."""
 
-MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = "matrix", "embedding", "unembedding", "vector"
-PARAM_GROUPS = {
-    MATRIX: "",
-    EMBEDDING: "embedding_learning_rate",
-    UNEMBEDDING: "unembedding_learning_rate",
-    VECTOR: "vector_learning_rate",
-}
-"""Map from group of parameters to the setting of its own learning rate; "" for the shared one."""
+MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = PARAM_GROUPS = ("matrix", "embedding", "unembedding", "vector")
+"""Groups of parameters. A setting of `OptimizerConfig` whose name begins with a group's is of that group alone."""
