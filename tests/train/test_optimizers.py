@@ -279,6 +279,19 @@ def test_each_kind_moves_at_its_own_rate() -> None:
         np.testing.assert_allclose(steps[name], 0.05 * peaks[kind], rtol=2e-2, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_each_kind_decays_by_its_own_weight_decay(kind: Any) -> None:
+    """An update takes rate times decay times weight, besides the step along the gradient."""
+    still = dataclasses.replace(STEADY, kind=kind, learning_rate=0.1)
+    decaying = dataclasses.replace(still, weight_decay=0.5, embedding_weight_decay=0.0, unembedding_weight_decay=2.0)
+    start = tree()
+    plain, moved = (train(make_optimizer(config, 10), start, [tree(1)])[0] for config in (still, decaying))
+    decays = {"matrix": 0.5, "embedding": 0.0, "unembedding": 2.0, "vector": 0.0}
+    taken = flatten(jax.tree.map(lambda a, b: a - b, plain, moved))
+    for name, group in OF_KIND.items():
+        np.testing.assert_allclose(taken[name], 0.1 * decays[group] * flatten(start)[name], rtol=1e-4, atol=1e-6)
+
+
 def test_a_rate_that_is_not_set_is_the_common_one() -> None:
     start, grads = tree(), [tree(seed) for seed in range(1, 4)]
     config = dataclasses.replace(STEADY, learning_rate=0.02, weight_decay=0.1, max_grad_norm=1.0)
