@@ -28,7 +28,6 @@ from jaxtyping import ArrayLike, Float, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError
-from covey.parallel.programs import on_host
 from covey.parallel.reshard import dotted_path
 
 LearningRates = Mapping[str, Float[ArrayLike, ""]]
@@ -64,15 +63,15 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
     gradients. An `update` of some parameters of a model takes that norm as `norm`.
 
     Attributes:
-        learning_rates: function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
+        learning_rates: jitted function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
         clips: whether `update` uses the global norm.
     """
 
-    learning_rates: "Callable[[int], dict[str, float]]"
+    learning_rates: "Callable[[int], dict[str, jax.Array]]"
     clips: bool
 
 
-def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, float]]":
+def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, jax.Array]]":
     """Return `ScheduledOptimizer.learning_rates`. It is compiled, so that it rounds as one program does."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
 
@@ -80,11 +79,7 @@ def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int
     def learning_rates_at(count: jax.Array) -> dict[str, jax.Array]:
         return {group: jnp.float32(rate(count)) for group, rate in rates.items()}
 
-    def at(step: int) -> dict[str, float]:
-        with on_host():
-            return {group: float(rate) for group, rate in jax.device_get(learning_rates_at(step)).items()}
-
-    return at
+    return learning_rates_at
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

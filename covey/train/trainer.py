@@ -8,7 +8,7 @@ before the step's last completion exists.
 
 import math
 from collections.abc import Iterable
-from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +106,8 @@ class Trainer:
             grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, micro_batch.batch, self.step)
             all_sums.append(metric_sums)
             denominator += micro_batch.denominator
-        grads = programs.reduce(grads)
+        if programs.reduce:
+            grads = programs.reduce(grads)
         norms = [metric_sums.pop(NORM) for metric_sums in all_sums if NORM in metric_sums]
         totals = _combine(jax.device_get(all_sums))
         scale = 1 / max(denominator, 1e-9)
@@ -189,29 +190,26 @@ class NonFiniteGuard:
         return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
+COMBINE = {"min": np.minimum, "max": np.maximum}
+"""Function that combines two values of a metric, by the end of its name; other metrics are added."""
 NOTHING = {"min": math.inf, "max": -math.inf}
 """Minimum and maximum over no tokens, by the end of the metric's name."""
 
 
 def _combine(all_sums: Iterable[MetricSums]) -> MetricSums:
     """Combine the metrics of micro-batches, on the host. Some are empty where all groups tied."""
+    totals: dict[str, Any] = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        return reduce(_add, filter(None, all_sums), {})
-
-
-def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
-    combine = {"min": np.minimum, "max": np.maximum}
-    return {
-        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], value) if totals else value
-        for name, value in metric_sums.items()
-    }
+        for name, value in chain.from_iterable(map(dict.items, all_sums)):
+            combine = COMBINE.get(name.rsplit("/", 1)[-1], np.add)
+            totals[name] = jax.tree.map(combine, totals[name], value) if name in totals else value
+    return totals
 
 
 def _metrics(totals: MetricSums, scale: float) -> Metrics:
     """Compute the step's metrics; those over no tokens, as when all completions were masked, are NaN."""
-    values = {
-        name: value.value if isinstance(value, Mean | EffectiveShare) else float(value)
-        for name, value in totals.items()
-    }
-    known = {name: v if v != NOTHING.get(name.rsplit("/", 1)[-1]) else math.nan for name, v in values.items()}
-    return known | {LOSS: known.get(LOSS, 0.0) * scale}
+    metrics: Metrics = {}
+    for name, value in totals.items():
+        number = value.value if isinstance(value, Mean | EffectiveShare) else float(value)
+        metrics[name] = math.nan if number == NOTHING.get(name.rsplit("/", 1)[-1]) else number
+    return metrics | {LOSS: metrics.get(LOSS, 0.0) * scale}
