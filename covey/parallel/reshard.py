@@ -4,10 +4,7 @@ A path is dotted: `layers.0.attn.q_proj.kernel`. Checkpoints, sharding rules and
 not depend on the classes that hold the arrays.
 """
 
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -25,29 +22,7 @@ from covey.parallel.mesh import PROCESS
 Tree = TypeVar("Tree")
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Outcome of a transfer.
-
-    Attributes:
-        seconds: time from the call until the last array had arrived, or until the transfer failed.
-        bytes: size of the arrays moved.
-        error: reason of a failure; None if the transfer succeeded.
-    """
-
-    seconds: float
-    bytes: int
-    error: Exception | None = None
-
-
-def reshard(
-    tree: PyTree,
-    target_shardings: PyTree,
-    donate: bool = False,
-    on_done: Callable[[Transfer], None] | None = None,
-    *,
-    copy: bool = False,
-) -> PyTree:
+def reshard(tree: PyTree, target_shardings: PyTree, donate: bool = False, *, copy: bool = False) -> PyTree:
     """Move `tree` to `target_shardings`; the call returns at once, and the arrays arrive later.
 
     Under Pathways its own resharder moves the arrays, and the call returns after they have arrived. Where arrays or
@@ -59,27 +34,16 @@ def reshard(
         target_shardings: one sharding for all arrays; or a tree with the same names, of shardings or of arrays that
             have them.
         donate: donate the source: its memory is freed as the arrays leave its devices, and it cannot be used again.
-        on_done: called from another thread with the outcome, success or failure.
         copy: copy also arrays that are already on a target device. Otherwise the result shares those buffers with
             `tree`, and an update that donates one of the two deletes the data of the other.
 
     Raises:
         CoveyError: the trees do not have the same leaves.
     """
-    started = time.perf_counter()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    try:
-        target = _shardings(tree, target_shardings)
-        keep_or_copy = lambda x, to: x if _leaves_devices(x, to) else jnp.copy(x)  # noqa: E731
-        source = jax.tree.map(keep_or_copy, tree, target) if copy else tree
-        moved = _choose_resharder()(source, target, donate=donate)
-    except Exception as error:
-        if on_done is not None:
-            _run_in_thread(on_done, Transfer(time.perf_counter() - started, size, error))
-        raise
-    if on_done is not None:
-        _run_in_thread(_report_outcome, moved, started, size, on_done)
-    return moved
+    target = _shardings(tree, target_shardings)
+    if copy:
+        tree = jax.tree.map(lambda x, to: x if _leaves_devices(x, to) else jnp.copy(x), tree, target)
+    return _choose_resharder()(tree, target, donate=donate)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
@@ -166,30 +130,6 @@ def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
     firsts = [next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())]
     rows = NamedSharding(Mesh(firsts, (PROCESS,)), PartitionSpec(PROCESS))
     return jax.make_array_from_callback((len(firsts), row.shape[1]), rows, lambda index: row)
-
-
-def _run_in_thread(call: Callable[..., None], *args: Any) -> None:
-    """Run `call` in a thread, so that it cannot block the caller or raise there."""
-    threading.Thread(target=call, args=args, name="reshard").start()
-
-
-def _report_outcome(moved: PyTree, started: float, size: int, report: Callable[[Transfer], None]) -> None:
-    error = None
-    try:
-        for leaf in jax.tree.leaves(moved):
-            _wait_for(leaf)
-    except Exception as failure:
-        error = failure
-    report(Transfer(time.perf_counter() - started, size, error))
-
-
-def _wait_for(leaf: jax.Array) -> None:
-    """Wait for `leaf`. If it was donated in the meantime, it has been used, and so had arrived."""
-    try:
-        leaf.block_until_ready()
-    except RuntimeError:
-        if not leaf.is_deleted():
-            raise
 
 
 def _choose_resharder() -> Callable[..., PyTree]:
