@@ -18,13 +18,13 @@ from covey.models.decoder import DecoderOptions
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import processes
+from covey.parallel.arrays import Model, num_row_shards, place_model
 from covey.parallel.mesh import (
     MESH_AXES,
     default_mesh,
     local_mesh,
     spans_processes,
 )
-from covey.parallel.sharding import Model, num_row_shards, place_model
 from covey.text.tokenizer import Tokenizer
 
 

@@ -24,8 +24,8 @@ from covey.models.dtypes import operand_type, round_kernels
 from covey.models.layer_stack import is_state
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import processes
+from covey.parallel.arrays import optimizer_shardings
 from covey.parallel.programs import Program, abstract, on_host, takes_shapes
-from covey.parallel.sharding import optimizer_shardings
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums

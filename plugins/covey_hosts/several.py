@@ -15,8 +15,8 @@ from jaxtyping import Int
 
 from covey.errors import CoveyError, reason_of
 from covey.parallel import processes
+from covey.parallel.arrays import row_sharding
 from covey.parallel.mesh import spans_processes
-from covey.parallel.sharding import row_sharding
 from covey_hosts import arrays, checks, order
 from covey_hosts.channel import Channel, listen, not_connected
 from covey_hosts.links import CONNECT_SECONDS
