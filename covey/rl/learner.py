@@ -36,7 +36,7 @@ from covey.models.loading.weights import with_digest
 from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
-from covey.parallel.reshard import stack_bytes
+from covey.parallel.arrays import stack_bytes
 from covey.parallel.values import serialize
 from covey.rewards import (
     RewardFn,

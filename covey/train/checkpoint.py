@@ -38,8 +38,8 @@ from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, has_file, is_count, number
 from covey.parallel import processes
+from covey.parallel.arrays import flatten
 from covey.parallel.processes import PeerLostError
-from covey.parallel.reshard import flatten
 from covey.registry import offered
 from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, FolderStore, is_open_at, take_lock
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder
 from covey.models.layer_loop import loops_add_to
 from covey.models.layer_stack import stacked_sharding
-from covey.parallel.reshard import dotted_path, mesh_of
+from covey.parallel.arrays import dotted_path, mesh_of
 
 
 class GradientSums(NamedTuple):

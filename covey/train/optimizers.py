@@ -28,7 +28,7 @@ from jaxtyping import ArrayLike, Float, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError
-from covey.parallel.reshard import dotted_path
+from covey.parallel.arrays import dotted_path
 
 LearningRates = Mapping[str, Float[ArrayLike, ""]]
 """Learning rate of each of `PARAM_GROUPS`."""

@@ -31,8 +31,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from covey.errors import CoveyError, ResumeError
+from covey.parallel.arrays import flatten
 from covey.parallel.mesh import make_mesh
-from covey.parallel.reshard import flatten
 from covey.train import checkpoint
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import FolderStore, take_lock

@@ -21,9 +21,8 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
-from covey.parallel.arrays import optimizer_shardings, shardings
+from covey.parallel.arrays import flatten, optimizer_shardings, reshard, shardings
 from covey.parallel.mesh import make_mesh
-from covey.parallel.reshard import flatten, reshard
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
     PARAM_GROUPS,

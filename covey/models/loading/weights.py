@@ -35,9 +35,8 @@ from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.models.value_model import ValueModel
-from covey.parallel.arrays import build_for_devices, shardings
+from covey.parallel.arrays import build_for_devices, flatten, shardings
 from covey.parallel.mesh import spans_processes
-from covey.parallel.reshard import flatten
 from covey.registry import offered
 from covey.text.tokenizer import Tokenizer, read_json
 
