@@ -21,6 +21,7 @@ import json
 import logging
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -41,7 +42,7 @@ from covey.parallel import processes
 from covey.parallel.arrays import flatten
 from covey.parallel.processes import PeerLostError
 from covey.registry import offered
-from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, FolderStore, is_open_at, take_lock
+from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, is_open_at, take_lock
 
 ARRAYS, META = "arrays", "meta.json"
 OF_GROUP = re.compile(r"inner_states\.\w+\.inner_state\.")
@@ -91,10 +92,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._lock = (
                 resources.enter_context(take_lock(self.folder, processes.here().seconds_to_end)) if writes else None
             )
-            elsewhere = address or has_file(self.folder, POINTER)
-            self._store: CheckpointStore = (
-                offered("covey.storage", "gs")(self.folder, address, writes) if elsewhere else FolderStore(self.folder)
-            )
+            self._store = CheckpointStore(self.folder)
+            if address or has_file(self.folder, POINTER):
+                self._store = offered("covey.storage", "gs")(self.folder, address, writes)
             if writes:
                 self._store.finish_interrupted()
             self._worker = resources.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
@@ -328,8 +328,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return None
 
     def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
-        free = self._store.free_bytes()
-        space = "" if free is None else f" ({free:,} are free)"
+        space = "" if self.address else f" ({shutil.disk_usage(self.folder).free:,} are free)"
         return ResumeError(
             f"checkpoint {step} could not be written: {why}",
             want=f"{needed:,} bytes of space{space}, and the right to write",
