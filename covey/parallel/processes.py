@@ -41,7 +41,7 @@ class PeerLostError(CoveyError):
 
 
 class Processes:
-    """One process. Several are a subclass, with the same methods; all processes must call them, with the same `about`.
+    """One process. Several are a subclass, with the same methods; all processes must call them, with the same `name`.
     There they raise a `PeerLostError` when another process is stopped, gone or has failed, or is at another place.
 
     Attributes:
@@ -67,29 +67,29 @@ class Processes:
         start, stop = self.share_bounds(len(items))[self.index :][:2]
         return start, items[start:stop]
 
-    def all_gather(self, value: T, about: str) -> list[T]:
+    def all_gather(self, value: T, name: str) -> list[T]:
         """Return the `value` of every process, by process index."""
         return [value]
 
-    def gather_items(self, items: Sequence[T], about: str) -> list[T]:
+    def gather_items(self, items: Sequence[T], name: str) -> list[T]:
         """Return the `items` of all processes, by process index."""
-        return list(chain.from_iterable(self.all_gather(list(items), about)))
+        return list(chain.from_iterable(self.all_gather(list(items), name)))
 
-    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
+    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
         """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
 
         Args:
-            parts: those of this process.
-            numbers: the number of each, among those of all processes.
-            about: what they are.
+            parts: parts of this process.
+            numbers: number of each part, among the parts of all processes.
+            name: name of the exchange.
         """
         return parts
 
-    def broadcast(self, value: T, about: str) -> T:
+    def broadcast(self, value: T, name: str) -> T:
         """Return the `value` of process 0 to all processes."""
-        return self.all_gather(value, about)[0]
+        return self.all_gather(value, name)[0]
 
-    def compare(self, value: T, about: str) -> dict[int, T]:
+    def compare(self, value: T, name: str) -> dict[int, T]:
         """Return the values of process 0 and of the first process that has another one, by process index; nothing if
         all are equal.
         """
@@ -112,17 +112,17 @@ class Processes:
         need: Sequence[Sequence[int]],
         lengths: Int[np.ndarray, "n"],
         dtype: Any,
-        about: str,
+        name: str,
     ) -> Mapping[int, np.ndarray]:
         """Return `arrays`, by number, and those that this process needs and another one has.
 
         Args:
-            arrays: those of this process.
+            arrays: arrays of this process.
             have: numbers of the arrays that each process has.
             need: numbers of the arrays that each process needs.
             lengths: number of entries of each array, of all processes.
             dtype: type in which they are sent.
-            about: what they are.
+            name: name of the exchange.
         """
         return arrays
 
@@ -160,7 +160,7 @@ class Processes:
                 over processes, or has some of the actor's devices and others.
         """
 
-    def together(self, about: str) -> AbstractContextManager[None]:
+    def together(self, name: str) -> AbstractContextManager[None]:
         """Wait at the end of the `with` statement until all processes are there; raise if its body has failed in one.
 
         Raises:
@@ -186,12 +186,12 @@ class Processes:
         return function
 
     def check_same(
-        self, about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
+        self, name: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
     ) -> None:
         """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
 
         Args:
-            about: name of what is compared.
+            name: name of what is compared.
             value: function that returns the value of this process; differences of dicts are named, without digests.
             fix: way to mend it, in the error.
             want: wanted, in the error.

@@ -7,7 +7,7 @@ so the channel may be used from any thread, also while a program over several pr
     values = processes.here().all_gather(value, "what it is")      # by process index, on every process
 
 Exchanges of the thread that has opened the channel come in one order, and processes at different places are told so.
-Other threads exchange beside it; there `about` tells the exchanges apart.
+Other threads exchange beside it; there `name` tells the exchanges apart.
 
 A process that fails says so itself; the connection of one that is killed closes; and one that is stopped sends nothing
 any more, not even the beat that each sends every second. Process 0 sends the verdict on the first of these to all, so
@@ -156,41 +156,41 @@ class Channel(Processes):
         place = f"process {os.getpid()} on {socket.gethostname()}"
         peer.send(Message(HELLO, str(self.index), [place.encode()]))
 
-    def all_gather(self, value: T, about: str) -> list[T]:
-        """Return the `value` of every process, by process index. All must call it, with the same `about`.
+    def all_gather(self, value: T, name: str) -> list[T]:
+        """Return the `value` of every process, by process index. All must call it, with the same `name`.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or is at another place.
         """
-        everyone = self._exchange(self._next_key(about), about, value)
+        everyone = self._exchange(self._next_key(name), name, value)
         if len(everyone) < self.count:  # process 0 compares
-            raise _apart(about, 0, "a comparison")
+            raise _apart(name, 0, "a comparison")
         return [everyone[number] for number in range(self.count)]
 
-    def compare(self, value: T, about: str) -> dict[int, T]:
+    def compare(self, value: T, name: str) -> dict[int, T]:
         """Return the values of process 0 and of the first process that has another one, by process index; nothing if
-        all are equal. All must call it, with the same `about`.
+        all are equal. All must call it, with the same `name`.
 
         Process 0 compares: what goes to each process has one size, whatever their number.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or is at another place.
         """
-        key = self._next_key(about)
+        key = self._next_key(name)
         self._compared.add(key)
-        answer = self._exchange(key, about, value)
+        answer = self._exchange(key, name, value)
         self._compared.discard(key)
         return answer
 
-    def _next_key(self, about: str) -> str:
+    def _next_key(self, name: str) -> str:
         """Return the key of the next exchange of this thread."""
-        thread = "" if threading.current_thread() is self.thread else about
+        thread = "" if threading.current_thread() is self.thread else name
         with self._changed:
             self._numbers[thread] += 1
             return f"{thread}/{self._numbers[thread]}"
 
     def exchange(
-        self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str
+        self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], name: str
     ) -> dict[int, bytes]:
         """Send bytes to some processes and return those of others, by their index, over direct connections. All must
         call it, from the thread that has opened the channel.
@@ -198,7 +198,7 @@ class Channel(Processes):
         Args:
             outgoing: bytes for each process.
             sizes: number of bytes that each process sends to this one.
-            about: name of the exchange, for the log.
+            name: name of the exchange, for the log.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or sends another number of bytes.
@@ -214,12 +214,12 @@ class Channel(Processes):
             verdict = self.find_lost_peer() or Verdict(f"a process cannot be reached directly: {error}")
             raise verdict.error() from error
         keys = {process: (self._exchanges, process) for process in sizes}
-        self._wait(lambda: self._received.keys() >= set(keys.values()), about)
+        self._wait(lambda: self._received.keys() >= set(keys.values()), name)
         with self._changed:
             received = {process: self._received.pop(key) for process, key in keys.items()}
         for process, data in received.items():
             if len(data) != sizes[process]:
-                raise PeerLostError(f"process {process} sends {len(data)} bytes of {about!r} and not {sizes[process]}")
+                raise PeerLostError(f"process {process} sends {len(data)} bytes of {name!r} and not {sizes[process]}")
         return received
 
     def _open_links(self) -> Links:
@@ -234,7 +234,7 @@ class Channel(Processes):
             self._received[number, sender] = data
             self._changed.notify_all()
 
-    def _wait(self, is_over: Callable[[], bool], about: str, late: Callable[[], str] = lambda: OTHERS) -> None:
+    def _wait(self, is_over: Callable[[], bool], name: str, late: Callable[[], str] = lambda: OTHERS) -> None:
         """Wait for `is_over`; if that takes long, log that this process waits for `late`.
 
         Raises:
@@ -246,7 +246,7 @@ class Channel(Processes):
 
         with self._changed:
             if not self._changed.wait_for(is_over_or_lost, REPORT_SECONDS):
-                log.warning(f"waiting for {late()} at {about!r} since {REPORT_SECONDS:.0f} s")
+                log.warning(f"waiting for {late()} at {name!r} since {REPORT_SECONDS:.0f} s")
                 self._changed.wait_for(is_over_or_lost)
             if not is_over() and self.verdict is not None:
                 raise self.verdict.error()
@@ -324,11 +324,11 @@ class Channel(Processes):
             peer.is_open = False
             self._changed.notify_all()
 
-    def _exchange(self, key: str, about: str, value: T) -> dict[int, T]:
+    def _exchange(self, key: str, name: str, value: T) -> dict[int, T]:
         """Return the values of all processes for the exchange `key`; of a comparison those of the answer of process 0,
         which has none if all are equal.
         """
-        data = serialize([about, value])
+        data = serialize([name, value])
 
         def late() -> str:
             missing = sorted(set(range(self.count)) - self._values[key].keys())
@@ -338,13 +338,13 @@ class Channel(Processes):
         self._add(key, {self.index: data})
         if self.index:
             self._peers[0].send(Message(VALUES, key, [data]))
-        self._wait(lambda: key in self._answers or len(self._values[key]) == self.count, about, late)
+        self._wait(lambda: key in self._answers or len(self._values[key]) == self.count, name, late)
         with self._changed:
             values, answer = self._values.pop(key), self._answers.pop(key, None)
         everyone = {number: deserialize(each) for number, each in (values if answer is None else answer).items()}
         for number, (place, _) in everyone.items():
-            if place != about:
-                raise _apart(about, number, place)
+            if place != name:
+                raise _apart(name, number, place)
         return {number: theirs for number, (_, theirs) in everyone.items()}
 
     def _add(self, key: str, values: Mapping[int, bytes]) -> None:
@@ -413,9 +413,9 @@ class Channel(Processes):
         return END_SECONDS if self._peers[0].is_open else 0.0
 
 
-def _apart(about: str, number: int, place: str) -> PeerLostError:
+def _apart(name: str, number: int, place: str) -> PeerLostError:
     return PeerLostError(
-        f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
+        f"the processes have come apart: this one is at {name!r}, process {number} at {place!r}",
         want="the same program, settings and data in all of them",
     )
 

@@ -37,14 +37,14 @@ class Several(Channel):
     check_even_mesh = arrays.check_even_mesh
     check_per_process_mesh = arrays.check_per_process_mesh
 
-    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
+    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
         """Return the parts of all processes in the order of their numbers to process 0, and none to the others."""
-        sizes = self.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {about}")
+        sizes = self.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {name}")
         if self.index:
-            self.exchange({0: b"".join(parts)}, {}, about)
+            self.exchange({0: b"".join(parts)}, {}, name)
             return []
         whole = self.exchange(
-            {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, about
+            {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, name
         )
         numbered = list[tuple[int, bytes | memoryview]](zip(numbers, parts, strict=True))
         for process, (theirs, lengths) in enumerate(sizes[1:], 1):
@@ -53,7 +53,7 @@ class Several(Channel):
         return [part for _, part in sorted(numbered, key=lambda each: each[0])]
 
     @contextmanager
-    def together(self, about: str) -> Iterator[None]:
+    def together(self, name: str) -> Iterator[None]:
         """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
 
         Raises:
@@ -62,9 +62,9 @@ class Several(Channel):
         try:
             yield
         except Exception as error:
-            self.all_gather(reason_of(error), about)
+            self.all_gather(reason_of(error), name)
             raise
-        for number, failure in enumerate(self.all_gather("", about)):
+        for number, failure in enumerate(self.all_gather("", name)):
             if failure:
                 raise CoveyError(f"process {number} has failed at this: {failure}")
 
@@ -86,7 +86,7 @@ class Several(Channel):
         need: Sequence[Sequence[int]],
         lengths: Int[np.ndarray, "n"],
         dtype: Any,
-        about: str,
+        name: str,
     ) -> Mapping[int, np.ndarray]:
         """Return `arrays`, by number, and those that this process needs and another one has: the first that has it
         sends it.
@@ -94,7 +94,7 @@ class Several(Channel):
         outgoing, incoming = self._route(have, need)
         sent = {to: np.concatenate([arrays[i] for i in each]).astype(dtype) for to, each in outgoing.items()}
         sizes = {of: int(lengths[each].sum()) * np.dtype(dtype).itemsize for of, each in incoming.items()}
-        received = self.exchange({to: each.view(np.uint8).data for to, each in sent.items()}, sizes, about)
+        received = self.exchange({to: each.view(np.uint8).data for to, each in sent.items()}, sizes, name)
         moved = dict(arrays)
         for of, numbers in incoming.items():
             data: np.ndarray = np.frombuffer(received.get(of, b""), dtype)
