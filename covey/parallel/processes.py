@@ -58,14 +58,14 @@ class Processes:
         """Whether this is the process that writes files and shows progress."""
         return self.index == 0
 
-    def share_bounds(self, length: int) -> list[int]:
+    def slice_bounds(self, length: int) -> list[int]:
         """Return the index of the first of `length` items that each process has, and `length` as the last's end."""
         return [length * number // self.count for number in range(self.count + 1)]
 
-    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
+    def local_slice(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
         """Return the index of this process's first item, and its contiguous part of `items`."""
-        start, stop = self.share_bounds(len(items))[self.index :][:2]
-        return start, items[start:stop]
+        start = len(items) * self.index // self.count
+        return start, items[start : len(items) * (self.index + 1) // self.count]
 
     def all_gather(self, value: T, name: str) -> list[T]:
         """Return the `value` of every process, by process index."""
@@ -95,7 +95,7 @@ class Processes:
         """
         return {}
 
-    def row_holders(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
         """Return the numbers of the rows that the devices of each process compute, by process.
 
         Args:

@@ -257,7 +257,7 @@ class Learner(Trainee):
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
         whatever the slices and shares.
         """
-        start, local = processes.here().share(prompts.examples)
+        start, local = processes.here().local_slice(prompts.examples)
         groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
         with clock("rollout"):
             first = prompts.first + start

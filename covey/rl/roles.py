@@ -125,7 +125,7 @@ class ClusterConfig(Config):
         meshes = {self.mesh(role) for role in Role if role not in PER_PROCESS_ROLES}
         limit = self.training_config.max_tokens_per_micro_batch
         of_meshes = [
-            processes.here().row_holders(
+            processes.here().rows_by_process(
                 mesh, count, rows_per_micro_batch(count, length, limit, num_row_shards(mesh), fixed_shapes)
             )
             for mesh in meshes

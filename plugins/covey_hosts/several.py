@@ -68,7 +68,7 @@ class Several(Channel):
             if failure:
                 raise CoveyError(f"process {number} has failed at this: {failure}")
 
-    def row_holders(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
         """Return the numbers of the rows that the devices of each process compute, by process."""
         rows = np.arange(count)
         if mesh is None or not spans_processes(mesh):

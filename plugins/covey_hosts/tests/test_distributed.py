@@ -139,7 +139,7 @@ def test_every_process_has_the_batches_of_one(
 def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -> None:
     shares = []
     for index in range(count):
-        shares.append(Channel(index, count).share(range(size)))
+        shares.append(Channel(index, count).local_slice(range(size)))
     assert [item for _, share in shares for item in share] == list(range(size))
     assert all(not len(share) or share[0] == start for start, share in shares)
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
