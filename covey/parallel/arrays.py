@@ -240,16 +240,16 @@ def reshard(tree: PyTree, target_shardings: PyTree, donate: bool = False, *, cop
     """Move `tree` to `target_shardings`; the call returns at once, and the arrays arrive later.
 
     Under Pathways its own resharder moves the arrays, and the call returns after they have arrived. Where arrays or
-    targets span several processes, all of them call this, in one order: arrays that each process holds as a whole are
-    divided, and arrays of a mesh over processes may be gathered on own devices of each process.
+    targets span several processes, all processes call this, in the same order: arrays that each process holds as a
+    whole are divided, and arrays of a mesh over processes may be gathered on the devices of each process.
 
     Args:
         tree: arrays, in any nesting.
         target_shardings: one sharding for all arrays; or a tree with the same names, of shardings or of arrays that
             have them.
         donate: donate the source: its memory is freed as the arrays leave its devices, and it cannot be used again.
-        copy: copy also arrays that are already on a target device. Otherwise the result shares those buffers with
-            `tree`, and an update that donates one of the two deletes the data of the other.
+        copy: copy also arrays that are already on a target device. Otherwise the result shares their buffers with
+            `tree`, and an update that donates the one deletes the data of the other.
 
     Raises:
         CoveyError: the trees do not have the same leaves.
@@ -289,7 +289,7 @@ def _device_put(tree: PyTree, target: PyTree, *, donate: bool) -> PyTree:
 
 
 def stack_bytes(data: bytes) -> UInt8[jax.Array, "processes longest"]:
-    """Return the bytes of each process as a row on its first device, with zeros behind shorter ones. All call this."""
+    """Return the bytes of each process as a row on its first device, filled up with zeros. All processes call this."""
     row = np.zeros((1, max(processes.here().all_gather(len(data), "number of bytes"))), np.uint8)
     row[0, : len(data)] = np.frombuffer(data, np.uint8)
     firsts = [next(d for d in jax.devices() if d.process_index == n) for n in range(jax.process_count())]
@@ -306,7 +306,7 @@ def _choose_resharder() -> Callable[..., PyTree]:
 
 
 def weight_shardings(params: Any, mesh: Mesh | None) -> Any:
-    """Return a sharding per weight: by the rules on `mesh`; without one its current sharding, with automatic axes."""
+    """Return a sharding per weight: by the rules on `mesh`; without a mesh its current one, with automatic axes."""
     return jax.tree.map(lambda x: _with_auto_axes(x.sharding), params) if mesh is None else shardings(params, mesh)
 
 
@@ -318,8 +318,8 @@ def _with_auto_axes(sharding: Sharding) -> Sharding:
 
 def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
     """Put `model` on a mesh or a device, or leave it on its devices. Arrays already there are put too: JAX recompiles
-    for arguments whose device was chosen and not defaulted, so it is chosen for all of them from the start. A model of
-    shapes gets the same shardings, and its devices need not be there.
+    when the device of an argument is chosen and not the default, so it is chosen for all arrays from the start. A model
+    of shapes gets the same shardings, and its devices need not exist.
 
     Raises:
         RecipeError: the mesh has devices of several processes, and the model that these give differs.
@@ -339,7 +339,7 @@ def place_model(model: Model, place: Mesh | jax.Device | None) -> Model:
 
 
 def fingerprint(tree: Any) -> int:
-    """Return a checksum of the bits of all arrays of `tree`; differences that cancel out in the sum go unnoticed."""
+    """Return the sum of the bits of all arrays of `tree`, a checksum."""
     return int(_bits(tree))
 
 
@@ -363,7 +363,7 @@ def on_local_devices(params: Tree) -> Tree:
 
 
 def build_for_devices(model: Model, platform: str | None = None) -> Model:
-    """Set the platform of the programs of `model`, in place: by default that of the devices of its parameters."""
+    """Set the platform of the programs of `model`, in place; by default the platform of its parameters."""
     platform = platform or platform_of(jax.tree.leaves(nnx.state(model))[0].sharding)
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module) and hasattr(node, "platform"):
@@ -373,7 +373,7 @@ def build_for_devices(model: Model, platform: str | None = None) -> Model:
 
 def put_rows(batch: Tree, like: Any) -> Tree:
     """Put a batch of rows on the devices that hold `like`, divided over their mesh if they have one. On a mesh over
-    several processes each puts the rows of its own devices, and reads no others of the batch.
+    several processes each process puts the rows of its own devices, and reads no other rows.
     """
     return processes.here().put_host(batch, rows_placement(like))
 

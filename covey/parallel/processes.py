@@ -1,13 +1,12 @@
 """The processes of a run, as one object: `processes.here()`.
 
-One process is the plain case: it has every item, exchanges nothing and waits for nobody. Several train one model on one
-mesh: each runs the same program, on its own devices of that mesh. Models, optimizer states and batches are arrays over
-all processes, and JAX does what has to be exchanged between them. Only the rollout belongs to each process alone: it
-samples and scores its share of a step's prompts on its own devices. A package opens several by the entry point `start`
-of `covey.processes`:
+A single process has every item, exchanges nothing and waits for nobody. Several processes train one model on one mesh:
+each runs the same program, on its own devices of the mesh. Models, optimizer states and batches are arrays over all
+processes, and JAX exchanges their parts. Only the rollout differs: each process samples and scores its slice of the
+prompts of a step on its own devices. A package opens several processes by the entry point `start` of `covey.processes`:
 
     with processes.start():  # before any other use of JAX
-        values = processes.here().all_gather(value, "what it is")
+        values = processes.here().all_gather(value, "name of the exchange")
 """
 
 import os
@@ -30,10 +29,10 @@ T = TypeVar("T")
 
 
 class PeerLostError(CoveyError):
-    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
+    """Another process of the run is stopped, gone, or has failed, so this process cannot go on.
 
     Attributes:
-        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+        stopped: the signal that has stopped the other process, if any; the caller sets its `step`.
     """
 
     exit_code = PEER_LOST
@@ -41,13 +40,13 @@ class PeerLostError(CoveyError):
 
 
 class Processes:
-    """One process. Several are a subclass, with the same methods; all processes must call them, with the same `name`.
-    There they raise a `PeerLostError` when another process is stopped, gone or has failed, or is at another place.
+    """A single process. A subclass has the same methods for several processes: all of them must call each method, with
+    the same `name`. A `PeerLostError` says that another process is stopped, gone, has failed, or makes another call.
 
     Attributes:
         index: index of this process, from 0.
         count: number of processes.
-        seconds_to_end: seconds within which all end once one of them is killed.
+        seconds_to_end: seconds within which all processes end after one is killed.
     """
 
     index, count = 0, 1
@@ -59,11 +58,11 @@ class Processes:
         return self.index == 0
 
     def slice_bounds(self, length: int) -> list[int]:
-        """Return the index of the first of `length` items that each process has, and `length` as the last's end."""
+        """Return the index of the first item of each process, out of `length` items; last comes `length` itself."""
         return [length * number // self.count for number in range(self.count + 1)]
 
     def local_slice(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
-        """Return the index of this process's first item, and its contiguous part of `items`."""
+        """Return this process's contiguous part of `items`, after the index of its first item."""
         start = len(items) * self.index // self.count
         return start, items[start : len(items) * (self.index + 1) // self.count]
 
@@ -76,7 +75,7 @@ class Processes:
         return list(chain.from_iterable(self.all_gather(list(items), name)))
 
     def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
-        """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
+        """Return the parts of all processes in the order of their numbers. Only process 0 gets them.
 
         Args:
             parts: parts of this process.
@@ -86,12 +85,12 @@ class Processes:
         return parts
 
     def broadcast(self, value: T, name: str) -> T:
-        """Return the `value` of process 0 to all processes."""
+        """Return the `value` of process 0."""
         return self.all_gather(value, name)[0]
 
     def compare(self, value: T, name: str) -> dict[int, T]:
-        """Return the values of process 0 and of the first process that has another one, by process index; nothing if
-        all are equal.
+        """Return the values of process 0 and of the first process with another value, by process index; nothing if all
+        are equal.
         """
         return {}
 
@@ -99,7 +98,7 @@ class Processes:
         """Return the numbers of the rows that the devices of each process compute, by process.
 
         Args:
-            mesh: where rows are computed; on one that does not span processes each process computes all rows.
+            mesh: mesh that computes the rows. If it does not span processes, each process computes all rows.
             count: number of rows.
             rows_at_once: number of rows of a micro-batch, in which each device has a part.
         """
@@ -114,7 +113,7 @@ class Processes:
         dtype: Any,
         name: str,
     ) -> Mapping[int, np.ndarray]:
-        """Return `arrays`, by number, and those that this process needs and another one has.
+        """Return `arrays`, and the arrays that this process needs and another process has, by number.
 
         Args:
             arrays: arrays of this process.
@@ -127,11 +126,11 @@ class Processes:
         return arrays
 
     def put(self, tree: Any, targets: Any) -> Any:
-        """Put arrays on shardings in the same tree, either of which may have devices of several processes."""
+        """Put arrays on the shardings in the same tree. Both may have devices of several processes."""
         return jax.device_put(tree, targets)
 
     def put_host(self, tree: T, to: Sharding) -> T:
-        """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
+        """Put arrays that each process has as a whole on `to`. Each process puts the parts of its own devices."""
         put: T = jax.device_put(tree, to)
         return put
 
@@ -153,7 +152,7 @@ class Processes:
         """
 
     def check_per_process_mesh(self, mesh: Mesh, actor: Mesh | None, role: str) -> None:
-        """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
+        """Refuse the mesh of a role that each process plays for itself, on its own part of the mesh.
 
         Raises:
             RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights
@@ -161,7 +160,7 @@ class Processes:
         """
 
     def together(self, name: str) -> AbstractContextManager[None]:
-        """Wait at the end of the `with` statement until all processes are there; raise if its body has failed in one.
+        """Wait at the end of the `with` statement for all processes; raise if its body has failed in one of them.
 
         Raises:
             CoveyError: the body has raised an error in another process.
@@ -174,7 +173,7 @@ class Processes:
         Args:
             name: name of the phase.
             step: number of the step.
-            program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
+            program: a value, such as shapes, whose `repr` must be equal; or a function that returns it.
 
         Raises:
             CoveyError: a process is at another phase than process 0.
@@ -188,32 +187,32 @@ class Processes:
     def check_same(
         self, name: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
     ) -> None:
-        """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
+        """Refuse processes with another `value` than process 0. A single process does not compute it.
 
         Args:
-            name: name of what is compared.
-            value: function that returns the value of this process; differences of dicts are named, without digests.
-            fix: way to mend it, in the error.
-            want: wanted, in the error.
+            name: name of the value.
+            value: function that returns the value of this process. The error names differences of dicts, no digests.
+            fix: `fix` of the error.
+            want: `want` of the error.
 
         Raises:
             RecipeError: the values differ.
         """
 
     def check_shared_folder(self, folder: Path) -> None:
-        """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in.
+        """Refuse a folder that is not the same for all processes, or that one of them cannot write in.
 
         Raises:
             CoveyError: a process sees another folder or none, or may not write there.
         """
 
     def leave(self, code: int) -> None:
-        """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one."""
+        """End this process at once with `code` if another process is lost, which JAX's shutdown would wait for."""
 
 
 ALONE = Processes()
 current = ALONE
-"""The processes of this run; what opens several sets it."""
+"""The processes of this run; set by the package that opens several."""
 
 
 def here() -> Processes:
@@ -230,8 +229,8 @@ def here() -> Processes:
 def start(environment: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """Join the processes that the environment names, if any, for the body of the `with` statement.
 
-    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
-    joined. An error in the body ends all processes, as one that is stopped or gone does.
+    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, the processes
+    are not joined again. An error in the body ends all processes.
 
     Args:
         environment: environment variables (`config.processes`); the system's if not set.

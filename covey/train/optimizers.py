@@ -7,12 +7,12 @@ differs from Jordan's and nanochat's only in the first updates, where its bias f
 Differences from a bare `optax.adamw`:
 
 - no update is wasted: the warm-up starts above 0 and the decay reaches 0 just after the last update;
-- the learning rate is an argument of the update: a run of another length needs no other program, and a step whose
-  update was skipped counts for the schedule too. The moments count only the updates made;
+- the learning rate is an argument of the update: a run of another length needs no other program. A skipped update
+  counts for the schedule, and not for the moments;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
   Under LoRA only matrices are trained and the two agree;
-- the arithmetic is float32 whatever the dtype of the parameters. Narrower ones have a float32 copy in the optimizer's
-  state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be rounded away.
+- the arithmetic is float32 whatever the dtype of the parameters. Narrower parameters have a float32 copy in the
+  optimizer's state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,10 +57,10 @@ def make_optimizer(
 
 
 class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """Optimizer whose `update` takes `learning_rates`: as arguments, they are no constants of a compiled program.
+    """Optimizer with an `update` that takes `learning_rates` as an argument, so that no program is compiled for each.
 
     The update of a parameter follows from the end of its path, its own gradient and state, and the global norm of the
-    gradients. An `update` of some parameters of a model takes that norm as `norm`.
+    gradients. An `update` of a part of the parameters takes the global norm as `norm`.
 
     Attributes:
         learning_rates: jitted function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
@@ -72,7 +72,7 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
 
 
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, jax.Array]]":
-    """Return `ScheduledOptimizer.learning_rates`. It is compiled, so that it rounds as one program does."""
+    """Return `ScheduledOptimizer.learning_rates`, jitted: separate operations would round in another way."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
 
     @jax.jit
@@ -96,7 +96,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraAr
 
 
 def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Build one AdamW for all parameters, or one transformation for each group of parameters; learning rates are 1."""
+    """Build AdamW for all parameters, or a transformation for each group of parameters. Learning rates are 1."""
     if config.kind == "adamw" and not any(_own_settings(config, group) for group in PARAM_GROUPS):
         return _adamw(config)
     each = {group: _adamw(_for_group(config, group)) for group in PARAM_GROUPS}
@@ -113,7 +113,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         _one,
         beta=config.momentum,
         weight_decay=config.weight_decay,
-        # A matrix has the last two axes of a parameter, after that of stacked layers.
+        # The last two axes of a parameter are a matrix; an axis of stacked layers comes before them.
         muon_weight_dimension_numbers=partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1)),
     )
 
@@ -137,13 +137,12 @@ def _for_group(config: OptimizerConfig, group: str) -> OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the update number 0, 1, ..., total_steps − 1; where other groups have
-    their own rates, it is that of the matrices. The peak is `learning_rate` times `initial_fraction`.
+    """Return the learning rate of the matrices as a function of the update number 0, 1, ..., total_steps − 1. The peak
+    is `learning_rate` times `initial_fraction`.
 
     W = warmup_ratio · total_steps, rounded to the nearest integer. Update n < W gets peak · (n + 1) / (W + 1), update
-    W the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, one past the last update. From W
-    on the values equal those of optax, Tunix and Hugging Face, whose warm-up starts at 0, so that their first update
-    does nothing.
+    W the peak. From there `cosine` and `linear` fall to exactly 0 at n = total_steps, just after the last update. From
+    W on optax, Tunix and Hugging Face have equal values. Their warm-up starts at 0: their first update does nothing.
 
     >>> rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.25, schedule="linear"), 4)
     >>> [round(float(rate(n)), 4) for n in range(5)]
@@ -228,9 +227,9 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
     "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
     "constant": lambda peak, steps: optax.constant_schedule(peak),
 }
-"""Decay after the warm-up by the name of the setting `schedule`: from the peak to 0 in so many updates."""
+"""Value of the setting `schedule` → decay after the warm-up, a function of the peak and the number of updates."""
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}
-"""Optimizer of the matrices by the name of the setting `kind`."""
+"""Value of the setting `kind` → optimizer of the matrices."""
 
 MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = PARAM_GROUPS = ("matrix", "embedding", "unembedding", "vector")
-"""Groups of parameters. A setting of `OptimizerConfig` whose name begins with a group's is of that group alone."""
+"""Groups of parameters. Settings of `OptimizerConfig` that begin with the name of a group are for that group alone."""

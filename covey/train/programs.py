@@ -3,10 +3,10 @@
 The update is one program for a layer, called for each layer. The kernels of a program for all weights would grow with
 the layers, and the time to compile it with them. The optimizer of a recipe (`ScheduledOptimizer`) updates a weight from
 its own gradient and moments, and from the norm of all gradients, which is computed before. Therefore layers with equal
-shapes can have one program, which names them all alike.
+shapes share a program.
 
-All weights share a program in two cases. An optax transformation that a user gives may compute a weight's update from
-other weights. And on accelerators layers are stacks: kernels do not grow with them, and each call costs a launch.
+All weights have one program in two cases. A user's optax transformation may compute a weight's update from other
+weights. And on accelerators layers are stacks: kernels do not grow with the layers, and each call costs a launch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +39,8 @@ Names = Mapping[str, str]
 
 LOSS = "loss"
 NORM = "norm of the sums"
-"""Name of the norm of the sums of gradients among what `accumulate` returns on accelerators, for which it is then no
-program of its own; unless the sums are added up once a step (`reduce`).
+"""Key of the norm of the sums of gradients in the metrics of `accumulate`. Accelerators compute it there, and not in a
+program of its own, unless the sums are added up once a step (`reduce`).
 """
 
 
@@ -48,7 +48,7 @@ class UpdatePrograms:
     """Programs that train one model.
 
     Args:
-        model: on its devices, of arrays or of shapes; with adapters, only those are trained; else everything.
+        model: on its devices, of arrays or of shapes. Adapters alone are trained; without adapters, every weight.
         optimizer: any optax transformation.
         loss_fn: see `LossFn`.
 
@@ -63,7 +63,7 @@ class UpdatePrograms:
         reduce: sums → sums over all parts of the rows; None where there are no parts (see `gradient_sums`).
         norm: sums, scale → the norm of sums · scale.
         apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
-            It is a program; or calls of some, where layers are a list and the optimizer is a recipe's.
+            It calls one program, or one for each layer.
     """
 
     def __init__(self, model: nnx.Module, optimizer: optax.GradientTransformation, loss_fn: LossFn):
@@ -102,11 +102,11 @@ class UpdatePrograms:
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rates of the update `step`; none for an optax transformation, which has its own."""
         with on_host():
-            rates = jax.device_get(self._rates(step) if self._rates else {})
-        return {group: float(rate) for group, rate in rates.items()}
+            rates: dict[str, float] = jax.tree.map(float, jax.device_get(self._rates(step) if self._rates else {}))
+        return rates
 
     def gradients_program(self, batch: Any) -> Program:
-        """Return the program that adds the gradients of a micro-batch of these shapes to those of the step."""
+        """Return the program that adds the gradients of a micro-batch of these shapes to the sums of the step."""
         frozen = round_kernels(self.frozen, self.operand_type)
         return Program("gradients", self.accumulate, (self.trainable, frozen, self._sums, abstract(batch), 0))
 
@@ -115,7 +115,7 @@ class UpdatePrograms:
         return [Program("reduce", self.reduce, (self._sums,))] if self.reduce else []
 
     def apply_program(self) -> Program:
-        """Return the program of the update; layer by layer, that of the largest part."""
+        """Return the program of the update: of its largest part, where it is made layer by layer."""
         rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
         return self._update.largest_program(self._reduced, rates)
 
@@ -131,9 +131,7 @@ def accumulate_grads(
     batch: Any,
     step: Any,
 ) -> tuple[GradientSums, MetricSums]:
-    """Add the gradients of the loss on `batch` to `sums`; return these and the contribution to the metrics, with the
-    norm of the sums if `with_norm`.
-    """
+    """Return `sums` with the gradients of the loss on `batch`, and the batch's contribution to the metrics."""
 
     def loss(trainable: Any) -> tuple[Array, MetricSums]:
         params = apply_lora_dropout(graph, nnx.merge_state(trainable, frozen), step)
@@ -186,10 +184,10 @@ def apply_sums(
 
 
 class PartProgram:
-    """Program that updates the weights of a part, of which all arrays are lists in the order of their trees.
+    """Program that updates the weights of a part. All arrays are lists in the order of their trees.
 
     Args:
-        optimizer: that of a recipe.
+        optimizer: optimizer of a recipe.
         weights, state: structures of the weights and of their part of the optimizer's state.
         in_loops: whether the sum of the gradients of each weight is a stack of a loop over layers.
         places: shardings of weights and state.
@@ -225,14 +223,14 @@ class PartProgram:
 
 @dataclass(frozen=True)
 class Part:
-    """Weights that one call updates; numbers are those of leaves of the whole trees.
+    """Weights that one call updates. Numbers count the leaves of the whole trees.
 
     Attributes:
-        weights: numbers of its weights in the trainable state.
-        state: numbers of its leaves in the optimizer's state. All parts have those that belong to no weight.
+        weights: numbers of the part's weights in the trainable state.
+        state: numbers of its leaves in the optimizer's state. All parts have the leaves that belong to no weight.
         sums: numbers of the sums of its gradients.
-        index: the layer's place in sums that are stacks.
-        program: parts with equal shapes have the same.
+        index: place of the layer in sums that are stacks.
+        program: program that parts with equal shapes share.
     """
 
     weights: Sequence[int]
@@ -246,7 +244,7 @@ class LayerUpdates:
     """Updates of a model's trainable weights, layer by layer.
 
     Args:
-        optimizer: that of a recipe.
+        optimizer: optimizer of a recipe.
         layout: layout of the sums of gradients, which has loops over layers.
         norm: the program of `GradientLayout.norm`.
         trainable, state: shapes of the weights and of the optimizer's state, on their devices.
@@ -282,7 +280,7 @@ class LayerUpdates:
     ) -> tuple[Any, Any]:
         """Make the optimizer's step with `sums` · `scale`, as `apply_sums` does; weights and state are donated."""
         (weights, structure), (state, state_structure) = jax.tree.flatten(trainable), jax.tree.flatten(opt_state)
-        _put(state, self._shared, jax.device_get(_pick(state, self._shared)))  # each call is given its own, to donate
+        _put(state, self._shared, jax.device_get(_pick(state, self._shared)))  # each call donates a copy
         numbers = scale, float(self._norm(sums, scale)) if self._clips else 0.0, learning_rates
         totals, new_state = jax.tree.leaves(sums), list(state)
         for part in self.parts:
@@ -304,8 +302,8 @@ class LayerUpdates:
 def _parts(layout: GradientLayout) -> list[Names]:
     """Return the names of the weights of each part: each layer, and the last layer with the weights outside of layers.
 
-    XLA rounds otherwise where a transformation updates one weight only: it divides by the bias correction, a number
-    with a single use, through its reciprocal. A single weight outside of layers is therefore no part.
+    Where a transformation updates a single weight, XLA rounds in another way: it divides by the bias correction, a
+    number with one use, through its reciprocal. So a single weight outside of layers is no part.
     """
     *layers, last = layout.layers
     if layout.outside:

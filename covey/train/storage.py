@@ -2,8 +2,8 @@
 
 In a folder a step is written to `00000500.partial`. SHA256SUMS is written last and marks the step complete; a rename
 to `00000500` commits it. `00000500.old` is a step being removed. If the process is killed at any moment, the folder
-holds complete steps, and leftovers that the next writer finishes or removes. A file or link in the place of one of
-these folders is not ours: an error names it, and it is kept. This module imports neither JAX nor NumPy.
+holds complete steps, and leftovers that the next writer finishes or removes. A file or link in the place of such a
+folder is not ours: an error names it, and it is kept. This module imports neither JAX nor NumPy.
 
 Orbax's `training.Checkpointer` is not used for this: it deletes a finished step before it writes it again, reads
 flipped bits without an error, takes a score of NaN for the best, and reaches a bucket only through gcsfs.
@@ -41,10 +41,10 @@ def step_name(step: int) -> str:
 
 
 class CheckpointStore:
-    """Steps of one run in a folder: those that are committed, and the one being written.
+    """Committed steps of a run in a folder, and the step being written.
 
-    A subclass keeps them elsewhere: it has other methods for everything that uses the folder. Names of files are
-    relative to the path of the step.
+    A subclass keeps them elsewhere, and overrides each method that uses the folder. Names of files are relative to the
+    path of the step.
 
     Attributes:
         address: address of the steps in a bucket; empty when they are in a folder.
@@ -95,7 +95,7 @@ class CheckpointStore:
         shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Remove a committed step so that at no moment a part of it is taken for a complete one."""
+        """Remove a committed step. At no moment a part of it looks complete."""
         old = self._below(f"{step_name(step)}.old")
         shutil.rmtree(old, ignore_errors=True)
         Path(self.path(step)).rename(old)
@@ -129,7 +129,7 @@ class CheckpointStore:
             known: the `local_digests` of all processes.
 
         Raises:
-            OSError: a file cannot be written, or one of another process is not here.
+            OSError: a file cannot be written, or a file of another process is missing.
         """
         path = self.temporary_path(step)
         for name, content in files.items():
@@ -163,7 +163,7 @@ class CheckpointStore:
         return f"{', '.join(changed)} changed since it was written" if changed else ""
 
     def _links(self, path: str) -> list[Path]:
-        """Return what is neither a file nor a folder in the folder of a step."""
+        """Return the names of links and special files in the folder of a step."""
         odd = [file for file in Path(path).rglob("*") if file.is_symlink() or not (file.is_file() or file.is_dir())]
         return [file.relative_to(path) for file in odd]
 
@@ -275,7 +275,7 @@ def release(folder: Path, is_new: bool) -> None:
 
 
 def is_open_at(file: IO[Any], path: Path) -> bool:
-    """Return whether the open `file` is the one at `path`; False when that was removed or replaced since."""
+    """Return whether the open `file` is still at `path`; False when the file there was removed or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -328,7 +328,7 @@ def take_lock(folder: Path, patience: float = 0.0) -> IO[bytes]:
 
 
 def _try_lock(lock: IO[bytes]) -> bool:
-    """Take the lock if no other process holds it; return whether this one has it now."""
+    """Take the lock if no other process holds it; return whether this process has it now."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -336,7 +336,7 @@ def _try_lock(lock: IO[bytes]) -> bool:
 
 
 def _wait_for(lock: IO[bytes], folder: Path, seconds: float) -> bool:
-    """Take the lock once its holder has ended, within so many seconds; return whether this process has it then.
+    """Wait at most `seconds` for the end of the holder of the lock, and take it; return whether this process has it.
 
     Raises:
         ResumeError: its holder has removed the folder.
