@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Int
 
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST, PORT, SILENT
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST
 from covey.errors import CoveyError, Stopped
 from covey.registry import offered
 
@@ -240,7 +240,7 @@ def start(environment: Mapping[str, str] | None = None) -> AbstractContextManage
             no package opens several processes.
     """
     environment = os.environ if environment is None else environment
-    named = any(map(environment.get, (MODE, ADDRESS, COUNT, NUMBER, BIND, PORT, SILENT)))
+    named = any(map(environment.get, (MODE, ADDRESS, COUNT, NUMBER, BIND)))
     if not (named and environment.get(MODE) != "off") and not jax.distributed.is_initialized():
         return nullcontext()
     opened: AbstractContextManager[None] = offered("covey.processes", "start")(environment)

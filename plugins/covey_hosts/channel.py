@@ -31,7 +31,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
-from covey.config.processes import BIND, PEER_LOST, PORT
+from covey.config.processes import BIND, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError
 from covey.parallel.processes import PeerLostError, Processes
@@ -54,10 +54,14 @@ from covey_hosts.wire import (
 log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 T = TypeVar("T")
 
+PORT = "COVEY_CHANNEL_PORT"
+"""Environment variable: port of process 0 for the channel; a free port when not set."""
+SILENT = "COVEY_SILENT_SECONDS"
+"""Environment variable: seconds without a sign of a process after which the others give it up."""
 BEATS = 256
 """Beats that process 0 gets in a second; more processes send theirs at longer intervals."""
 SILENT_SECONDS = 18.0
-"""Seconds without a sign after which a process is taken to be stopped; `COVEY_SILENT_SECONDS` sets others."""
+"""Value of `SILENT` when it is not set."""
 REPORT_SECONDS = 60.0
 """Seconds that a process waits for the others before it says so."""
 OTHERS = "the other processes"

@@ -269,7 +269,17 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        """Let the processes end that still run: by themselves, since they notice the failure of another; by SIGTERM; or
+        by SIGKILL.
+        """
+        self._wait(NOTICE_SECONDS)
+        for process in self._processes:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # a halted process cannot end
+        self._wait(STOP_SECONDS)
+        for process in self._processes:
+            process.kill()
+            process.wait()
         self._stack.close()
 
     def wait(self) -> Failure | None:
@@ -323,19 +333,6 @@ class Attempt:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             self._stack.callback(signal.signal, number, signal.signal(number, send))
-
-    def _end(self) -> None:
-        """Let the processes end that still run: by themselves, since they notice the failure of another; by SIGTERM; or
-        by SIGKILL.
-        """
-        self._wait(NOTICE_SECONDS)
-        for process in self._processes:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # one that is halted cannot end
-        self._wait(STOP_SECONDS)
-        for process in self._processes:
-            process.kill()
-            process.wait()
 
     def _wait(self, seconds: float, left: int = 0) -> None:
         """Wait until at most `left` processes still run, for `seconds` at most."""
