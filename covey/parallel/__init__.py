@@ -2,6 +2,7 @@
 
 from covey.parallel.arrays import (
     DEFAULT_RULES,
+    Transfer,
     flatten,
     logical_axes,
     mesh_of,
@@ -14,6 +15,7 @@ from covey.parallel.mesh import make_mesh, mesh_from_config
 
 __all__ = [
     "DEFAULT_RULES",
+    "Transfer",
     "flatten",
     "logical_axes",
     "make_mesh",

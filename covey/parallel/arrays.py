@@ -15,7 +15,12 @@ price of some communication.
 
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -236,7 +241,29 @@ def _partition_spec(
     return PartitionSpec(*[entry[0] if len(entry) == 1 else entry or None for entry in entries]), why
 
 
-def reshard(tree: PyTree, target_shardings: PyTree, donate: bool = False, *, copy: bool = False) -> PyTree:
+@dataclass(frozen=True)
+class Transfer:
+    """Outcome of a transfer.
+
+    Attributes:
+        seconds: time from the call until the last array had arrived, or until the transfer failed.
+        bytes: size of the arrays moved.
+        error: reason of a failure; None if the transfer succeeded.
+    """
+
+    seconds: float
+    bytes: int
+    error: Exception | None = None
+
+
+def reshard(
+    tree: PyTree,
+    target_shardings: PyTree,
+    donate: bool = False,
+    on_done: Callable[[Transfer], None] | None = None,
+    *,
+    copy: bool = False,
+) -> PyTree:
     """Move `tree` to `target_shardings`; the call returns at once, and the arrays arrive later.
 
     Under Pathways its own resharder moves the arrays, and the call returns after they have arrived. Where arrays or
@@ -248,16 +275,48 @@ def reshard(tree: PyTree, target_shardings: PyTree, donate: bool = False, *, cop
         target_shardings: one sharding for all arrays; or a tree with the same names, of shardings or of arrays that
             have them.
         donate: donate the source: its memory is freed as the arrays leave its devices, and it cannot be used again.
+        on_done: called from another thread with the outcome, success or failure.
         copy: copy also arrays that are already on a target device. Otherwise the result shares their buffers with
             `tree`, and an update that donates the one deletes the data of the other.
 
     Raises:
         CoveyError: the trees do not have the same leaves.
     """
+    if on_done is not None:
+        return _reported(partial(reshard, tree, target_shardings, donate, copy=copy), tree, on_done)
     target = _shardings_by_name(tree, target_shardings)
     if copy:
         tree = jax.tree.map(lambda x, to: x if _leaves_devices(x, to) else jnp.copy(x), tree, target)
     return _choose_resharder()(tree, target, donate=donate)
+
+
+def _reported(move: Callable[[], PyTree], tree: PyTree, on_done: Callable[[Transfer], None]) -> PyTree:
+    """Return the result of `move`, and report its outcome from a thread, which neither blocks the caller nor raises."""
+    size, outcome = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), Future[PyTree]()
+    threading.Thread(target=_report, args=(outcome, time.perf_counter(), size, on_done), name="reshard").start()
+    try:
+        outcome.set_result(move())
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome.result()
+
+
+def _report(outcome: "Future[PyTree]", started: float, size: int, on_done: Callable[[Transfer], None]) -> None:
+    error = None
+    try:
+        jax.tree.map(_wait_for, outcome.result())
+    except Exception as failure:
+        error = failure
+    on_done(Transfer(time.perf_counter() - started, size, error))
+
+
+def _wait_for(leaf: jax.Array) -> None:
+    """Wait for `leaf`. If it was donated in the meantime, it has been used, and so had arrived."""
+    try:
+        leaf.block_until_ready()
+    except RuntimeError:
+        if not leaf.is_deleted():
+            raise
 
 
 def _shardings_by_name(tree: PyTree, target: PyTree) -> PyTree:

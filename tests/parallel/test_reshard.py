@@ -1,6 +1,7 @@
 """Moving trees between meshes, and finding out about them."""
 
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from covey.errors import CoveyError
-from covey.parallel import flatten, make_mesh, mesh_of, reshard
+from covey.parallel import Transfer, flatten, make_mesh, mesh_of, reshard
 
 
 def on(mesh: jax.sharding.Mesh, *spec: str | None) -> NamedSharding:
@@ -38,6 +39,24 @@ def first_half() -> jax.sharding.Mesh:
 
 def second_half() -> jax.sharding.Mesh:
     return make_mesh((2,), ("tp",), jax.devices()[2:])
+
+
+class Outcome:
+    """Collects what `on_done` is called with."""
+
+    def __init__(self) -> None:
+        self.transfer: Transfer | None = None
+        self.thread: threading.Thread | None = None
+        self.called = threading.Event()
+
+    def __call__(self, transfer: Transfer) -> None:
+        self.transfer, self.thread = transfer, threading.current_thread()
+        self.called.set()
+
+    def wait(self) -> Transfer:
+        assert self.called.wait(30)
+        assert self.transfer is not None
+        return self.transfer
 
 
 # --- reshard
@@ -70,9 +89,46 @@ def test_leaves_without_a_target_are_named() -> None:
         reshard(tree(), {"b": [on(first_half())]})
 
 
-def test_a_tree_that_cannot_be_divided_is_refused() -> None:
+def test_done_is_reported_from_another_thread_while_the_caller_goes_on() -> None:
+    outcome, went_on, was_free = Outcome(), threading.Event(), list[bool]()
+
+    def report(transfer: Transfer) -> None:
+        was_free.append(went_on.wait(2))
+        outcome(transfer)
+
+    reshard(tree(), on(second_half()), on_done=report)
+    went_on.set()
+    transfer = outcome.wait()
+    assert was_free == [True]
+    assert transfer.error is None
+    assert transfer.bytes == 32 * 4 + 8 * 2
+    assert 0 < transfer.seconds < 30
+    assert outcome.thread is not threading.main_thread()
+
+
+def test_failure_is_raised_and_reported() -> None:
+    outcome = Outcome()
     with pytest.raises(ValueError, match="divi"):
-        reshard({"x": jnp.zeros(3)}, on(first_half(), "fsdp"))
+        reshard({"x": jnp.zeros(3)}, on(first_half(), "fsdp"), on_done=outcome)
+    assert isinstance(outcome.wait().error, ValueError)
+
+
+def test_failure_on_the_way_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that dies while it moves."""
+
+    class Dying:
+        nbytes = 4
+
+        def block_until_ready(self) -> None:
+            raise RuntimeError("device lost")
+
+        def is_deleted(self) -> bool:
+            return False
+
+    monkeypatch.setattr(jax, "device_put", lambda *args: {"x": Dying()})
+    outcome = Outcome()
+    reshard({"x": jnp.zeros(4)}, placed_on(0), on_done=outcome)
+    assert "device lost" in str(outcome.wait().error)
 
 
 def test_donated_source_is_gone() -> None:
@@ -90,6 +146,16 @@ def test_donation_within_the_same_devices_keeps_the_result_alive(name: str) -> N
     moved = reshard(source, targets[name], donate=True)
     del source
     np.testing.assert_array_equal(moved, np.arange(8.0))
+
+
+def test_a_result_donated_onward_counts_as_arrived() -> None:
+    """The next step may consume the arrays before the watching thread looks at them."""
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for _ in range(20):
+        outcome = Outcome()
+        moved = reshard({"x": jnp.zeros((64, 64))}, placed_on(1), on_done=outcome)
+        step(moved["x"])
+        assert outcome.wait().error is None
 
 
 @pytest.mark.parametrize("source", ["first half", "all", "one"])
