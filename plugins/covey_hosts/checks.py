@@ -43,14 +43,14 @@ def check_same_code(channel: Channel) -> None:
 def check_same(
     channel: Channel, name: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
 ) -> None:
-    """Refuse processes whose `value` differs from that of process 0.
+    """Refuse processes with another `value` than process 0.
 
     Args:
         channel: the channel.
-        name: name of what is compared.
-        value: function that returns the value of this process; differences of dicts are named, without digests.
-        fix: way to mend it, in the error.
-        want: wanted, in the error.
+        name: name of the value.
+        value: function that returns the value of this process. The error names differences of dicts, no digests.
+        fix: `fix` of the error.
+        want: `want` of the error.
 
     Raises:
         RecipeError: the values differ.
@@ -69,8 +69,8 @@ def check_same(
 
 
 def check_shared_folder(channel: Channel, folder: Path) -> None:
-    """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in. Process 0
-    creates it if it is missing, and writes a new file, which all read.
+    """Refuse a folder that is not the same for all processes, or that one of them cannot write in. Process 0 creates it
+    if it is missing, and writes a new file, which all read.
 
     Raises:
         CoveyError: a process sees another folder or none, or may not write there.
@@ -98,9 +98,7 @@ def check_shared_folder(channel: Channel, folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Covey, Python and `PACKAGES`; of Python as far as results follow from it: its `sum` of
-    floats has changed in 3.12.
-    """
+    """Return the versions of Covey, Python (major and minor: 3.12 has changed `sum` of floats) and `PACKAGES`."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"covey": covey.__version__, "python": python} | {name: version(name) for name in PACKAGES}
 
@@ -148,7 +146,7 @@ def _write(folder: Path, mine: Mapping[str, str]) -> str:
 
 
 def _read(folder: Path, announced: Mapping[str, str], index: int) -> str:
-    """Read the file of process 0 and write one beside it as process `index`; describe what is wrong."""
+    """Read the file of process 0 and write another as process `index`; describe a problem."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     # Asks the server of a network file system, which this machine would else only do when its cache has run out.
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """One order of the programs over several processes, launched from one thread.
 
-Every process must launch the same programs over several processes in the same order. Where two of them do not, or where
-two threads of one process launch some, the collectives take each other's data: results are wrong without an error, or
+Every process must launch the same programs over several processes in the same order. If two processes do not, or if
+two threads of a process launch programs, the collectives take each other's data: results are wrong without an error, or
 all wait for ever. So before a phase that launches such programs, the processes exchange a digest of program, step and
-phase (`channel`). If one differs from that of process 0, all are refused before they launch anything. So none
-waits for a late one inside of a collective, where it could not be told that the other is lost, and where the first
-exchange of a group of CPU devices gives up after 30 seconds.
+phase (`channel`). If a digest differs from that of process 0, all processes are refused before they launch anything.
+So no process waits for a late one inside of a collective, where it cannot learn that the other is lost, and where the
+first exchange of a group of CPU devices gives up after 30 seconds.
 
     with processes.here().phase("update", step):
         ...  # launches programs over all processes
@@ -26,7 +26,7 @@ from covey_hosts.channel import Channel
 
 
 class OrderError(CoveyError):
-    """A process wants to launch another program than the others, or wants to launch one from a second thread."""
+    """A process wants to launch another program than the others, or to launch programs from a second thread."""
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def phase(channel: Channel, name: str, step: int, program: Any = "") -> Iterator
         channel: the channel.
         name: name of the phase.
         step: number of the step.
-        program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
+        program: a value, such as shapes, whose `repr` must be equal; or a function that returns it.
 
     Raises:
         OrderError: one process is at another phase than process 0, or this is another thread.
@@ -54,9 +54,8 @@ def phase(channel: Channel, name: str, step: int, program: Any = "") -> Iterator
 
 
 def in_order(channel: Channel, name: str, function: Any) -> Any:
-    """Return the jitted `function` so that all processes launch it at the same moment when its first call for some
-    shapes has arrays of several processes: one that has compiled it sooner waits for the others here, and not inside of
-    a collective.
+    """Return the jitted `function` in a form that all processes launch together when the shapes of its arguments are
+    new and span processes. A process that has compiled it sooner waits here, and not inside of a collective.
     """
     return _Launched(channel, name, function)
 

@@ -26,7 +26,7 @@ _opened = count()
 
 
 class Several(Channel):
-    """The processes of a run as one of them sees them."""
+    """Several processes of a run, from the view of one of them."""
 
     phase = order.phase
     in_order = order.in_order
@@ -38,7 +38,7 @@ class Several(Channel):
     check_per_process_mesh = arrays.check_per_process_mesh
 
     def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
-        """Return the parts of all processes in the order of their numbers to process 0, and none to the others."""
+        """Return the parts of all processes in the order of their numbers. Only process 0 gets them."""
         sizes = self.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {name}")
         if self.index:
             self.exchange({0: b"".join(parts)}, {}, name)
@@ -54,7 +54,7 @@ class Several(Channel):
 
     @contextmanager
     def together(self, name: str) -> Iterator[None]:
-        """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
+        """Wait at the end of the `with` statement for all processes; raise if its body has failed in one of them.
 
         Raises:
             CoveyError: the body has raised an error in another process.
@@ -88,9 +88,7 @@ class Several(Channel):
         dtype: Any,
         name: str,
     ) -> Mapping[int, np.ndarray]:
-        """Return `arrays`, by number, and those that this process needs and another one has: the first that has it
-        sends it.
-        """
+        """Return `arrays`, and the arrays that this process needs, by number. The first that has one sends it."""
         outgoing, incoming = self._route(have, need)
         sent = {to: np.concatenate([arrays[i] for i in each]).astype(dtype) for to, each in outgoing.items()}
         sizes = {of: int(lengths[each].sum()) * np.dtype(dtype).itemsize for of, each in incoming.items()}
@@ -104,7 +102,7 @@ class Several(Channel):
     def _route(
         self, have: Sequence[Sequence[int]], need: Sequence[Sequence[int]]
     ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Return the numbers of the arrays that this process sends to each other one, and of those that it gets, in the
+        """Return the numbers of the arrays that this process sends to each other process, and gets from each, in the
         order in which they are sent.
         """
         sender_of = {number: process for process in reversed(range(self.count)) for number in have[process]}
@@ -122,7 +120,7 @@ class Several(Channel):
 def opened(host: str, port: int, silent: float) -> Iterator[Channel]:
     """Open the channel between all processes for the body of the `with` statement, unless it is open already.
 
-    Behind an error it stays open: the process may wait for the others at its end.
+    After an error it stays open: the process may wait for the others at its end.
 
     Args:
         host: host that process 0 listens at; every interface if empty.
