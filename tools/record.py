@@ -205,7 +205,7 @@ def lowered(recipe: str, settings: Sequence[str], platform: str) -> dict[str, st
     place = make_mesh((sizes.fsdp, sizes.tp)) if sizes.fsdp * sizes.tp > 1 else jax.devices()[0]
     build = plan.policy_programs if isinstance(ready, Recipe) else plan.supervised_programs
     with (
-        patch("covey.parallel.sharding.platform_of", lambda _: platform),
+        patch("covey.parallel.arrays.platform_of", lambda _: platform),
         patch.object(plan, "platform_of", lambda _: platform),
     ):
         built = build(ready, place, total_steps=100).largest()

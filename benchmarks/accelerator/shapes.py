@@ -21,7 +21,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import with_lora
-from covey.parallel.sharding import place_model
+from covey.parallel.arrays import place_model
 from covey.recipes.load_model import decoder_options
 from covey_plan.topologies import Places
 

@@ -39,7 +39,7 @@ from covey.models.layers import (
 )
 from covey.models.quantised import QuantisationFormat, abstract_kernel
 from covey.models.spans import NO_WINDOW
-from covey.parallel.sharding import num_row_shards, sharding_of
+from covey.parallel.arrays import num_row_shards, sharding_of
 
 
 class DecoderOptions(TypedDict, total=False):

@@ -16,8 +16,8 @@ from jax.sharding import SingleDeviceSharding
 
 from covey.models.decoder import Decoder, Embedding, rngs_for_shapes
 from covey.models.layers import Linear
+from covey.parallel.arrays import dotted_path
 from covey.parallel.mesh import platform_of
-from covey.parallel.reshard import dotted_path
 
 State = TypeVar("State")
 

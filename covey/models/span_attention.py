@@ -21,7 +21,7 @@ from covey.models.blockwise import blockwise_attention
 from covey.models.decoder import Decoder
 from covey.models.layers import mark_product
 from covey.models.spans import NO_WINDOW, Spans, distinct_windows
-from covey.parallel.sharding import DEFAULT_RULES, num_row_shards, row_sharding
+from covey.parallel.arrays import DEFAULT_RULES, num_row_shards, row_sharding
 from covey.registry import offered
 
 KERNELS = ("tpu", "cuda")

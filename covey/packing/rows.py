@@ -31,7 +31,7 @@ from covey.models.decoder import Decoder
 from covey.models.span_attention import span_attention
 from covey.models.spans import Spans
 from covey.packing.bins import Piece, Row, choose_row_length, row_length_bucket, rows_per_micro_batch
-from covey.parallel.sharding import num_row_shards
+from covey.parallel.arrays import num_row_shards
 from covey.types import Branch, Group
 
 Tree = TypeVar("Tree")

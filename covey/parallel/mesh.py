@@ -1,7 +1,7 @@
 """Meshes: the devices of a run as a grid with named axes.
 
-`data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. The devices
-may be those of several processes, equally many of each; `local_mesh` is the part that belongs to one of them.
+`data` replicates the parameters and splits the rows, `fsdp` splits both, `tp` splits each matrix product. A mesh may
+have devices of several processes, equally many of each; `local_mesh` is the part of one process.
 """
 
 import math
@@ -19,7 +19,7 @@ from covey.errors import RecipeError, nearest
 
 MESH_AXES = ("data", "fsdp", "tp")
 PROCESS = "process"
-"""Name of the axis over the processes, of `stack_bytes`."""
+"""Name of an axis over the processes."""
 
 
 def make_mesh(
@@ -89,8 +89,8 @@ def mesh_from_config(config: MeshConfig, devices: Sequence[jax.Device] | None = 
 def rollout_mesh_from_config(
     config: RoleMeshConfig, actor: Mesh | None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh | None:
-    """Make the mesh of the rollout that a recipe sets, over devices that `actor` leaves, the first ones of each
-    process; None if the recipe sets none.
+    """Make the mesh of the rollout that a recipe sets, over the first devices of each process that `actor` leaves; None
+    if the recipe sets none.
 
     Args:
         config: sizes of the axes.
@@ -141,8 +141,8 @@ def check_whole_copies(mesh: Mesh, role: str) -> None:
 
 
 def default_mesh() -> Mesh | None:
-    """Return the mesh of a model that is given none: None, for one device; of several processes the first device of
-    each, along `data`.
+    """Return the mesh of a model without a mesh of its own: None, for one device; in several processes a mesh along
+    `data` of the first device of each.
     """
     count = jax.process_count()
     return make_mesh((count,), ("data",), _first_devices(count, _devices_by_process())) if count > 1 else None
@@ -203,8 +203,8 @@ def _devices_by_process(devices: Sequence[jax.Device] | None = None) -> list[lis
 
 def platform_of(place: Mesh | Sharding) -> str:
     """Return the platform for which programs on these devices are built: `cpu`, `tpu`, `gpu`, or `cuda` for NVIDIA GPUs
-    of compute capability 8.0 or more, for which `covey_kernels` are written. The devices may be those of a description
-    of a topology (`jax.experimental.topologies`), which are not there.
+    of compute capability 8.0 or more, for which `covey_kernels` are written. The devices may come from a description of
+    a topology (`jax.experimental.topologies`).
     """
     device: Any = next(iter(place.devices.flat if isinstance(place, Mesh) else place.device_set))
     major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name

@@ -1,13 +1,12 @@
 """The processes of a run, as one object: `processes.here()`.
 
-One process is the plain case: it has every item, exchanges nothing and waits for nobody. Several train one model on one
-mesh: each runs the same program, on its own devices of that mesh. Models, optimizer states and batches are arrays over
-all processes, and JAX does what has to be exchanged between them. Only the rollout belongs to each process alone: it
-samples and scores its share of a step's prompts on its own devices. A package opens several by the entry point `start`
-of `covey.processes`:
+A single process has every item, exchanges nothing and waits for nobody. Several processes train one model on one mesh:
+each runs the same program, on its own devices of the mesh. Models, optimizer states and batches are arrays over all
+processes, and JAX exchanges their parts. Only the rollout differs: each process samples and scores its slice of the
+prompts of a step on its own devices. A package opens several processes by the entry point `start` of `covey.processes`:
 
     with processes.start():  # before any other use of JAX
-        values = processes.here().all_gather(value, "what it is")
+        values = processes.here().all_gather(value, "name of the exchange")
 """
 
 import os
@@ -22,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Int
 
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST, PORT, SILENT
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PEER_LOST
 from covey.errors import CoveyError, Stopped
 from covey.registry import offered
 
@@ -30,10 +29,10 @@ T = TypeVar("T")
 
 
 class PeerLostError(CoveyError):
-    """Another process of the run is stopped, gone, or has failed, so this one cannot go on.
+    """Another process of the run is stopped, gone, or has failed, so this process cannot go on.
 
     Attributes:
-        stopped: what has stopped the other process, if a signal has; its `step` is for the caller to set.
+        stopped: the signal that has stopped the other process, if any; the caller sets its `step`.
     """
 
     exit_code = PEER_LOST
@@ -41,13 +40,13 @@ class PeerLostError(CoveyError):
 
 
 class Processes:
-    """One process. Several are a subclass, with the same methods; all processes must call them, with the same `about`.
-    There they raise a `PeerLostError` when another process is stopped, gone or has failed, or is at another place.
+    """A single process. A subclass has the same methods for several processes: all of them must call each method, with
+    the same `name`. A `PeerLostError` says that another process is stopped, gone, has failed, or makes another call.
 
     Attributes:
         index: index of this process, from 0.
         count: number of processes.
-        seconds_to_end: seconds within which all end once one of them is killed.
+        seconds_to_end: seconds within which all processes end after one is killed.
     """
 
     index, count = 0, 1
@@ -58,48 +57,48 @@ class Processes:
         """Whether this is the process that writes files and shows progress."""
         return self.index == 0
 
-    def share_bounds(self, length: int) -> list[int]:
-        """Return the index of the first of `length` items that each process has, and `length` as the last's end."""
+    def slice_bounds(self, length: int) -> list[int]:
+        """Return the index of the first item of each process, out of `length` items; last comes `length` itself."""
         return [length * number // self.count for number in range(self.count + 1)]
 
-    def share(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
-        """Return the index of this process's first item, and its contiguous part of `items`."""
-        start, stop = self.share_bounds(len(items))[self.index :][:2]
-        return start, items[start:stop]
+    def local_slice(self, items: Sequence[T]) -> tuple[int, Sequence[T]]:
+        """Return this process's contiguous part of `items`, after the index of its first item."""
+        start = len(items) * self.index // self.count
+        return start, items[start : len(items) * (self.index + 1) // self.count]
 
-    def all_gather(self, value: T, about: str) -> list[T]:
+    def all_gather(self, value: T, name: str) -> list[T]:
         """Return the `value` of every process, by process index."""
         return [value]
 
-    def gather_items(self, items: Sequence[T], about: str) -> list[T]:
+    def gather_items(self, items: Sequence[T], name: str) -> list[T]:
         """Return the `items` of all processes, by process index."""
-        return list(chain.from_iterable(self.all_gather(list(items), about)))
+        return list(chain.from_iterable(self.all_gather(list(items), name)))
 
-    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
-        """Return the parts of all processes in the order of their numbers to process 0, and none to the others.
+    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
+        """Return the parts of all processes in the order of their numbers. Only process 0 gets them.
 
         Args:
-            parts: those of this process.
-            numbers: the number of each, among those of all processes.
-            about: what they are.
+            parts: parts of this process.
+            numbers: number of each part, among the parts of all processes.
+            name: name of the exchange.
         """
         return parts
 
-    def broadcast(self, value: T, about: str) -> T:
-        """Return the `value` of process 0 to all processes."""
-        return self.all_gather(value, about)[0]
+    def broadcast(self, value: T, name: str) -> T:
+        """Return the `value` of process 0."""
+        return self.all_gather(value, name)[0]
 
-    def compare(self, value: T, about: str) -> dict[int, T]:
-        """Return the values of process 0 and of the first process that has another one, by process index; nothing if
-        all are equal.
+    def compare(self, value: T, name: str) -> dict[int, T]:
+        """Return the values of process 0 and of the first process with another value, by process index; nothing if all
+        are equal.
         """
         return {}
 
-    def row_holders(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
         """Return the numbers of the rows that the devices of each process compute, by process.
 
         Args:
-            mesh: where rows are computed; on one that does not span processes each process computes all rows.
+            mesh: mesh that computes the rows. If it does not span processes, each process computes all rows.
             count: number of rows.
             rows_at_once: number of rows of a micro-batch, in which each device has a part.
         """
@@ -112,26 +111,26 @@ class Processes:
         need: Sequence[Sequence[int]],
         lengths: Int[np.ndarray, "n"],
         dtype: Any,
-        about: str,
+        name: str,
     ) -> Mapping[int, np.ndarray]:
-        """Return `arrays`, by number, and those that this process needs and another one has.
+        """Return `arrays`, and the arrays that this process needs and another process has, by number.
 
         Args:
-            arrays: those of this process.
+            arrays: arrays of this process.
             have: numbers of the arrays that each process has.
             need: numbers of the arrays that each process needs.
             lengths: number of entries of each array, of all processes.
             dtype: type in which they are sent.
-            about: what they are.
+            name: name of the exchange.
         """
         return arrays
 
     def put(self, tree: Any, targets: Any) -> Any:
-        """Put arrays on shardings in the same tree, either of which may have devices of several processes."""
+        """Put arrays on the shardings in the same tree. Both may have devices of several processes."""
         return jax.device_put(tree, targets)
 
     def put_host(self, tree: T, to: Sharding) -> T:
-        """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
+        """Put arrays that each process has as a whole on `to`. Each process puts the parts of its own devices."""
         put: T = jax.device_put(tree, to)
         return put
 
@@ -153,15 +152,15 @@ class Processes:
         """
 
     def check_per_process_mesh(self, mesh: Mesh, actor: Mesh | None, role: str) -> None:
-        """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
+        """Refuse the mesh of a role that each process plays for itself, on its own part of the mesh.
 
         Raises:
             RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights
                 over processes, or has some of the actor's devices and others.
         """
 
-    def together(self, about: str) -> AbstractContextManager[None]:
-        """Wait at the end of the `with` statement until all processes are there; raise if its body has failed in one.
+    def together(self, name: str) -> AbstractContextManager[None]:
+        """Wait at the end of the `with` statement for all processes; raise if its body has failed in one of them.
 
         Raises:
             CoveyError: the body has raised an error in another process.
@@ -174,7 +173,7 @@ class Processes:
         Args:
             name: name of the phase.
             step: number of the step.
-            program: what else must be equal, such as shapes, or a function that returns it; its `repr` is compared.
+            program: a value, such as shapes, whose `repr` must be equal; or a function that returns it.
 
         Raises:
             CoveyError: a process is at another phase than process 0.
@@ -186,34 +185,34 @@ class Processes:
         return function
 
     def check_same(
-        self, about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
+        self, name: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
     ) -> None:
-        """Refuse processes whose `value` differs from that of process 0; with one process it is not computed.
+        """Refuse processes with another `value` than process 0. A single process does not compute it.
 
         Args:
-            about: name of what is compared.
-            value: function that returns the value of this process; differences of dicts are named, without digests.
-            fix: way to mend it, in the error.
-            want: wanted, in the error.
+            name: name of the value.
+            value: function that returns the value of this process. The error names differences of dicts, no digests.
+            fix: `fix` of the error.
+            want: `want` of the error.
 
         Raises:
             RecipeError: the values differ.
         """
 
     def check_shared_folder(self, folder: Path) -> None:
-        """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in.
+        """Refuse a folder that is not the same for all processes, or that one of them cannot write in.
 
         Raises:
             CoveyError: a process sees another folder or none, or may not write there.
         """
 
     def leave(self, code: int) -> None:
-        """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one."""
+        """End this process at once with `code` if another process is lost, which JAX's shutdown would wait for."""
 
 
 ALONE = Processes()
 current = ALONE
-"""The processes of this run; what opens several sets it."""
+"""The processes of this run; set by the package that opens several."""
 
 
 def here() -> Processes:
@@ -230,8 +229,8 @@ def here() -> Processes:
 def start(environment: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """Join the processes that the environment names, if any, for the body of the `with` statement.
 
-    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, nothing is
-    joined. An error in the body ends all processes, as one that is stopped or gone does.
+    Call it before any other use of JAX. If the program has already called `jax.distributed.initialize`, the processes
+    are not joined again. An error in the body ends all processes.
 
     Args:
         environment: environment variables (`config.processes`); the system's if not set.
@@ -241,7 +240,7 @@ def start(environment: Mapping[str, str] | None = None) -> AbstractContextManage
             no package opens several processes.
     """
     environment = os.environ if environment is None else environment
-    named = any(map(environment.get, (MODE, ADDRESS, COUNT, NUMBER, BIND, PORT, SILENT)))
+    named = any(map(environment.get, (MODE, ADDRESS, COUNT, NUMBER, BIND)))
     if not (named and environment.get(MODE) != "off") and not jax.distributed.is_initialized():
         return nullcontext()
     opened: AbstractContextManager[None] = offered("covey.processes", "start")(environment)

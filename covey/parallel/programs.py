@@ -1,8 +1,8 @@
 """Programs of a run: jitted functions together with the shapes of their arguments.
 
-A program is lowered and compiled from shapes alone, without making an array, for whatever devices the shardings of the
-shapes name; those may be a description of devices that are not there (`jax.experimental.topologies`). Its function is
-the object that the run itself calls, so that what is planned is what runs.
+A program is lowered and compiled from shapes, for the devices of their shardings, which may be a description of devices
+that do not exist (`jax.experimental.topologies`). Its function is the object that the run itself calls, so the plan
+reads the programs that run.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ class Program:
     """A jitted function of a run with the arguments of one call.
 
     Attributes:
-        name: what the program does, for people.
+        name: name for people.
         function: the jitted function; the run calls this object.
         args, kwargs: shapes (`abstract`) in place of arrays; values where an argument is static or a Python number.
     """
@@ -32,7 +32,7 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
-        """Lower the program for the devices of its arguments; or for `platform`, whose compiler need not be there.
+        """Lower the program for the devices of its arguments; or for `platform`, without its compiler.
 
         Args:
             platform: `cpu`, `tpu`, `cuda` or `rocm`; the model must have been built for it too.
@@ -43,9 +43,7 @@ class Program:
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Return a context in which JAX computes on the host's processor, if it knows that: small programs for a number are
-    no programs for the accelerator.
-    """
+    """Return a context in which JAX computes on the host's processor, if it may use that: for a few numbers."""
     try:
         context: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS leaves out the processor
@@ -59,7 +57,7 @@ def is_abstract(tree: Any) -> bool:
 
 
 def takes_shapes(function: Any, shardings: Any) -> Callable[..., Any]:
-    """Return a jitted function that also takes shapes, and then returns those of its results, on `shardings`."""
+    """Return a jitted function that also takes shapes. It then returns the shapes of its results, on `shardings`."""
 
     def call(*args: Any) -> Any:
         if is_abstract(args):

@@ -1,4 +1,4 @@
-"""Values as bytes, without pickle: what is read cannot run code. For checkpoints, and for other processes of a run.
+"""Values as bytes, without pickle, so that reading them runs no code. For checkpoints and other processes of a run.
 
 Supported values are plain ones, tuples, lists, dicts, paths, arrays, and Covey's own dataclasses, named tuples and
 enumerations. A class is sent by its name, and only a class of Covey that is already loaded is instantiated.
@@ -43,7 +43,7 @@ def deserialize(data: bytes) -> Any:
 
     Raises:
         CoveyError: the data name a class that is not Covey's.
-        ValueError: they name a type of numbers that is none, such as that of objects.
+        ValueError: they name a dtype that does not exist, or is of objects.
     """
     start = 8 + int.from_bytes(data[:8], "little")
     tree, rest = json.loads(data[8:start]), memoryview(data)[start:]
@@ -110,8 +110,8 @@ def _fields(value: Any, inner: Convert) -> list[Any]:
 
 
 class Kind(NamedTuple):
-    """Values of one kind: which these are, and how they become JSON and are restored from it. The second argument of
-    `describe` and `restore` converts what a value contains.
+    """A kind of values: a test for it, and how its values become JSON and are restored from it. The second argument of
+    `describe` and `restore` converts the items of a value.
     """
 
     fits: Callable[[Any], bool]

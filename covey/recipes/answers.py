@@ -10,7 +10,7 @@ from covey.config.schema import RolloutConfig
 from covey.data.rows import Row
 from covey.models.decoder import Decoder
 from covey.monitor.writer import Correct
-from covey.parallel.sharding import on_local_devices
+from covey.parallel.arrays import on_local_devices
 from covey.rl.evaluate import evaluate
 from covey.rl.rollout import RolloutWorker
 from covey.run.outputs import Measured

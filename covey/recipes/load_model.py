@@ -31,8 +31,8 @@ from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
 from covey.monitor.run_files import CHECKPOINTS, RECIPE
 from covey.parallel import mesh_from_config, processes
+from covey.parallel.arrays import place_model
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
-from covey.parallel.sharding import place_model
 from covey.run.folder import RunFolder, model_folder
 from covey.run.settings import check_same_weights
 from covey.text.tokenizer import Tokenizer

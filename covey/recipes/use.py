@@ -21,7 +21,7 @@ from covey.display import echo, show_log
 from covey.errors import DataError
 from covey.monitor.progress import Progress
 from covey.parallel import processes
-from covey.parallel.sharding import on_local_devices
+from covey.parallel.arrays import on_local_devices
 from covey.recipes.answers import answer_examples, answering_worker, select_answerable
 from covey.recipes.build import load_data, open_environments
 from covey.recipes.load_model import available_mesh, available_own_mesh, load_for, open_model

@@ -16,8 +16,7 @@ from covey.errors import CoveyError
 from covey.losses.logprobs import token_logps
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack, rows_at_a_time, scatter_to_rows, split_micro_batches
-from covey.parallel.reshard import mesh_of
-from covey.parallel.sharding import put_rows
+from covey.parallel.arrays import mesh_of, put_rows
 from covey.rl.experience import sampled_mask, token_keys_of
 from covey.rl.group_table import table_of
 from covey.sampling.logits import SamplingParams

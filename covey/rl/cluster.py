@@ -29,8 +29,8 @@ from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel import processes
+from covey.parallel.arrays import reshard
 from covey.parallel.programs import abstract
-from covey.parallel.reshard import reshard
 from covey.rl.inference import (
     InferenceWorker,
     RowScorer,

@@ -103,7 +103,7 @@ def evaluate(
     chosen = list(examples[: config.prompts or None])
 
     def evaluate_preset(preset: Any) -> Evaluation:
-        start, local = processes.here().share(chosen)
+        start, local = processes.here().local_slice(chosen)
         groups = model.generate(
             local,
             config.samples,

@@ -26,9 +26,8 @@ from covey.models.lora import adapters_change_base, merge_lora, split_trainable,
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel import processes
+from covey.parallel.arrays import reshard, rows_placement
 from covey.parallel.programs import Program, abstract
-from covey.parallel.reshard import reshard
-from covey.parallel.sharding import rows_placement
 
 RoleName = TypeVar("RoleName", bound=str)
 

@@ -36,7 +36,7 @@ from covey.models.loading.weights import with_digest
 from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
-from covey.parallel.reshard import stack_bytes
+from covey.parallel.arrays import stack_bytes
 from covey.parallel.values import serialize
 from covey.rewards import (
     RewardFn,
@@ -257,7 +257,7 @@ class Learner(Trainee):
         """Sample a group of completions for each prompt of this process's share; the noise follows the prompt's number,
         whatever the slices and shares.
         """
-        start, local = processes.here().share(prompts.examples)
+        start, local = processes.here().local_slice(prompts.examples)
         groups, stats, clock = list[Group](), SamplerStats(), Clock(on_phase=self.on_phase)
         with clock("rollout"):
             first = prompts.first + start

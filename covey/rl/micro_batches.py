@@ -24,7 +24,7 @@ from covey.losses.policy import LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
 from covey.packing.rows import Rows, split_micro_batches
 from covey.parallel import processes
-from covey.parallel.sharding import put_rows
+from covey.parallel.arrays import put_rows
 from covey.rl.group_table import GroupTable
 from covey.rl.roles import Role
 from covey.sampling.logits import SamplingParams

@@ -18,13 +18,13 @@ from covey.models.decoder import DecoderOptions
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import processes
+from covey.parallel.arrays import Model, num_row_shards, place_model
 from covey.parallel.mesh import (
     MESH_AXES,
     default_mesh,
     local_mesh,
     spans_processes,
 )
-from covey.parallel.sharding import Model, num_row_shards, place_model
 from covey.text.tokenizer import Tokenizer
 
 
@@ -125,7 +125,7 @@ class ClusterConfig(Config):
         meshes = {self.mesh(role) for role in Role if role not in PER_PROCESS_ROLES}
         limit = self.training_config.max_tokens_per_micro_batch
         of_meshes = [
-            processes.here().row_holders(
+            processes.here().rows_by_process(
                 mesh, count, rows_per_micro_batch(count, length, limit, num_row_shards(mesh), fixed_shapes)
             )
             for mesh in meshes

@@ -12,7 +12,7 @@ from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.models.dtypes import with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
-from covey.parallel.reshard import mesh_of
+from covey.parallel.arrays import mesh_of
 from covey.rl.inference import RowScorer
 from covey.rl.sampling_weights import SamplingWeights, StackLoan
 from covey.sampling.calculator import Tool, make_tool

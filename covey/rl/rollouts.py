@@ -89,13 +89,13 @@ def local_step(parts: Sequence[SampledStep]) -> SampledStep:
     """Return this process's part of a step, given those of the processes that sampled it, perhaps of another number."""
     first, by_process = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(by_process[owner]) for owner in first.rollout.table.owner]
-    sizes = np.diff(processes.here().share_bounds(len(groups)))
+    sizes = np.diff(processes.here().slice_bounds(len(groups)))
     table = replace(first.rollout.table, owner=np.repeat(np.arange(processes.here().count), sizes))
     # Each count of the processes that sampled it goes to one process.
     kept = (part.rollout for part in parts[processes.here().index :: processes.here().count])
     rollout = reduce(RolloutBatch.joined, kept, RolloutBatch([]))
     counts = {name: getattr(rollout, name) for name in ("stats", "dropped", "failed", "seconds")}
-    own = [*processes.here().share(groups)[1]]
+    own = [*processes.here().local_slice(groups)[1]]
     return replace(first, rollout=replace(first.rollout, groups=own, table=table, **counts))
 
 

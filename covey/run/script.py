@@ -21,8 +21,7 @@ from covey.errors import CoveyError, RecipeError, ResumeError
 from covey.models.decoder import Decoder
 from covey.models.loading import sources
 from covey.parallel import processes
-from covey.parallel.reshard import flatten
-from covey.parallel.sharding import fingerprint
+from covey.parallel.arrays import fingerprint, flatten
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.saved_run import STEP_FILES, ReadyRun, RunResources, train_in_folder
 

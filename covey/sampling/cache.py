@@ -32,7 +32,7 @@ from covey.models.decoder import Decoder
 from covey.models.layers import apply_softcap
 from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
-from covey.parallel.sharding import sharding_of
+from covey.parallel.arrays import sharding_of
 from covey.registry import offered
 from covey.sampling.scheduler import block_lengths
 
@@ -89,7 +89,7 @@ class Block:
 LayerCache = list[Block]
 
 CACHE_AXES = ("rows", "kv_heads", None, None)
-"""Logical axes of keys and values, see `parallel.sharding`: on a mesh a device holds some heads of some slots."""
+"""Logical axes of keys and values, see `parallel.arrays`: on a mesh a device holds some heads of some slots."""
 
 
 class Prefix(NamedTuple):

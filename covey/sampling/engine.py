@@ -39,8 +39,8 @@ from covey.config.schema import RolloutConfig, SamplingConfig
 from covey.errors import CoveyError, DataError, WeightsError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.parallel.arrays import flatten
 from covey.parallel.programs import abstract, is_abstract
-from covey.parallel.reshard import flatten
 from covey.sampling import noise, sequence
 from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams

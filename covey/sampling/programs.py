@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.parallel import mesh_of, processes
+from covey.parallel.arrays import sharding_of
 from covey.parallel.programs import Program, abstract
-from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
     CACHE_AXES,
     CacheLayout,

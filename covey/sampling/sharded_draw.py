@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from covey.parallel.sharding import sharding_of
+from covey.parallel.arrays import sharding_of
 from covey.sampling.logits import (
     BLOCKS,
     LOWEST,

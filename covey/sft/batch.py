@@ -22,8 +22,8 @@ from covey.errors import DataError
 from covey.losses.logprobs import token_logps
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches
 from covey.parallel import processes
+from covey.parallel.arrays import put_rows, rows_placement
 from covey.parallel.programs import Program, abstract
-from covey.parallel.sharding import put_rows, rows_placement
 from covey.text.tokenizer import Tokenizer
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch

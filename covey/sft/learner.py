@@ -29,8 +29,8 @@ from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows, padding_fraction, rows_at_a_time
 from covey.parallel import processes
+from covey.parallel.arrays import place_model
 from covey.parallel.mesh import default_mesh
-from covey.parallel.sharding import place_model
 from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
 from covey.run.script import checksum, model_options

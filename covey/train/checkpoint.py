@@ -21,6 +21,7 @@ import json
 import logging
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -38,14 +39,14 @@ from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, has_file, is_count, number
 from covey.parallel import processes
+from covey.parallel.arrays import flatten
 from covey.parallel.processes import PeerLostError
-from covey.parallel.reshard import flatten
 from covey.registry import offered
-from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, FolderStore, is_open_at, take_lock
+from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, is_open_at, take_lock
 
 ARRAYS, META = "arrays", "meta.json"
 OF_GROUP = re.compile(r"inner_states\.\w+\.inner_state\.")
-"""Part of the name of a leaf in the state of an optimizer that updates groups of parameters apart."""
+"""Part of the name of a leaf in the state of an optimizer with a transformation for each group of parameters."""
 MAX_CONCURRENT_BYTES = 2**28
 """Maximum number of bytes of the state that a save encodes at a time; one array alone may be larger."""
 
@@ -57,13 +58,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     Args:
         folder: the folder of the checkpoints; created when missing.
-        max_to_keep: how many of the latest steps are kept, besides the one with the best score.
+        max_to_keep: number of the latest steps that are kept, besides the step with the best score.
         read_only: only restore: no lock is taken, nothing is removed, and a run may be writing at the same time.
         address: gs://BUCKET/FOLDER, for the steps of a new run; `folder` then refers to it.
-        scored_by: name of what scores the steps; the scores of steps that something else has scored do not count.
+        scored_by: name of the score. Steps with a score of another name have none.
 
     Raises:
-        CoveyError: the folder is the address of an object store, or `address` is none of a bucket.
+        CoveyError: the folder is the address of an object store, or `address` is no address in a bucket.
         ResumeError: another writer holds the folder, or it is not writable; or another run is at `address`.
     """
 
@@ -87,14 +88,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._reads_only, self._is_first = read_only, jax.process_index() == 0
         with ExitStack() as resources:  # an error below gives the lock back
             writes = self._is_first and not read_only
-            # Of a launch in which one process was killed the others hold the lock for some seconds more.
+            # When one process of a launch was killed, the others hold the lock for some seconds more.
             self._lock = (
                 resources.enter_context(take_lock(self.folder, processes.here().seconds_to_end)) if writes else None
             )
-            elsewhere = address or has_file(self.folder, POINTER)
-            self._store: CheckpointStore = (
-                offered("covey.storage", "gs")(self.folder, address, writes) if elsewhere else FolderStore(self.folder)
-            )
+            self._store = CheckpointStore(self.folder)
+            if address or has_file(self.folder, POINTER):
+                self._store = offered("covey.storage", "gs")(self.folder, address, writes)
             if writes:
                 self._store.finish_interrupted()
             self._worker = resources.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
@@ -116,7 +116,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return hashlib.sha256(self._store.read(step, SUMS)).hexdigest()
 
     def holds(self) -> bool:
-        """Return whether the folder is still the locked one; False when it was removed or replaced."""
+        """Return whether the locked folder is still there; False when it was removed or replaced."""
         return self._lock is not None and is_open_at(self._lock, self.folder / LOCK)
 
     def steps(self) -> list[int]:
@@ -137,8 +137,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> None:
         """Start writing `state`; return at once, so that the caller may continue training or donate it.
 
-        On a CPU the arrays themselves are read, and JAX copies those that are donated meanwhile; `wait_until_read`
-        avoids that. First wait for an earlier save and raise its failure. A step that already exists is replaced.
+        On a CPU the arrays themselves are read, and JAX copies an array that is donated meanwhile; `wait_until_read`
+        avoids the copy. First wait for an earlier save and raise its failure. A step that already exists is replaced.
 
         Args:
             step: number of optimizer updates done.
@@ -174,9 +174,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._pending = self._worker.submit(self._complete, step, text, writing, needed)
 
     def shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of the leaves of `step` by dotted name, on the first device; none where the step is
-        damaged, which `restore` reports.
-        """
+        """Return the shapes of the leaves of `step` by dotted name; none if the step is damaged (`restore` says so)."""
         try:
             return {name: _read_entry(name, entry) for name, entry in self._read_meta(step)["leaves"].items()}
         except (OSError, ValueError):
@@ -195,7 +193,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Args:
             step: default is the latest. After restoring an earlier step, the next save removes the later ones.
             target: arrays, or `jax.ShapeDtypeStruct` with shardings (default: the first device), in the wanted nesting.
-                Devices and layout may differ from those at saving. When not set: nested dicts on the first device.
+                Devices and layout may differ from the saved ones. When not set: nested dicts on the first device.
             subset: skip saved leaves that are not in `target` (to load only the parameters, say); otherwise an error.
             check: called with `extra` before the leaves are compared; it may raise its own error.
 
@@ -221,7 +219,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._abandoned = {later for later in self.steps() if later > step}
         if target is None:
             return unflatten_dict(loaded, sep="."), meta["extra"]  # type: ignore[no-untyped-call]
-        # Numbers of several groups may be one in the checkpoint: copies, since an update donates each.
+        # Several groups may have the same number in the checkpoint. An update donates each, so each is a copy.
         return jax.tree.unflatten(
             jax.tree.structure(target),
             [jnp.copy(loaded[name]) if leaf.ndim == 0 else loaded[name] for name, leaf in leaves],
@@ -269,10 +267,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Args:
             step: the step.
             meta: text of meta.json.
-            writing: what Orbax does.
+            writing: the work of Orbax.
             needed: bytes of the step.
         """
-        release_free_memory()  # of what Orbax encoded
+        release_free_memory()  # which held the bytes that Orbax encoded
         try:
             with processes.here().together("checkpoint/written"):
                 writing.result()
@@ -328,8 +326,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return None
 
     def _not_written(self, step: int, needed: int, why: str) -> ResumeError:
-        free = self._store.free_bytes()
-        space = "" if free is None else f" ({free:,} are free)"
+        space = "" if self.address else f" ({shutil.disk_usage(self.folder).free:,} are free)"
         return ResumeError(
             f"checkpoint {step} could not be written: {why}",
             want=f"{needed:,} bytes of space{space}, and the right to write",
@@ -372,8 +369,8 @@ def _write(path: str, arrays: Mapping[str, jax.Array]) -> Callable[[], Any]:
 
 
 def _for_all_processes(leaf: jax.Array) -> jax.Array | np.ndarray:
-    """Return a replica of several processes as a host array, of which process 0 writes the values: Orbax refuses JAX
-    arrays of one process alone. The other processes need only its shape, for which they copy nothing.
+    """Return an array that each process has as a host array, which process 0 writes: Orbax refuses JAX arrays of one
+    process alone. The other processes need its shape only.
     """
     if jax.process_count() == 1 or not leaf.is_fully_addressable:
         return leaf
@@ -401,7 +398,7 @@ def _read_entry(name: str, entry: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf from its entry in meta.json.
 
     Raises:
-        ValueError: it is none that `_entry` makes, or has a type that does not exist.
+        ValueError: `_entry` makes no such entry, or the dtype does not exist.
     """
     with suppress(TypeError, ValueError, AttributeError, KeyError):
         key, shape = entry.get("key"), entry["shape"]
@@ -442,8 +439,8 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
 
 
 def _by_saved_name(target: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the leaves of a target, each with its name in the checkpoint. AdamW has one state for all parameters, or
-    an equal one for each group where a group has its own learning rate; either is read from the other.
+    """Return the leaves of a target, each with its name in the checkpoint. AdamW has a state for all parameters, or a
+    state for each group where a group has settings of its own. Each form is read from the other.
     """
     others = {OF_GROUP.sub("", name): name for name in saved}
     return [

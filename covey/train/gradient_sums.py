@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from covey.models.decoder import Decoder
 from covey.models.layer_loop import loops_add_to
 from covey.models.layer_stack import stacked_sharding
-from covey.parallel.reshard import dotted_path, mesh_of
+from covey.parallel.arrays import dotted_path, mesh_of
 
 
 class GradientSums(NamedTuple):
@@ -47,8 +47,8 @@ class GradientLayout:
         parts: number of parts of the rows with sums of their own; 1 where there are no such sums.
         layers: dotted path of a weight → its path within the layer, for the weights of each layer in a loop.
         outside: dotted paths of the weights outside of the loops.
-        places: number of a trainable array → number of its array among the leaves of the sums, and in those of a loop
-            the place of its layer, else None.
+        places: number of a trainable array → number of its leaf of the sums, and the place of its layer in that leaf;
+            None outside of loops.
     """
 
     def __init__(self, model: nnx.Module, trainable: Any):
@@ -76,7 +76,7 @@ class GradientLayout:
         return GradientSums(stacked, [jnp.zeros(x.shape, jnp.float32) for x in others])
 
     def shardings(self, reduced: bool = False) -> Any:
-        """Return the shardings of the sums; of the `reduced` ones, they are those of the weights."""
+        """Return the shardings of the sums. `reduced` sums have the shardings of the weights."""
         loops, others = self._split(self._reduced if reduced else self._shardings)
         stacked: list[Any] = [stacked_sharding(each[0]) for each in loops]
         return GradientSums(stacked, others)
@@ -84,7 +84,7 @@ class GradientLayout:
     def add_gradients(
         self, loss: Callable[[Any], tuple[Array, Any]], trainable: Any, sums: GradientSums
     ) -> tuple[GradientSums, Any]:
-        """Return `sums` with the gradient of `loss`, a function trainable → (loss, auxiliary), and the auxiliary."""
+        """Return `sums` plus the gradient of `loss`, a function trainable → (loss, auxiliary); and the auxiliary."""
         loops, others = self._split(self._divide(trainable))
 
         def loss_of(totals: list[Array], others: list[Array]) -> tuple[Array, Any]:
@@ -135,8 +135,8 @@ class GradientLayout:
 
 
 def _find_loops(model: nnx.Module, trained: Iterable[str]) -> list[list[dict[str, str]]]:
-    """Return for each loop the `GradientLayout.layers` in it; none on accelerators, whose loops return the gradients of
-    all layers.
+    """Return the `GradientLayout.layers` of each loop. Accelerators have none: their loops return the gradients of all
+    layers.
 
     Args:
         trained: dotted paths of the trainable arrays.
@@ -159,8 +159,8 @@ def _by_part(adapter: Any) -> Sharding:
 
 @jax.custom_vjp
 def _join(arrays: list[list[Array]], sums: list[Array]) -> tuple[list[list[Array]], list[Array]]:
-    """Tie each sum to its arrays; the values pass unchanged. The gradient of a sum is its new value: the one that a
-    loop has added to, or the sum itself where no loop did, plus the gradients that its arrays got outside of loops.
+    """Tie each sum to its arrays; the values pass unchanged. The gradient of a sum is its new value: the sum that a
+    loop has added to, or the sum itself, plus the gradients that its arrays got outside of loops.
     """
     return arrays, sums
 

@@ -1,18 +1,18 @@
 """Build the optimizer of a run: gradient clipping, AdamW or Muon, and the learning rate of every step.
 
 `OptimizerConfig` comes in, an optax transformation goes out. Each parameter is in one of four groups (`param_group`),
-and each group may have a learning rate of its own. AdamW or Muon updates the matrices; Muon is optax's, whose momentum
+and each group may have settings of its own. AdamW or Muon updates the matrices; Muon is optax's, whose momentum
 differs from Jordan's and nanochat's only in the first updates, where its bias from starting at zero is corrected.
 
 Differences from a bare `optax.adamw`:
 
 - no update is wasted: the warm-up starts above 0 and the decay reaches 0 just after the last update;
-- the learning rate is an argument of the update: a run of another length needs no other program, and a step whose
-  update was skipped counts for the schedule too. The moments count only the updates made;
+- the learning rate is an argument of the update: a run of another length needs no other program. A skipped update
+  counts for the schedule, and not for the moments;
 - biases and norm scales are not decayed (as in TRL and Hugging Face; `optax.adamw` and Tunix decay everything).
   Under LoRA only matrices are trained and the two agree;
-- the arithmetic is float32 whatever the dtype of the parameters. Narrower ones have a float32 copy in the optimizer's
-  state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be rounded away.
+- the arithmetic is float32 whatever the dtype of the parameters. Narrower parameters have a float32 copy in the
+  optimizer's state: a step of 1e-6 is far below the spacing of bfloat16 numbers near 0.02 (1e-4) and would be lost.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +28,7 @@ from jaxtyping import ArrayLike, Float, PyTree
 
 from covey.config.schema import OptimizerConfig
 from covey.errors import RecipeError
-from covey.parallel.programs import on_host
-from covey.parallel.reshard import dotted_path
+from covey.parallel.arrays import dotted_path
 
 LearningRates = Mapping[str, Float[ArrayLike, ""]]
 """Learning rate of each of `PARAM_GROUPS`."""
@@ -51,58 +50,36 @@ def make_optimizer(
     if isinstance(config, optax.GradientTransformation):
         return config
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    descent = _in_float32(_times_learning_rates(optax.chain(clip, _descent(config))))
-    optimizer = ScheduledOptimizer(descent.init, descent.update)
+    optimizer = ScheduledOptimizer(*_in_float32(optax.chain(clip, _descent(config))))
     optimizer.learning_rates = _learning_rates(config, total_steps)
     optimizer.clips = config.max_grad_norm > 0
-    optimizer.transformation = param_group if _separates_groups(config) else _only_one
     return optimizer
 
 
 class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """Optimizer whose `update` takes `learning_rates`: as arguments, they are no constants of a compiled program.
+    """Optimizer with an `update` that takes `learning_rates` as an argument, so that no program is compiled for each.
 
     The update of a parameter follows from the end of its path, its own gradient and state, and the global norm of the
-    gradients. An `update` of some parameters of a model takes that norm as `norm`.
+    gradients. An `update` of a part of the parameters takes the global norm as `norm`.
 
     Attributes:
-        learning_rates: function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
+        learning_rates: jitted function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
         clips: whether `update` uses the global norm.
-        transformation: function from a parameter's key path and array to the name of the transformation that updates it
-            together with all others of that name.
     """
 
-    learning_rates: "Callable[[int], dict[str, float]]"
+    learning_rates: "Callable[[int], dict[str, jax.Array]]"
     clips: bool
-    transformation: "Callable[[tuple[Any, ...], jax.Array], str]"
 
 
-def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, float]]":
-    """Return `ScheduledOptimizer.learning_rates`. It is compiled, so that it rounds as one program does."""
+def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, jax.Array]]":
+    """Return `ScheduledOptimizer.learning_rates`, jitted: separate operations would round in another way."""
     rates = {group: learning_rate(_for_group(config, group), total_steps) for group in PARAM_GROUPS}
 
     @jax.jit
     def learning_rates_at(count: jax.Array) -> dict[str, jax.Array]:
         return {group: jnp.float32(rate(count)) for group, rate in rates.items()}
 
-    def at(step: int) -> dict[str, float]:
-        with on_host():
-            return {group: float(rate) for group, rate in jax.device_get(learning_rates_at(step)).items()}
-
-    return at
-
-
-def _times_learning_rates(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Multiply the updates of `inner` by the learning rate of the group of each parameter."""
-
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree = None, *, learning_rates: LearningRates, norm: Any = None
-    ) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(grads, state, params, norm=norm)
-        scaled = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[param_group(path, u)], updates)
-        return scaled, state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return learning_rates_at
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -119,21 +96,12 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraAr
 
 
 def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Build one AdamW for all parameters, or one transformation for each group of parameters; learning rates are 1."""
-    adamw = _adamw(config)
-    if not _separates_groups(config):
-        return adamw
-    each = dict.fromkeys(PARAM_GROUPS, adamw) | {MATRIX: OPTIMIZERS[config.kind](config)}
+    """Build AdamW for all parameters, or a transformation for each group of parameters. Learning rates are 1."""
+    if config.kind == "adamw" and not any(_own_settings(config, group) for group in PARAM_GROUPS):
+        return _adamw(config)
+    each = {group: _adamw(_for_group(config, group)) for group in PARAM_GROUPS}
+    each[MATRIX] = OPTIMIZERS[config.kind](config)
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(param_group, params))
-
-
-def _separates_groups(config: OptimizerConfig) -> bool:
-    """Return whether each group of parameters has a transformation of its own."""
-    return config.kind != "adamw" or any(getattr(config, name) is not None for name in PARAM_GROUPS.values() if name)
-
-
-def _only_one(path: tuple[Any, ...], leaf: jax.Array) -> str:
-    return "all"
 
 
 def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -145,7 +113,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         _one,
         beta=config.momentum,
         weight_decay=config.weight_decay,
-        # A matrix has the last two axes of a parameter, after that of stacked layers.
+        # The last two axes of a parameter are a matrix; an axis of stacked layers comes before them.
         muon_weight_dimension_numbers=partial(jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(-2, -1)),
     )
 
@@ -155,20 +123,26 @@ def _one(count: jax.Array) -> float:
     return 1.0
 
 
+def _own_settings(config: OptimizerConfig, group: str) -> dict[str, Any]:
+    """Return the settings that the parameters in `group` have of their own: `embedding_weight_decay` is the
+    `weight_decay` of the embeddings.
+    """
+    named = {name: value for name, value in vars(config).items() if name.startswith(f"{group}_")}
+    return {name.removeprefix(f"{group}_"): value for name, value in named.items() if value is not None}
+
+
 def _for_group(config: OptimizerConfig, group: str) -> OptimizerConfig:
-    """Return the settings with the learning rate of the parameters in `group`."""
-    rate = getattr(config, PARAM_GROUPS[group]) if PARAM_GROUPS[group] else None
-    return config if rate is None else replace(config, learning_rate=rate)
+    """Return the settings of the parameters in `group`."""
+    return replace(config, **_own_settings(config, group))
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the update number 0, 1, ..., total_steps − 1; where other groups have
-    their own rates, it is that of the matrices. The peak is `learning_rate` times `initial_fraction`.
+    """Return the learning rate of the matrices as a function of the update number 0, 1, ..., total_steps − 1. The peak
+    is `learning_rate` times `initial_fraction`.
 
     W = warmup_ratio · total_steps, rounded to the nearest integer. Update n < W gets peak · (n + 1) / (W + 1), update
-    W the peak; from there `cosine` and `linear` fall to exactly 0 at n = total_steps, one past the last update. From W
-    on the values equal those of optax, Tunix and Hugging Face, whose warm-up starts at 0, so that their first update
-    does nothing.
+    W the peak. From there `cosine` and `linear` fall to exactly 0 at n = total_steps, just after the last update. From
+    W on optax, Tunix and Hugging Face have equal values. Their warm-up starts at 0: their first update does nothing.
 
     >>> rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_ratio=0.25, schedule="linear"), 4)
     >>> [round(float(rate(n)), 4) for n in range(5)]
@@ -213,17 +187,20 @@ class Float32State(NamedTuple):
 
 
 def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Run `inner` on float32 gradients and parameters; narrow parameters are their float32 copy, rounded."""
+    """Run `inner` on float32 gradients and parameters, and multiply its updates by the learning rate of each group.
+    Narrow parameters are their float32 copy, rounded.
+    """
 
     def init(params: PyTree) -> Float32State:
         master = jax.tree.map(lambda x: _widen(x) if _is_narrow(x) else None, params)
         return Float32State(inner.init(jax.tree.map(_widen, params)), master)
 
     def update(
-        grads: PyTree, state: Float32State, params: PyTree = None, **rates: LearningRates
+        grads: PyTree, state: Float32State, params: PyTree = None, *, learning_rates: LearningRates, norm: Any = None
     ) -> tuple[PyTree, Float32State]:
         wide = jax.tree.map(lambda p, m: p if m is None else m, params, state.master)
-        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide, **rates)
+        updates, inner_state = inner.update(jax.tree.map(_widen, grads), state.inner, wide, norm=norm)
+        updates = jax.tree_util.tree_map_with_path(lambda path, u: u * learning_rates[param_group(path, u)], updates)
         moved = optax.apply_updates(wide, updates)
         master = jax.tree.map(lambda p, m: m if _is_narrow(p) else None, params, moved)
         updates = jax.tree.map(_update_to, params, moved, updates)
@@ -250,15 +227,9 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
     "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
     "constant": lambda peak, steps: optax.constant_schedule(peak),
 }
-"""Decay after the warm-up by the name of the setting `schedule`: from the peak to 0 in so many updates."""
+"""Value of the setting `schedule` → decay after the warm-up, a function of the peak and the number of updates."""
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {"adamw": _adamw, "muon": _muon}
-"""Optimizer of the matrices by the name of the setting `kind`."""
+"""Value of the setting `kind` → optimizer of the matrices."""
 
-MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = "matrix", "embedding", "unembedding", "vector"
-PARAM_GROUPS = {
-    MATRIX: "",
-    EMBEDDING: "embedding_learning_rate",
-    UNEMBEDDING: "unembedding_learning_rate",
-    VECTOR: "vector_learning_rate",
-}
-"""Map from group of parameters to the setting of its own learning rate; "" for the shared one."""
+MATRIX, EMBEDDING, UNEMBEDDING, VECTOR = PARAM_GROUPS = ("matrix", "embedding", "unembedding", "vector")
+"""Groups of parameters. Settings of `OptimizerConfig` that begin with the name of a group are for that group alone."""

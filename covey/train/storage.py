@@ -2,8 +2,8 @@
 
 In a folder a step is written to `00000500.partial`. SHA256SUMS is written last and marks the step complete; a rename
 to `00000500` commits it. `00000500.old` is a step being removed. If the process is killed at any moment, the folder
-holds complete steps, and leftovers that the next writer finishes or removes. A file or link in the place of one of
-these folders is not ours: an error names it, and it is kept. This module imports neither JAX nor NumPy.
+holds complete steps, and leftovers that the next writer finishes or removes. A file or link in the place of such a
+folder is not ours: an error names it, and it is kept. This module imports neither JAX nor NumPy.
 
 Orbax's `training.Checkpointer` is not used for this: it deletes a finished step before it writes it again, reads
 flipped bits without an error, takes a score of NaN for the best, and reaches a bucket only through gcsfs.
@@ -17,7 +17,6 @@ import re
 import shutil
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,10 +40,11 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
-class CheckpointStore(ABC):
-    """Steps of one run: those that are committed, and the one being written.
+class CheckpointStore:
+    """Committed steps of a run in a folder, and the step being written.
 
-    A subclass lists, reads and writes the files of a step. Their names are relative to the path of the step.
+    A subclass keeps them elsewhere, and overrides each method that uses the folder. Names of files are relative to the
+    path of the step.
 
     Attributes:
         address: address of the steps in a bucket; empty when they are in a folder.
@@ -52,52 +52,67 @@ class CheckpointStore(ABC):
 
     address = ""
 
-    @abstractmethod
+    def __init__(self, folder: Path):
+        self._folder = folder
+
     def committed(self) -> list[int]:
         """Return the steps that are complete, in any order."""
+        names = [path.name for path in self._folder.glob("*") if re.fullmatch(r"\d{8,}", path.name)]
+        return [int(name) for name in names if (self._folder / name).is_dir() and folder_below(self._folder, name)]
 
-    @abstractmethod
     def path(self, step: int) -> str:
         """Return the path or address of a committed step."""
+        return str(self._folder / step_name(step))
 
-    @abstractmethod
     def temporary_path(self, step: int) -> str:
         """Return the path or address at which a step is written."""
+        return f"{self.path(step)}.partial"
 
-    @abstractmethod
     def read(self, step: int, name: str) -> bytes:
         """Return the content of a file of a step.
 
         Raises:
             OSError: it cannot be read.
         """
+        with open_below(self._folder, f"{step_name(step)}/{name}") as file:
+            return file.read()
 
-    @abstractmethod
     def prepare(self, step: int, needed: int) -> None:
         """Remove the rest of an earlier attempt to write a step of `needed` bytes.
 
         Raises:
             OSError: there is no space for it.
         """
+        if needed > shutil.disk_usage(self._folder).free:
+            raise OSError("the disk is full")
+        self._below(step_name(step))
+        temporary = self._below(f"{step_name(step)}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
 
-    @abstractmethod
     def discard(self, step: int) -> None:
         """Remove a step that is being written."""
+        shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
-    @abstractmethod
     def remove(self, step: int) -> None:
-        """Remove a committed step so that at no moment a part of it is taken for a complete one."""
+        """Remove a committed step. At no moment a part of it looks complete."""
+        old = self._below(f"{step_name(step)}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        Path(self.path(step)).rename(old)
+        shutil.rmtree(old)
 
-    @abstractmethod
     def finish_interrupted(self) -> None:
         """Finish or remove the leftovers of a killed process."""
+        names = sorted(path.name for path in self._folder.iterdir())
+        for name in (name for name in names if re.fullmatch(r"\d{8,}\.(partial|old)", name)):
+            path = self._below(name)
+            if path.suffix == ".partial" and (path / SUMS).is_file():
+                self._commit_sealed(int(path.stem))
+            else:
+                shutil.rmtree(path)
 
-    def release(self) -> None:  # noqa: B027  # a folder is nobody else's
+    def release(self) -> None:
         """Leave the address to others: no step has been written."""
-
-    def free_bytes(self) -> int | None:
-        """Return the free space in bytes; None where there is no limit."""
-        return None
 
     def local_digests(self, step: int, process: int) -> Digests:
         """Return the digests of the files that Orbax has written for a process, after they are on the disk."""
@@ -114,7 +129,7 @@ class CheckpointStore(ABC):
             known: the `local_digests` of all processes.
 
         Raises:
-            OSError: a file cannot be written, or one of another process is not here.
+            OSError: a file cannot be written, or a file of another process is missing.
         """
         path = self.temporary_path(step)
         for name, content in files.items():
@@ -132,105 +147,47 @@ class CheckpointStore(ABC):
             step: the step.
             part: (number, count): only the digests of this part of the files are compared, out of `count` parts.
         """
+        path = self.path(step)
+        if links := self._links(path):
+            return f"{links[0]} is a link, or no file"
         try:
             lines = self.read(step, SUMS).decode().splitlines()
             listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
         except (OSError, ValueError) as error:
             return f"{SUMS} cannot be read ({error})"
-        names = self._names(self.path(step))
+        names = self._names(path)
         if odd := sorted(listed.keys() ^ set(names)):
             return f"{odd[0]} is missing" if odd[0] in listed else f"{odd[0]} is not listed in {SUMS}"
-        digests = self._digests(self.path(step), names[part[0] :: part[1]])
+        digests = self._digests(path, names[part[0] :: part[1]])
         changed = sorted(name for name, digest in digests.items() if digest != listed[name])
         return f"{', '.join(changed)} changed since it was written" if changed else ""
 
-    @abstractmethod
-    def _names(self, path: str) -> list[str]:
-        """Return the names of the files of a step, except SHA256SUMS; files of one size are together."""
-
-    @abstractmethod
-    def _digests(self, path: str, names: Sequence[str], synced: bool = False) -> Digests:
-        """Return the digests of files of a step, with `synced` after they are on the disk."""
-
-    @abstractmethod
-    def _write(self, path: str, name: str, content: bytes) -> None:
-        """Write a file of a step."""
-
-    @abstractmethod
-    def _seal(self, step: int, sums: bytes) -> None:
-        """Write SHA256SUMS, which marks a step complete, and commit the step."""
-
-
-class FolderStore(CheckpointStore):
-    """Steps in a folder."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def committed(self) -> list[int]:
-        names = [path.name for path in self._folder.glob("*") if re.fullmatch(r"\d{8,}", path.name)]
-        return [int(name) for name in names if (self._folder / name).is_dir() and folder_below(self._folder, name)]
-
-    def path(self, step: int) -> str:
-        return str(self._folder / step_name(step))
-
-    def temporary_path(self, step: int) -> str:
-        return f"{self.path(step)}.partial"
-
-    def read(self, step: int, name: str) -> bytes:
-        with open_below(self._folder, f"{step_name(step)}/{name}") as file:
-            return file.read()
-
-    def prepare(self, step: int, needed: int) -> None:
-        if needed > shutil.disk_usage(self._folder).free:
-            raise OSError("the disk is full")
-        self._below(step_name(step))
-        temporary = self._below(f"{step_name(step)}.partial")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-
-    def discard(self, step: int) -> None:
-        shutil.rmtree(self.temporary_path(step), ignore_errors=True)
-
-    def remove(self, step: int) -> None:
-        old = self._below(f"{step_name(step)}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        Path(self.path(step)).rename(old)
-        shutil.rmtree(old)
-
-    def finish_interrupted(self) -> None:
-        names = sorted(path.name for path in self._folder.iterdir())
-        for name in (name for name in names if re.fullmatch(r"\d{8,}\.(partial|old)", name)):
-            path = self._below(name)
-            if path.suffix == ".partial" and (path / SUMS).is_file():
-                self._commit_sealed(int(path.stem))
-            else:
-                shutil.rmtree(path)
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self._folder).free
-
-    def damage(self, step: int, part: tuple[int, int] = (0, 1)) -> str:
-        folder = Path(self.path(step))
-        odd = [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
-        return f"{odd[0].relative_to(folder)} is a link, or no file" if odd else super().damage(step, part)
+    def _links(self, path: str) -> list[Path]:
+        """Return the names of links and special files in the folder of a step."""
+        odd = [file for file in Path(path).rglob("*") if file.is_symlink() or not (file.is_file() or file.is_dir())]
+        return [file.relative_to(path) for file in odd]
 
     def _names(self, path: str) -> list[str]:
-        """Return the names by size, so that each part of them takes about as long; hidden files are left out."""
+        """Return the names of the files of a step, except SHA256SUMS: by size, so that each part of them takes about as
+        long. Hidden files are left out.
+        """
         files = [file for file in sorted(Path(path).rglob("*")) if file.is_file() and not file.name.startswith(".")]
         names = [str(file.relative_to(path)) for file in sorted(files, key=lambda file: -file.stat().st_size)]
         return [name for name in names if name != SUMS]
 
     def _digests(self, path: str, names: Sequence[str], synced: bool = False) -> Digests:
+        """Return the digests of files of a step, with `synced` after they are on the disk."""
         for name in names if synced else ():
             sync(Path(path, name))
         with ThreadPoolExecutor() as pool:
             return dict(zip(names, pool.map(lambda name: file_sha256(Path(path, name)), names), strict=True))
 
     def _write(self, path: str, name: str, content: bytes) -> None:
+        """Write a file of a step."""
         replace_file(Path(path, name), content)
 
     def _seal(self, step: int, sums: bytes) -> None:
+        """Write SHA256SUMS, which marks a step complete, and commit the step."""
         folder = Path(self.temporary_path(step))
         for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
             sync(path)
@@ -318,7 +275,7 @@ def release(folder: Path, is_new: bool) -> None:
 
 
 def is_open_at(file: IO[Any], path: Path) -> bool:
-    """Return whether the open `file` is the one at `path`; False when that was removed or replaced since."""
+    """Return whether the open `file` is still at `path`; False when the file there was removed or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -371,7 +328,7 @@ def take_lock(folder: Path, patience: float = 0.0) -> IO[bytes]:
 
 
 def _try_lock(lock: IO[bytes]) -> bool:
-    """Take the lock if no other process holds it; return whether this one has it now."""
+    """Take the lock if no other process holds it; return whether this process has it now."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -379,7 +336,7 @@ def _try_lock(lock: IO[bytes]) -> bool:
 
 
 def _wait_for(lock: IO[bytes], folder: Path, seconds: float) -> bool:
-    """Take the lock once its holder has ended, within so many seconds; return whether this process has it then.
+    """Wait at most `seconds` for the end of the holder of the lock, and take it; return whether this process has it.
 
     Raises:
         ResumeError: its holder has removed the folder.

@@ -1,5 +1,4 @@
-"""Trainer: sums gradients over micro-batches and makes one update per step. Supervised and RL training share it and
-differ in their loss.
+"""Trainer: sums gradients over micro-batches and makes one update per step, with any loss.
 
 A micro-batch's loss is a plain sum, returned with its denominator. Both are summed over the step, and the gradient is
 divided once, before the update: it does not depend on how a step is split into micro-batches, and training may begin
@@ -8,7 +7,7 @@ before the step's last completion exists.
 
 import math
 from collections.abc import Iterable
-from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +53,7 @@ class Trainer:
     """Own the trainable weights of one model and their optimizer.
 
     Args:
-        model: with adapters, only those are trained; else everything. The trainer takes ownership of the trainable
+        model: adapters alone are trained; without adapters, every weight. The trainer takes ownership of the trainable
             arrays: their buffers are donated at each update, so nothing else may hold them.
         optimizer: any optax transformation.
         loss_fn: see `LossFn`.
@@ -63,7 +62,7 @@ class Trainer:
     Attributes:
         trainable, frozen: the two parts of the model's state. `params` is both together.
         opt_state: the optimizer's state.
-        programs: what is compiled.
+        programs: the compiled programs.
         step: updates made or skipped. The learning-rate schedule and the dropout of the next update follow it.
     """
 
@@ -81,11 +80,11 @@ class Trainer:
 
     @property
     def last_learning_rate(self) -> float:
-        """Learning rate of the last update, that of the matrices; NaN for an optax transformation, which hides it."""
+        """Learning rate of the matrices in the last update; NaN for an optax transformation, which hides it."""
         return self.programs.learning_rates(self.step - 1).get(MATRIX, math.nan)
 
     def update(self, micro_batches: Iterable[MicroBatch]) -> Metrics:
-        """Make one optimizer step on micro-batches, which may be produced lazily during training.
+        """Make one optimizer step on micro-batches, which may be made while it trains.
 
         Returns:
             the means of the loss's metrics over the step, `loss`, and `grad_norm` before clipping.
@@ -101,16 +100,17 @@ class Trainer:
         grads = programs.zeros(self.trainable)
         frozen = round_kernels(self.frozen, programs.operand_type)
         all_sums: list[MetricSums] = []
-        denominator = 0.0
+        denominator, norm = 0.0, None
         for micro_batch in micro_batches:
             grads, metric_sums = programs.accumulate(self.trainable, frozen, grads, micro_batch.batch, self.step)
+            norm = metric_sums.pop(NORM, None)
             all_sums.append(metric_sums)
             denominator += micro_batch.denominator
-        grads = programs.reduce(grads)
-        norms = [metric_sums.pop(NORM) for metric_sums in all_sums if NORM in metric_sums]
+        if programs.reduce:
+            grads = programs.reduce(grads)
         totals = _combine(jax.device_get(all_sums))
         scale = 1 / max(denominator, 1e-9)
-        norm = float(norms[-1] if norms else programs.norm(grads, 1.0))  # type: ignore[arg-type]
+        norm = float(programs.norm(grads, 1.0) if norm is None else norm)
         metrics = _metrics(totals, scale) | {"grad_norm": norm * scale}
         self._check_finite(metrics)
         return Gradients(grads, scale, metrics if denominator else metrics | {LOSS: math.nan})
@@ -139,7 +139,7 @@ class Trainer:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as nested dicts of arrays, with arrays of their own for each layer."""
+        """Return the state for a checkpoint, as nested dicts, with an array for each weight of each layer."""
         return self._per_layer(self.trainable, self.opt_state)
 
     def state_shapes(self) -> dict[str, Any]:
@@ -189,29 +189,26 @@ class NonFiniteGuard:
         return {"loss": math.nan, "grad_norm": math.nan, "skipped": 1.0}
 
 
+COMBINE = {"min": np.minimum, "max": np.maximum}
+"""Function that combines two values of a metric, by the end of its name; other metrics are added."""
 NOTHING = {"min": math.inf, "max": -math.inf}
 """Minimum and maximum over no tokens, by the end of the metric's name."""
 
 
 def _combine(all_sums: Iterable[MetricSums]) -> MetricSums:
-    """Combine the metrics of micro-batches, on the host. Some are empty where all groups tied."""
+    """Combine the metrics of micro-batches. A micro-batch has none where all groups tied."""
+    totals: dict[str, Any] = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        return reduce(_add, filter(None, all_sums), {})
-
-
-def _add(totals: MetricSums, metric_sums: MetricSums) -> MetricSums:
-    combine = {"min": np.minimum, "max": np.maximum}
-    return {
-        name: jax.tree.map(combine.get(name.rsplit("/", 1)[-1], np.add), totals[name], value) if totals else value
-        for name, value in metric_sums.items()
-    }
+        for name, value in chain.from_iterable(map(dict.items, all_sums)):
+            combine = COMBINE.get(name.rsplit("/", 1)[-1], np.add)
+            totals[name] = jax.tree.map(combine, totals[name], value) if name in totals else value
+    return totals
 
 
 def _metrics(totals: MetricSums, scale: float) -> Metrics:
-    """Compute the step's metrics; those over no tokens, as when all completions were masked, are NaN."""
-    values = {
-        name: value.value if isinstance(value, Mean | EffectiveShare) else float(value)
-        for name, value in totals.items()
-    }
-    known = {name: v if v != NOTHING.get(name.rsplit("/", 1)[-1]) else math.nan for name, v in values.items()}
-    return known | {LOSS: known.get(LOSS, 0.0) * scale}
+    """Compute the step's metrics: NaN for a minimum or a mean over no tokens."""
+    metrics: Metrics = {}
+    for name, value in totals.items():
+        number = value.value if isinstance(value, Mean | EffectiveShare) else float(value)
+        metrics[name] = math.nan if number == NOTHING.get(name.rsplit("/", 1)[-1]) else number
+    return metrics | {LOSS: metrics.get(LOSS, 0.0) * scale}

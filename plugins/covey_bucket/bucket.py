@@ -103,15 +103,12 @@ class Bucket:
         for removal in [self._store.write(self._prefix + name, None) for name in names]:
             self._result(removal)
 
-    def digests(self, names: Iterable[str]) -> dict[str, str]:
+    def digests(self, names: Sequence[str]) -> dict[str, str]:
         """Return the SHA-256 of objects by name."""
-
-        def digest(name: str) -> str:
-            return hashlib.sha256(self.read(name)).hexdigest()
-
-        listed = list(names)
         with ThreadPoolExecutor(MAX_OBJECTS_IN_MEMORY) as pool:
-            return dict(zip(listed, pool.map(digest, listed), strict=True))
+            return dict(
+                zip(names, pool.map(lambda name: hashlib.sha256(self.read(name)).hexdigest(), names), strict=True)
+            )
 
     def _result(self, future: Any) -> Any:
         """Wait for the driver, which itself tries again for minutes when the server is overloaded or unreachable.
@@ -224,10 +221,12 @@ class BucketStore(CheckpointStore):
     """Steps at an address.
 
     Args:
+        folder: the folder of the checkpoints.
         address: gs://BUCKET/FOLDER.
     """
 
-    def __init__(self, address: str):
+    def __init__(self, folder: Path, address: str):
+        super().__init__(folder)
         self._bucket = Bucket(address)
         self.address = self._bucket.address
         register_file_system()
@@ -275,6 +274,9 @@ class BucketStore(CheckpointStore):
         """Leave the address, where no step is, to others."""
         self._bucket.remove([IDENTITY])
 
+    def _links(self, path: str) -> list[Path]:
+        return []
+
     def _names(self, path: str) -> list[str]:
         return [name for name in Bucket(path).names() if name != SUMS]
 
@@ -301,7 +303,7 @@ def open_store(folder: Path, address: str, writes: bool) -> CheckpointStore:
     """
     is_new = not has_file(folder, POINTER)
     address, identity = (address, secrets.token_hex(16)) if is_new else _read_pointer(folder)
-    store = BucketStore(address)
+    store = BucketStore(folder, address)
     if writes and not (store.take(identity) if is_new else store.belongs_to(identity)):
         raise ResumeError(
             "the checkpoints of another run are at this address",

@@ -1,4 +1,4 @@
-"""Several processes: what they tell each other, and how a command is started as several, here or on a cluster."""
+"""Several processes: the channel between them, and commands started as several processes, here or on a cluster."""
 
 from covey_hosts.jobs import JOBS, JobOptions
 from covey_hosts.local import LocalOptions, launch

@@ -15,13 +15,13 @@ from covey_hosts.channel import Channel
 Tree = TypeVar("Tree")
 
 
-def put(between: Channel, tree: Any, targets: Any) -> Any:
-    """Put arrays on shardings in the same tree, either of which may have devices of several processes."""
+def put(channel: Channel, tree: Any, targets: Any) -> Any:
+    """Put arrays on the shardings in the same tree. Both may have devices of several processes."""
     return jax.tree.map(_put_over_processes, tree, targets)
 
 
 def _put_over_processes(x: jax.Array, to: Sharding) -> jax.Array:
-    """Put `x` on `to`, either of which may have devices of several processes."""
+    """Put `x` on `to`. Both may have devices of several processes."""
     if x.is_fully_addressable == to.is_fully_addressable:
         put: jax.Array = jax.device_put(x, to)
         return put
@@ -31,8 +31,8 @@ def _put_over_processes(x: jax.Array, to: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, to, lambda index: host[index])
 
 
-def put_host(between: Channel, tree: Tree, to: Sharding) -> Tree:
-    """Put arrays that every process has as a whole on `to`; each process puts what its own devices hold."""
+def put_host(channel: Channel, tree: Tree, to: Sharding) -> Tree:
+    """Put arrays that each process has as a whole on `to`. Each process puts the parts of its own devices."""
     if to.is_fully_addressable:
         put: Tree = jax.device_put(tree, to)
         return put
@@ -41,18 +41,18 @@ def put_host(between: Channel, tree: Tree, to: Sharding) -> Tree:
     return divided
 
 
-def to_host(between: Channel, x: jax.Array) -> np.ndarray:
-    """Return the whole of `x`, also where other processes hold parts of it; then all of them call this."""
+def to_host(channel: Channel, x: jax.Array) -> np.ndarray:
+    """Return the whole of `x`. Where other processes hold parts of it, all processes call this."""
     is_whole = x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x if is_whole else multihost_utils.process_allgather(x, tiled=True))
 
 
-def read_own_rows(between: Channel, x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
-    """Write the rows of `x` that this process's devices hold into `out`, if `x` has the sharding `rows`. Otherwise it
-    is gathered whole; so all processes that have parts of it must call this.
+def read_own_rows(channel: Channel, x: jax.Array, rows: Sharding, out: np.ndarray) -> None:
+    """Write the rows of `x` that this process's devices hold into `out`, if `x` has the sharding `rows`; otherwise all
+    rows, for which all processes call this.
     """
     if x.is_fully_addressable or not x.sharding.is_equivalent_to(rows, x.ndim):
-        out[:] = to_host(between, x)
+        out[:] = to_host(channel, x)
         return
     for shard in x.addressable_shards:
         out[shard.index] = shard.data
@@ -85,7 +85,7 @@ def with_process_axis(mesh: Mesh) -> Mesh:
     return Mesh(np.stack(parts), (PROCESS, *mesh.axis_names), axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim))
 
 
-def check_even_mesh(between: Channel, mesh: Mesh) -> None:
+def check_even_mesh(channel: Channel, mesh: Mesh) -> None:
     """Refuse the mesh of a model of which the processes do not have equal parts.
 
     Raises:
@@ -94,8 +94,8 @@ def check_even_mesh(between: Channel, mesh: Mesh) -> None:
     with_process_axis(mesh)
 
 
-def check_per_process_mesh(between: Channel, mesh: Mesh, actor: Mesh | None, role: str) -> None:
-    """Refuse the mesh of a role that each process plays with its own part of it, beside the actor's mesh.
+def check_per_process_mesh(channel: Channel, mesh: Mesh, actor: Mesh | None, role: str) -> None:
+    """Refuse the mesh of a role that each process plays for itself, on its own part of the mesh.
 
     Raises:
         RecipeError: the mesh has devices of another process and none of this one, divides a copy of the weights over

@@ -4,18 +4,18 @@ Each process has a TCP connection to process 0, which listens at a port that it 
 JAX's coordination service, together with a token that must come first on a connection. No device program is involved,
 so the channel may be used from any thread, also while a program over several processes runs:
 
-    values = processes.here().all_gather(value, "what it is")      # by process index, on every process
+    values = processes.here().all_gather(value, "name of the exchange")  # by process index, on every process
 
-Exchanges of the thread that has opened the channel come in one order, and processes at different places are told so.
-Other threads exchange beside it; there `about` tells the exchanges apart.
+The thread that has opened the channel makes its exchanges in one order. If their names differ between processes, all
+processes fail. Exchanges of other threads are matched by their names.
 
-A process that fails says so itself; the connection of one that is killed closes; and one that is stopped sends nothing
-any more, not even the beat that each sends every second. Process 0 sends the verdict on the first of these to all, so
-that all name the same process. From then on every exchange raises a `PeerLostError`. A process that has not ended by
+A process that fails says so itself. When a process is killed, its connection closes. When a process is stopped, it
+sends nothing more, not even the beat of each second. Process 0 sends the verdict on the first lost process to all, so
+that all name the same process. From then on every exchange raises a `PeerLostError`. A process that does not end by
 itself within `END_SECONDS`, because it waits in a device program, is ended with the exit code `PEER_LOST`. JAX's own
 heartbeat would notice a stopped process late, and abort the others without a name.
 
-Bytes that only some processes need go over direct connections (`exchange`), which are opened with the first of them.
+Bytes that only some processes need go over direct connections (`exchange`), which are opened at first use.
 """
 
 import json
@@ -31,7 +31,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
-from covey.config.processes import BIND, PEER_LOST, PORT
+from covey.config.processes import BIND, PEER_LOST
 from covey.display import printable
 from covey.errors import CoveyError
 from covey.parallel.processes import PeerLostError, Processes
@@ -54,19 +54,23 @@ from covey_hosts.wire import (
 log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 T = TypeVar("T")
 
+PORT = "COVEY_CHANNEL_PORT"
+"""Environment variable: port of process 0 for the channel; a free port when not set."""
+SILENT = "COVEY_SILENT_SECONDS"
+"""Environment variable: seconds without a sign of a process after which the others give it up."""
 BEATS = 256
 """Beats that process 0 gets in a second; more processes send theirs at longer intervals."""
 SILENT_SECONDS = 18.0
-"""Seconds without a sign after which a process is taken to be stopped; `COVEY_SILENT_SECONDS` sets others."""
+"""Value of `SILENT` when it is not set."""
 REPORT_SECONDS = 60.0
 """Seconds that a process waits for the others before it says so."""
 OTHERS = "the other processes"
 NAMED = 8
-"""Most processes that are named of those that are waited for."""
+"""Largest number of late processes that the log names."""
 BLAME_SECONDS = 6.0
-"""Seconds that a process whose device program has failed waits for a verdict."""
+"""Seconds that a process waits for a verdict after its device program has failed."""
 END_SECONDS = 5.0
-"""Seconds that a process has to end by itself behind a verdict."""
+"""Seconds that a process has to end by itself after a verdict."""
 
 
 def end_process(verdict: str) -> None:
@@ -76,8 +80,8 @@ def end_process(verdict: str) -> None:
 
 
 class Channel(Processes):
-    """The channel as one process sees it. An error in the body of the `with` statement is told to the other processes;
-    without one, the body ends when those of all processes have.
+    """One process's end of the channel. The `with` statement ends when all processes are at its end. An error in its
+    body is sent to the other processes.
 
     Args:
         index: index of this process.
@@ -86,7 +90,7 @@ class Channel(Processes):
         end: ends this process because of a verdict.
 
     Attributes:
-        doing: phase that this process is in; the others show it when it is lost.
+        doing: phase of this process. The others show it when the process is lost.
         beat_seconds: seconds from one beat to the next.
         verdict: verdict on the process that is lost or has failed; None as long as there is none.
         thread: the thread that has opened the channel.
@@ -156,49 +160,49 @@ class Channel(Processes):
         place = f"process {os.getpid()} on {socket.gethostname()}"
         peer.send(Message(HELLO, str(self.index), [place.encode()]))
 
-    def all_gather(self, value: T, about: str) -> list[T]:
-        """Return the `value` of every process, by process index. All must call it, with the same `about`.
+    def all_gather(self, value: T, name: str) -> list[T]:
+        """Return the `value` of every process, by process index. All must call it, with the same `name`.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or is at another place.
         """
-        everyone = self._exchange(self._next_key(about), about, value)
+        everyone = self._exchange(self._next_key(name), name, value)
         if len(everyone) < self.count:  # process 0 compares
-            raise _apart(about, 0, "a comparison")
+            raise _apart(name, 0, "a comparison")
         return [everyone[number] for number in range(self.count)]
 
-    def compare(self, value: T, about: str) -> dict[int, T]:
-        """Return the values of process 0 and of the first process that has another one, by process index; nothing if
-        all are equal. All must call it, with the same `about`.
+    def compare(self, value: T, name: str) -> dict[int, T]:
+        """Return the values of process 0 and of the first process with another value, by process index; nothing if all
+        are equal. All must call it, with the same `name`.
 
-        Process 0 compares: what goes to each process has one size, whatever their number.
+        Process 0 compares, so each process gets two values at most, and not the values of all.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or is at another place.
         """
-        key = self._next_key(about)
+        key = self._next_key(name)
         self._compared.add(key)
-        answer = self._exchange(key, about, value)
+        answer = self._exchange(key, name, value)
         self._compared.discard(key)
         return answer
 
-    def _next_key(self, about: str) -> str:
+    def _next_key(self, name: str) -> str:
         """Return the key of the next exchange of this thread."""
-        thread = "" if threading.current_thread() is self.thread else about
+        thread = "" if threading.current_thread() is self.thread else name
         with self._changed:
             self._numbers[thread] += 1
             return f"{thread}/{self._numbers[thread]}"
 
     def exchange(
-        self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], about: str
+        self, outgoing: Mapping[int, bytes | memoryview], sizes: Mapping[int, int], name: str
     ) -> dict[int, bytes]:
-        """Send bytes to some processes and return those of others, by their index, over direct connections. All must
-        call it, from the thread that has opened the channel.
+        """Send bytes to some processes, and return the bytes that others send, by process index. All must call it, from
+        the thread that has opened the channel.
 
         Args:
             outgoing: bytes for each process.
             sizes: number of bytes that each process sends to this one.
-            about: name of the exchange, for the log.
+            name: name of the exchange, for the log.
 
         Raises:
             PeerLostError: a process is stopped, gone or has failed, or sends another number of bytes.
@@ -214,12 +218,12 @@ class Channel(Processes):
             verdict = self.find_lost_peer() or Verdict(f"a process cannot be reached directly: {error}")
             raise verdict.error() from error
         keys = {process: (self._exchanges, process) for process in sizes}
-        self._wait(lambda: self._received.keys() >= set(keys.values()), about)
+        self._wait(lambda: self._received.keys() >= set(keys.values()), name)
         with self._changed:
             received = {process: self._received.pop(key) for process, key in keys.items()}
         for process, data in received.items():
             if len(data) != sizes[process]:
-                raise PeerLostError(f"process {process} sends {len(data)} bytes of {about!r} and not {sizes[process]}")
+                raise PeerLostError(f"process {process} sends {len(data)} bytes of {name!r} and not {sizes[process]}")
         return received
 
     def _open_links(self) -> Links:
@@ -234,7 +238,7 @@ class Channel(Processes):
             self._received[number, sender] = data
             self._changed.notify_all()
 
-    def _wait(self, is_over: Callable[[], bool], about: str, late: Callable[[], str] = lambda: OTHERS) -> None:
+    def _wait(self, is_over: Callable[[], bool], name: str, late: Callable[[], str] = lambda: OTHERS) -> None:
         """Wait for `is_over`; if that takes long, log that this process waits for `late`.
 
         Raises:
@@ -246,31 +250,31 @@ class Channel(Processes):
 
         with self._changed:
             if not self._changed.wait_for(is_over_or_lost, REPORT_SECONDS):
-                log.warning(f"waiting for {late()} at {about!r} since {REPORT_SECONDS:.0f} s")
+                log.warning(f"waiting for {late()} at {name!r} since {REPORT_SECONDS:.0f} s")
                 self._changed.wait_for(is_over_or_lost)
             if not is_over() and self.verdict is not None:
                 raise self.verdict.error()
 
     def find_lost_peer(self, seconds: float = BLAME_SECONDS) -> Verdict | None:
-        """Wait for the verdict; None if there is none after `seconds`.
+        """Return the verdict, after waiting for it; None if there is none after `seconds`.
 
-        For a process whose device program has failed: a closed connection says that a process is gone, not which.
+        The error of a failed device program says that some process is gone, and the verdict says which.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.verdict, seconds)
         return self.verdict
 
     def wait_for_peers(self) -> None:
-        """Wait until no other process has its connection open, or as long as they have to end by themselves. The end
-        of this process, which has printed the verdict, is then left to the caller.
+        """Wait until all other processes have closed their connections, or at most `END_SECONDS`. The caller then ends
+        this process.
         """
         self._leaves.set()
         with self._changed:
             self._changed.wait_for(lambda: not any(peer.is_open for peer in self._peers.values()), END_SECONDS)
 
     def leave(self, code: int) -> None:
-        """End this process at once with `code` if another one is lost: JAX's shutdown would wait for that one. Process
-        0 lets the others end first, because JAX aborts them without it.
+        """End this process at once with `code` if another process is lost, which JAX's shutdown would wait for. Process
+        0 ends last, because JAX aborts the others without it.
         """
         if self.verdict is None or not self.verdict.lost:
             return
@@ -281,7 +285,7 @@ class Channel(Processes):
         os._exit(code)
 
     def close(self) -> None:
-        """Tell the others that this process leaves as it should; close the connections."""
+        """Tell the others that this process ends without an error; close the connections."""
         self._leaves.set()
         for peer in self._peers.values():
             peer.send(Message(LEAVES))
@@ -314,7 +318,7 @@ class Channel(Processes):
             peer.is_open = False
 
     def lose(self, peer: Peer, what: str) -> None:
-        """Give up a process that has not left; close the connection of a stranger."""
+        """Give up a process that has not said that it ends; close the connection of a stranger."""
         if not peer.place:
             peer.connection.close()
         elif peer.is_open:
@@ -324,11 +328,11 @@ class Channel(Processes):
             peer.is_open = False
             self._changed.notify_all()
 
-    def _exchange(self, key: str, about: str, value: T) -> dict[int, T]:
-        """Return the values of all processes for the exchange `key`; of a comparison those of the answer of process 0,
-        which has none if all are equal.
+    def _exchange(self, key: str, name: str, value: T) -> dict[int, T]:
+        """Return the values of all processes for the exchange `key`. Of a comparison these are the values in the answer
+        of process 0, which has none if all are equal.
         """
-        data = serialize([about, value])
+        data = serialize([name, value])
 
         def late() -> str:
             missing = sorted(set(range(self.count)) - self._values[key].keys())
@@ -338,17 +342,17 @@ class Channel(Processes):
         self._add(key, {self.index: data})
         if self.index:
             self._peers[0].send(Message(VALUES, key, [data]))
-        self._wait(lambda: key in self._answers or len(self._values[key]) == self.count, about, late)
+        self._wait(lambda: key in self._answers or len(self._values[key]) == self.count, name, late)
         with self._changed:
             values, answer = self._values.pop(key), self._answers.pop(key, None)
         everyone = {number: deserialize(each) for number, each in (values if answer is None else answer).items()}
         for number, (place, _) in everyone.items():
-            if place != about:
-                raise _apart(about, number, place)
+            if place != name:
+                raise _apart(name, number, place)
         return {number: theirs for number, (_, theirs) in everyone.items()}
 
     def _add(self, key: str, values: Mapping[int, bytes]) -> None:
-        """Add values of an exchange; process 0 answers all others once it has those of all."""
+        """Add values of an exchange. Process 0 answers all others when it has the values of all."""
         with self._changed:
             known = self._values[key]
             known |= {number: data for number, data in values.items() if number not in known}
@@ -361,8 +365,8 @@ class Channel(Processes):
             self._changed.notify_all()
 
     def _answer(self, key: str, values: Mapping[int, bytes]) -> Message:
-        """Return the message of process 0 to all others: all values, in one part; of a comparison its own and the first
-        that differs, with its number.
+        """Return the answer of process 0 to all others: all values; of a comparison its own value, and the first value
+        that differs with the number of its process.
         """
         if key not in self._compared:
             return Message(VALUES, key, join_values([values[number] for number in range(self.count)]))
@@ -370,8 +374,8 @@ class Channel(Processes):
         return Message(ANSWER, key, [] if other is None else [str(other).encode(), values[0], values[other]])
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others that this process has failed. If they are told of no other one, this process ends with its
-        own exit code, and takes part in JAX's shutdown.
+        """Tell the others that this process has failed. If it is the first to fail, it ends with its own exit code, and
+        takes part in JAX's shutdown.
         """
         verdict = verdict_on(error, self.index)
         if self.index == 0:
@@ -382,7 +386,7 @@ class Channel(Processes):
             self._leaves.set()
 
     def _decide(self, verdict: Verdict) -> None:
-        """Let `verdict` be the one of all processes, if none is known."""
+        """Make `verdict` the verdict of all processes, if there is none yet."""
         with self._changed:
             if self.verdict is None:
                 self.verdict = verdict
@@ -391,7 +395,7 @@ class Channel(Processes):
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Look for processes that give no sign; end this process if it has not ended behind a verdict."""
+        """Give up processes that send nothing. End this process if it has not ended after a verdict."""
         # Seconds are counted in steps of the loop: a process that was halted itself must not blame the others for it.
         before = time.monotonic()
         while self.verdict is None and not self._leaves.wait(BEAT_SECONDS / 2):
@@ -405,23 +409,23 @@ class Channel(Processes):
             self._end(self.verdict.text)
 
     def _seconds_to_end(self) -> float:
-        """Return the seconds that this process has to end by itself: process 0 some more, because JAX aborts the others
-        without it; the others none if it is gone.
+        """Return the seconds that this process has to end by itself: more for process 0, because JAX aborts the others
+        without it; none if process 0 is gone.
         """
         if self.index == 0:
             return END_SECONDS + 2 * BEAT_SECONDS
         return END_SECONDS if self._peers[0].is_open else 0.0
 
 
-def _apart(about: str, number: int, place: str) -> PeerLostError:
+def _apart(name: str, number: int, place: str) -> PeerLostError:
     return PeerLostError(
-        f"the processes have come apart: this one is at {about!r}, process {number} at {place!r}",
+        f"the processes have come apart: this one is at {name!r}, process {number} at {place!r}",
         want="the same program, settings and data in all of them",
     )
 
 
 def not_connected(what: str) -> CoveyError:
-    """Return the error of a process that does not reach process 0, or is not reached."""
+    """Return the error of a process without a connection to process 0."""
     return CoveyError(
         what,
         want="one connection of each process to process 0",

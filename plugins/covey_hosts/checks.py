@@ -25,14 +25,14 @@ NAMED = 5
 """Largest number of differences that an error names for a process, and of processes that it names."""
 
 
-def check_same_code(between: Channel) -> None:
+def check_same_code(channel: Channel) -> None:
     """Refuse processes that have other versions of Python and of packages than process 0, or another source of Covey.
 
     Raises:
         RecipeError: some have.
     """
     check_same(
-        between,
+        channel,
         "code",
         lambda: versions() | source_digests(),
         want="the same versions, and the same files of Covey, in all processes",
@@ -41,21 +41,21 @@ def check_same_code(between: Channel) -> None:
 
 
 def check_same(
-    between: Channel, about: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
+    channel: Channel, name: str, value: Callable[[], Any], fix: str, want: str = "the same in all processes"
 ) -> None:
-    """Refuse processes whose `value` differs from that of process 0.
+    """Refuse processes with another `value` than process 0.
 
     Args:
-        between: the channel.
-        about: name of what is compared.
-        value: function that returns the value of this process; differences of dicts are named, without digests.
-        fix: way to mend it, in the error.
-        want: wanted, in the error.
+        channel: the channel.
+        name: name of the value.
+        value: function that returns the value of this process. The error names differences of dicts, no digests.
+        fix: `fix` of the error.
+        want: `want` of the error.
 
     Raises:
         RecipeError: the values differ.
     """
-    everyone = between.all_gather((socket.gethostname(), value()), about)
+    everyone = channel.all_gather((socket.gethostname(), value()), name)
     host, first = everyone[0]
     others = [
         f"process {number} on {place}{_differences(first, theirs)}"
@@ -64,25 +64,25 @@ def check_same(
     ]
     if others:
         raise RecipeError(
-            f"{about} differs from that of process 0 on {host}: {'; '.join(others[:NAMED])}", want=want, fix=fix
+            f"{name} differs from that of process 0 on {host}: {'; '.join(others[:NAMED])}", want=want, fix=fix
         )
 
 
-def check_shared_folder(between: Channel, folder: Path) -> None:
-    """Refuse a folder that is not one and the same for all processes, or that one of them cannot write in. Process 0
-    creates it if it is missing, and writes a new file, which all read.
+def check_shared_folder(channel: Channel, folder: Path) -> None:
+    """Refuse a folder that is not the same for all processes, or that one of them cannot write in. Process 0 creates it
+    if it is missing, and writes a new file, which all read.
 
     Raises:
         CoveyError: a process sees another folder or none, or may not write there.
     """
-    folder, first = folder.absolute(), between.index == 0
+    folder, first = folder.absolute(), channel.index == 0
     mine = {"name": f".shared-{secrets.token_hex(8)}", "text": secrets.token_hex(16), "folder": str(folder)}
     problem = _problem(lambda: _write(folder, mine)) if first else ""
-    announced, failed = between.broadcast((mine, problem), "folder")
+    announced, failed = channel.broadcast((mine, problem), "folder")
     try:
         if not failed and not first:
-            problem = _problem(lambda: _read(folder, announced, between.index))
-        problems = between.all_gather((socket.gethostname(), problem), "problems of the folder")
+            problem = _problem(lambda: _read(folder, announced, channel.index))
+        problems = channel.all_gather((socket.gethostname(), problem), "problems of the folder")
     finally:
         if first:
             (folder / mine["name"]).unlink(missing_ok=True)
@@ -98,9 +98,7 @@ def check_shared_folder(between: Channel, folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Covey, Python and `PACKAGES`; of Python as far as results follow from it: its `sum` of
-    floats has changed in 3.12.
-    """
+    """Return the versions of Covey, Python (major and minor: 3.12 has changed `sum` of floats) and `PACKAGES`."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"covey": covey.__version__, "python": python} | {name: version(name) for name in PACKAGES}
 
@@ -148,7 +146,7 @@ def _write(folder: Path, mine: Mapping[str, str]) -> str:
 
 
 def _read(folder: Path, announced: Mapping[str, str], index: int) -> str:
-    """Read the file of process 0 and write one beside it as process `index`; describe what is wrong."""
+    """Read the file of process 0 and write another as process `index`; describe a problem."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     # Asks the server of a network file system, which this machine would else only do when its cache has run out.
     folder.mkdir(parents=True, exist_ok=True)

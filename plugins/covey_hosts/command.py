@@ -1,4 +1,4 @@
-"""Parse `covey launch`: options, then a training command behind them."""
+"""Parse `covey launch`: options, then a training command."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def launch_command(line: Line) -> int | None:
 
 
 def parse(line: Line) -> Callable[[], int | None]:
-    """Return the call that the words behind `covey launch` describe.
+    """Return the call that the words after `covey launch` describe.
 
     Raises:
         CoveyError: an unknown place or option, or a training command that would be refused.
@@ -75,10 +75,10 @@ def parse(line: Line) -> Callable[[], int | None]:
 
 
 def _require_verb(before: Line) -> None:
-    """Refuse words without a command behind the options, such as a recipe alone.
+    """Refuse options without a command, such as a recipe alone.
 
     Raises:
-        CoveyError: there is a word that is neither an option nor the value of one.
+        CoveyError: a word is neither an option nor the value of an option.
     """
     for word in before.arguments[1:2]:
         known = word in recipe.names() or Path(word).suffix in (".yaml", ".yml")

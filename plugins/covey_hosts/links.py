@@ -1,10 +1,10 @@
-"""Connections between the processes of a run: `Peer` is one of the control channel, and `Links` are the direct ones,
-for arrays that not all processes need. These do not pass process 0.
+"""Connections between the processes of a run: `Peer` is a connection of the control channel. `Links` are the direct
+connections, for arrays that not all processes need.
 
 Each process listens at a free port of the address at which it reaches process 0. Addresses go over the control channel,
 each with a token that must come first on a connection. A connection is made with the first message, and has messages in
 one direction: the number of the exchange and the number of bytes, 8 bytes each, then the bytes. The thread that
-exchanges sends; another one for each connection receives, so that two that send to each other do not wait.
+exchanges sends. Each connection has a thread that receives, so that two processes may send to each other at once.
 """
 
 import hmac
@@ -33,13 +33,13 @@ BEAT_SECONDS = 1.0
 
 
 class Peer:
-    """Connection to another process. One thread receives, another one sends, and a beat when it has nothing to send; so
-    a value of any size delays no beat of another process, and its own pieces are signs of life.
+    """Connection to another process. One thread receives. Another thread sends messages, and a beat when there is none.
+    Each piece of a message counts as a sign of life, so a large message looks like no lost process.
 
     Attributes:
         number: index of the process.
         place: its process id and host.
-        doing: what it did last.
+        doing: its last phase.
         silent: seconds without a sign of it, as far as this process was running.
         is_open: whether it may still send something.
     """
@@ -52,8 +52,8 @@ class Peer:
         self._threads: Sequence[threading.Thread] = ()
 
     def start(self, channel: "Channel", token: bytes = b"") -> None:
-        """Start to hand over to `channel` what arrives behind `token`. A stranger, who has not sent the token, is sent
-        nothing, and has its thread and its connection no longer than a process has to connect.
+        """Start to hand over messages to `channel`, after `token` has come. A stranger without the token is sent
+        nothing, and is disconnected after `CONNECT_SECONDS`.
         """
         work = partial(self._receive_all, channel, token), partial(self._send_all, channel)
         self._threads = [threading.Thread(target=each, name="channel", daemon=True) for each in work]
@@ -65,7 +65,7 @@ class Peer:
         self._outgoing.put(message)
 
     def close(self) -> None:
-        """Wait a moment until both sides have said that they leave; close the connection."""
+        """Wait a moment until both sides have said that they end; close the connection."""
         for thread in self._threads:
             thread.join(2 * BEAT_SECONDS)
         with suppress(OSError):
@@ -89,7 +89,7 @@ class Peer:
         return Message(kind, key, [self.read_bytes(size) for size in sizes])
 
     def read_bytes(self, size: int) -> bytes:
-        """Read so many bytes; each piece that arrives is a sign of life."""
+        """Read `size` bytes. Each piece that arrives is a sign of life."""
         data = bytearray(size)
         rest = memoryview(data)
         while rest:
@@ -146,7 +146,7 @@ class Links:
         return host, port, self.token
 
     def send(self, number: int, outgoing: Mapping[int, bytes | memoryview]) -> None:
-        """Send each process its bytes, those with the next index first, so that not all send to one at a time.
+        """Send each process its bytes, from the next index on, so that not all processes send to one at a time.
 
         Raises:
             OSError: a process cannot be reached.
@@ -180,9 +180,7 @@ class Links:
                 threading.Thread(target=self._receive_all, args=(connection,), name="links", daemon=True).start()
 
     def _receive_all(self, connection: socket.socket) -> None:
-        """Store the messages behind the token. A connection that closes is left to the channel, which tells whether its
-        process is gone.
-        """
+        """Store the messages that come after the token. Only the channel judges whether a process is gone."""
         connection.settimeout(CONNECT_SECONDS)
         with connection, suppress(OSError), connection.makefile("rb") as stream:
             if not hmac.compare_digest(stream.read(len(self.token)), self.token.encode()):

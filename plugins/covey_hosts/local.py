@@ -43,8 +43,8 @@ RESUME = "--resume"
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Words behind `covey` of a command, its run folder, or the model to evaluate or the folder to export to, when the
-    words name one, and the number of devices of the mesh that its recipe sets; 0 when it sets none.
+    """A command of several processes: its words after `covey`; the folder that it writes, or the run that it evaluates,
+    if its words name one; and the number of devices of its recipe's mesh, 0 without a mesh.
     """
 
     words: tuple[str, ...]
@@ -76,7 +76,7 @@ class TrainingCommand:
 
 
 def training_command(words: Sequence[str]) -> TrainingCommand:
-    """Check that `words` are a command of several processes whose recipe and settings are valid.
+    """Return the command of several processes that `words` are, after checking its recipe and settings.
 
     Raises:
         CoveyError: they are another command, or the command itself would be refused.
@@ -106,9 +106,7 @@ def training_command(words: Sequence[str]) -> TrainingCommand:
 
 
 def _without_slash(folder: str | None) -> str | None:
-    """Return the folder without slashes at its end: the launcher makes a folder of logs beside it, whose name begins
-    with it.
-    """
+    """Return the folder without slashes at its end: the folder of logs has its name, with -logs at the end."""
     return None if folder is None else str(Path(folder).expanduser())
 
 
@@ -141,8 +139,8 @@ STOPPED_CODES = (75, 130, 143)
 BEGAN = "--- "
 """Beginning of the line in front of a process's output."""
 INTRUDER = re.compile(r"unexpectedly tried to connect with a different incarnation|request from a newer incarnation")
-"""Text of JAX's coordination service when a second process joins under the number of one that is there: it aborts all
-processes, or before all have joined the earlier one. It cannot be asked beforehand whether a number is taken.
+"""Text of JAX's coordination service when a second process joins under a number that is taken. It then aborts all
+processes; or, before all have joined, the earlier one. It does not tell beforehand whether a number is taken.
 """
 
 
@@ -195,11 +193,11 @@ def launch(command: TrainingCommand, options: LocalOptions, program: Sequence[st
     """Run `command` in several processes until it ends, is stopped by a signal, or has failed too often.
 
     Args:
-        command: what is run.
+        command: the command.
         options: number of processes, restarts, GPUs, folder of the logs.
-        program: what runs the command's words.
+        program: program and first arguments, to which the words of the command are added.
 
-    Returns its exit code; that of the first process that failed, or 128 and the signal that killed it.
+    Returns the exit code of the first process that failed, or 128 + the signal that killed it; 0 if none failed.
 
     Raises:
         CoveyError: no restart could have fewer processes, and `options` ask for some.
@@ -238,7 +236,7 @@ def _check_minimum(options: LocalOptions, devices: int) -> None:
 
 
 class Attempt:
-    """The processes of one attempt. Leaving the context ends those that still run.
+    """The processes of one attempt. Leaving the context ends the processes that still run.
 
     Args:
         words: command line of each process.
@@ -269,7 +267,17 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        """End the processes that still run. They have time to notice a failure by themselves, before SIGTERM and before
+        SIGKILL.
+        """
+        self._wait(NOTICE_SECONDS)
+        for process in self._processes:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # a halted process cannot end
+        self._wait(STOP_SECONDS)
+        for process in self._processes:
+            process.kill()
+            process.wait()
         self._stack.close()
 
     def wait(self) -> Failure | None:
@@ -324,19 +332,6 @@ class Attempt:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._stack.callback(signal.signal, number, signal.signal(number, send))
 
-    def _end(self) -> None:
-        """Let the processes end that still run: by themselves, since they notice the failure of another; by SIGTERM; or
-        by SIGKILL.
-        """
-        self._wait(NOTICE_SECONDS)
-        for process in self._processes:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)  # one that is halted cannot end
-        self._wait(STOP_SECONDS)
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
     def _wait(self, seconds: float, left: int = 0) -> None:
         """Wait until at most `left` processes still run, for `seconds` at most."""
         until = time.monotonic() + seconds
@@ -345,8 +340,8 @@ class Attempt:
 
 
 def stop_with_launcher(environment: MutableMapping[str, str]) -> None:
-    """Send SIGTERM to this process when the launcher that `environment` names is gone: it would train on without anyone
-    who stops it. A thread waits for that. Without a launcher nothing is done.
+    """Start a thread that sends SIGTERM to this process when its launcher is gone: nobody else would stop it. Without a
+    launcher in `environment`, do nothing.
     """
     if not (text := environment.pop(LAUNCHER, "")):
         return
@@ -363,8 +358,8 @@ def stop_with_launcher(environment: MutableMapping[str, str]) -> None:
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that caused the others: first one killed by a signal; behind the others one that was ended
-    because of another, and last one that was asked to stop.
+    """Return the failure that caused the others: first a process killed by a signal, then any other, then a process
+    that ended because of another, last a process that was asked to stop.
     """
     return min(failures, key=lambda f: (f.code in STOPPED_CODES, f.code == PEER_LOST, f.code > 0))
 
@@ -402,9 +397,7 @@ def _log(number: int, attempt: int) -> str:
 
 
 def _began(words: Sequence[str]) -> str:
-    """Return the line in front of a process's output: a command that goes on with a run, or evaluates it, appends to
-    the logs of the one before.
-    """
+    """Return the line that begins a process's output: a later command of the same run appends to its logs."""
     return f"{BEGAN}{datetime.now():%Y-%m-%d %H:%M:%S}  {shlex.join(words)}"
 
 
@@ -413,7 +406,7 @@ def _say(text: str) -> None:
 
 
 def _name_intruder(logs: Path, count: int, attempt: int) -> bool:
-    """Say so if JAX has aborted the processes because another one has joined them; return whether it has."""
+    """Return whether JAX has aborted the processes because a stranger has joined them, and print it."""
     texts = [_output(logs, number, attempt).rpartition(f"\n{BEGAN}")[2] for number in range(1, count)]
     if not any(INTRUDER.search(text) for text in texts):
         return False
@@ -425,7 +418,7 @@ def _name_intruder(logs: Path, count: int, attempt: int) -> bool:
 
 
 def _show_end(logs: Path, number: int, attempt: int) -> None:
-    """Print the last lines that process `number` wrote; those of process 0 are on the terminal already."""
+    """Print the last lines that process `number` wrote, unless it is process 0, which writes to the terminal."""
     if number == 0:
         return
     _say(f"the end of {logs / _log(number, attempt)}:")

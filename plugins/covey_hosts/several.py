@@ -15,8 +15,8 @@ from jaxtyping import Int
 
 from covey.errors import CoveyError, reason_of
 from covey.parallel import processes
+from covey.parallel.arrays import row_sharding
 from covey.parallel.mesh import spans_processes
-from covey.parallel.sharding import row_sharding
 from covey_hosts import arrays, checks, order
 from covey_hosts.channel import Channel, listen, not_connected
 from covey_hosts.links import CONNECT_SECONDS
@@ -26,7 +26,7 @@ _opened = count()
 
 
 class Several(Channel):
-    """The processes of a run as one of them sees them."""
+    """Several processes of a run, from the view of one of them."""
 
     phase = order.phase
     in_order = order.in_order
@@ -37,14 +37,14 @@ class Several(Channel):
     check_even_mesh = arrays.check_even_mesh
     check_per_process_mesh = arrays.check_per_process_mesh
 
-    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], about: str) -> Sequence[bytes | memoryview]:
-        """Return the parts of all processes in the order of their numbers to process 0, and none to the others."""
-        sizes = self.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {about}")
+    def gather_parts(self, parts: Sequence[bytes], numbers: Sequence[int], name: str) -> Sequence[bytes | memoryview]:
+        """Return the parts of all processes in the order of their numbers. Only process 0 gets them."""
+        sizes = self.all_gather((list(numbers), [len(part) for part in parts]), f"sizes of {name}")
         if self.index:
-            self.exchange({0: b"".join(parts)}, {}, about)
+            self.exchange({0: b"".join(parts)}, {}, name)
             return []
         whole = self.exchange(
-            {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, about
+            {}, {process: sum(of_parts) for process, (_, of_parts) in enumerate(sizes) if process}, name
         )
         numbered = list[tuple[int, bytes | memoryview]](zip(numbers, parts, strict=True))
         for process, (theirs, lengths) in enumerate(sizes[1:], 1):
@@ -53,8 +53,8 @@ class Several(Channel):
         return [part for _, part in sorted(numbered, key=lambda each: each[0])]
 
     @contextmanager
-    def together(self, about: str) -> Iterator[None]:
-        """Wait at the end of the `with` statement until all processes are there; raise if it has failed in one of them.
+    def together(self, name: str) -> Iterator[None]:
+        """Wait at the end of the `with` statement for all processes; raise if its body has failed in one of them.
 
         Raises:
             CoveyError: the body has raised an error in another process.
@@ -62,13 +62,13 @@ class Several(Channel):
         try:
             yield
         except Exception as error:
-            self.all_gather(reason_of(error), about)
+            self.all_gather(reason_of(error), name)
             raise
-        for number, failure in enumerate(self.all_gather("", about)):
+        for number, failure in enumerate(self.all_gather("", name)):
             if failure:
                 raise CoveyError(f"process {number} has failed at this: {failure}")
 
-    def row_holders(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
+    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
         """Return the numbers of the rows that the devices of each process compute, by process."""
         rows = np.arange(count)
         if mesh is None or not spans_processes(mesh):
@@ -86,15 +86,13 @@ class Several(Channel):
         need: Sequence[Sequence[int]],
         lengths: Int[np.ndarray, "n"],
         dtype: Any,
-        about: str,
+        name: str,
     ) -> Mapping[int, np.ndarray]:
-        """Return `arrays`, by number, and those that this process needs and another one has: the first that has it
-        sends it.
-        """
+        """Return `arrays`, and the arrays that this process needs, by number. The first that has one sends it."""
         outgoing, incoming = self._route(have, need)
         sent = {to: np.concatenate([arrays[i] for i in each]).astype(dtype) for to, each in outgoing.items()}
         sizes = {of: int(lengths[each].sum()) * np.dtype(dtype).itemsize for of, each in incoming.items()}
-        received = self.exchange({to: each.view(np.uint8).data for to, each in sent.items()}, sizes, about)
+        received = self.exchange({to: each.view(np.uint8).data for to, each in sent.items()}, sizes, name)
         moved = dict(arrays)
         for of, numbers in incoming.items():
             data: np.ndarray = np.frombuffer(received.get(of, b""), dtype)
@@ -104,7 +102,7 @@ class Several(Channel):
     def _route(
         self, have: Sequence[Sequence[int]], need: Sequence[Sequence[int]]
     ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Return the numbers of the arrays that this process sends to each other one, and of those that it gets, in the
+        """Return the numbers of the arrays that this process sends to each other process, and gets from each, in the
         order in which they are sent.
         """
         sender_of = {number: process for process in reversed(range(self.count)) for number in have[process]}
@@ -122,7 +120,7 @@ class Several(Channel):
 def opened(host: str, port: int, silent: float) -> Iterator[Channel]:
     """Open the channel between all processes for the body of the `with` statement, unless it is open already.
 
-    Behind an error it stays open: the process may wait for the others at its end.
+    After an error it stays open: the process may wait for the others at its end.
 
     Args:
         host: host that process 0 listens at; every interface if empty.

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SILENT
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.errors import CoveyError, nearest
-from covey_hosts.channel import SILENT_SECONDS, listen
+from covey_hosts.channel import PORT, SILENT, SILENT_SECONDS, listen
 from covey_hosts.checks import check_same_code
 from covey_hosts.several import opened
 
@@ -116,12 +116,18 @@ def _named(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
     if not texts or environment.get(MODE):
         return None
     if missing := [name for name in (ADDRESS, COUNT, NUMBER) if name not in texts]:
-        what = f"{' and '.join(texts)} set, and {' and '.join(missing)} not"
-        raise CoveyError(what, want="all three, or none", fix=f"{MODE}=auto lets JAX ask the cluster for them")
+        raise CoveyError(
+            f"{' and '.join(texts)} set, and {' and '.join(missing)} not",
+            want="all three, or none",
+            fix=f"{MODE}=auto lets JAX ask the cluster for them",
+        )
     address, processes, number = (_checked(environment, name) for name in texts)
     if int(number) >= int(processes):
-        what = f"{NUMBER} is {number}, and {COUNT} is {processes}"
-        raise CoveyError(what, want=f"a number from 0 to {int(processes) - 1}", where="environment")
+        raise CoveyError(
+            f"{NUMBER} is {number}, and {COUNT} is {processes}",
+            want=f"a number from 0 to {int(processes) - 1}",
+            where="environment",
+        )
     return address, int(processes), int(number)
 
 

@@ -25,8 +25,8 @@ class Message(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Reason why a run cannot go on: a text that names the process; whether that process is lost, so that it does not
-    take part in the shutdown; and the signal that has stopped it, if one has.
+    """Reason why a run cannot go on: a text that names the process; whether that process is lost and takes no part in
+    the shutdown; and the signal that has stopped it, if any.
     """
 
     text: str
@@ -62,7 +62,7 @@ def split(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
 def join_values(values: Sequence[bytes]) -> list[bytes]:
     """Return the parts of a message with the values of all processes, in their order.
 
-    Process 0 sends it to each of them: N times what N processes have. Their values are much alike, and so compressed.
+    Process 0 sends N values to each of N processes. The values are much alike, so they are compressed.
     """
     sizes = json.dumps([len(value) for value in values]).encode()
     return [zlib.compress(part, FAST) for part in (sizes, b"".join(values))]

@@ -14,8 +14,8 @@ import jax
 from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe
+from covey.parallel.arrays import flatten
 from covey.parallel.programs import Program
-from covey.parallel.reshard import flatten
 from covey_plan.compiled import CompiledProgram
 
 SAMPLING = ("prefill", "admit", "decode")

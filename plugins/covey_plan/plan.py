@@ -22,9 +22,9 @@ from covey.errors import RecipeError, first_line
 from covey.models.decoder import Decoder
 from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
+from covey.parallel.arrays import place_model
 from covey.parallel.mesh import MESH_AXES, platform_of
 from covey.parallel.programs import Program
-from covey.parallel.sharding import place_model
 from covey.recipes.load_model import abstract_for
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout

@@ -10,8 +10,8 @@ from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
+from covey.parallel.arrays import num_row_shards, rows_placement
 from covey.parallel.programs import Program
-from covey.parallel.sharding import num_row_shards, rows_placement
 from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
-from covey.parallel.sharding import place_model
+from covey.parallel.arrays import place_model
 from covey.sampling.programs import Programs
 from covey_plan.hlo import Program
 from covey_plan.topologies import H100

@@ -20,7 +20,7 @@ from covey.models.layer_stack import stack_layers
 from covey.models.layers import MLP, Linear
 from covey.models.lora import with_lora
 from covey.packing.rows import abstract_rows
-from covey.parallel.sharding import place_model, rows_placement
+from covey.parallel.arrays import place_model, rows_placement
 from covey.rl.micro_batches import abstract_policy_batch, policy_loss_fn
 from covey.sampling.logits import SamplingParams
 from covey.train.programs import UpdatePrograms

@@ -22,7 +22,7 @@ from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.run.folder import model_folder, read_summary
 from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import FolderStore, is_locked, take_lock
+from covey.train.storage import CheckpointStore, is_locked, take_lock
 
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_a_link_is_neither_read_nor_removed(folder: Path, t
 
 
 def _look_at(checkpoints: Path) -> None:
-    FolderStore(checkpoints).finish_interrupted()
+    CheckpointStore(checkpoints).finish_interrupted()
     with Checkpointer(checkpoints, read_only=True) as saves:
         saves.latest()
 

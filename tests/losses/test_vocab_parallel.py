@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from covey.losses.logprobs import HeadConfig, chunked_logps, frozen_head_logps
 from covey.parallel import make_mesh, row_sharding
-from covey.parallel.sharding import partition_spec
+from covey.parallel.arrays import partition_spec
 
 R, M, D = 4, 64, 16
 COUNT = 50

@@ -22,7 +22,7 @@ from covey.models.loading import weights
 from covey.models.lora import projections, split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
-from covey.parallel.reshard import flatten
+from covey.parallel.arrays import flatten
 from covey.rl.inference import RowScorer
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate

@@ -14,7 +14,7 @@ from covey.models.layer_stack import LayerStacks, stack_layers, stack_models, un
 from covey.models.lora import adapters_change_base, apply_lora_dropout, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.parallel import flatten
-from covey.parallel.sharding import build_for_devices
+from covey.parallel.arrays import build_for_devices
 
 CONFIG = ModelConfig(
     vocab_size=20, hidden_size=8, intermediate_size=16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=4

@@ -25,7 +25,7 @@ from covey.models.loading.weights import load_value_model
 from covey.models.lora import has_lora, merge_lora, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.parallel import flatten, make_mesh
-from covey.parallel.sharding import shardings
+from covey.parallel.arrays import shardings
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 CONFIG = ModelConfig(

@@ -14,12 +14,12 @@ from covey.parallel import processes
 def test_one_process_has_every_item_and_exchanges_nothing() -> None:
     here, value = processes.here(), object()
     assert (here.index, here.count, here.is_first, here.seconds_to_end) == (0, 1, True, 0.0)
-    assert here.share("abc") == (0, "abc")
+    assert here.local_slice("abc") == (0, "abc")
     assert here.all_gather(value, "x")[0] is value
     assert here.broadcast(value, "x") is value
     assert here.gather_items([1, 2], "x") == here.gather_parts([1, 2], [0, 1], "x") == [1, 2]  # type: ignore[list-item]
     assert here.compare(value, "x") == {}
-    assert [rows.tolist() for rows in here.row_holders(None, 3, 2)] == [[0, 1, 2]]
+    assert [rows.tolist() for rows in here.rows_by_process(None, 3, 2)] == [[0, 1, 2]]
     with here.together("x"), here.phase("update", 1), here.phase("update", 0):
         assert here.in_order("x", value) is value
     here.check_same("x", lambda: 1 / 0, "")

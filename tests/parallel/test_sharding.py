@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel import flatten, logical_axes, make_mesh, mesh_of, num_row_shards, row_sharding, shardings
-from covey.parallel.sharding import fingerprint, weight_shardings
+from covey.parallel.arrays import fingerprint, weight_shardings
 
 WIDE = ModelConfig(
     vocab_size=64,

@@ -513,7 +513,7 @@ def test_stacks_are_lent_while_the_rollout_samples(
     """Whoever shares them has shapes meanwhile, and no second copy is in memory; behind a rollout, even one that fails,
     they are there again, bit for bit.
     """
-    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
+    monkeypatch.setattr("covey.parallel.arrays.platform_of", lambda place: "gpu")
     made = cluster(lora)
     assert made.trainer is not None
     sharing = [made.trainer, made.rollout, *([made.inference] if lora else [])]
@@ -549,7 +549,7 @@ def test_stacks_of_layers_train_as_a_list_does(decoder: Callable, step: Any, mon
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
     listed = momentum_cluster(decoder(), mesh)
     assert mesh_of(listed.state()["params"]) == make_mesh((2, 2))
-    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
+    monkeypatch.setattr("covey.parallel.arrays.platform_of", lambda place: "gpu")
     stacked = momentum_cluster(decoder(), mesh)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]

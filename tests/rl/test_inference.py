@@ -22,8 +22,7 @@ from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
-from covey.parallel.reshard import reshard
-from covey.parallel.sharding import shardings
+from covey.parallel.arrays import reshard, shardings
 from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import Role
 

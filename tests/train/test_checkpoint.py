@@ -31,11 +31,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from covey.errors import CoveyError, ResumeError
+from covey.parallel.arrays import flatten
 from covey.parallel.mesh import make_mesh
-from covey.parallel.reshard import flatten
 from covey.train import checkpoint
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import FolderStore, take_lock
+from covey.train.storage import CheckpointStore, take_lock
 
 REPOSITORY = Path(checkpoint.__file__).parents[2]
 
@@ -502,7 +502,7 @@ def test_a_failure_is_raised_by_the_next_save(saved: Checkpointer, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FolderStore, "commit", full)
+    monkeypatch.setattr(CheckpointStore, "commit", full)
     saved.save(3, params(3))
     saved.wait_until_read()  # raises nothing
     with pytest.raises(ResumeError, match="No space left"):

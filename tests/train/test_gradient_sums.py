@@ -17,8 +17,8 @@ from covey.models.decoder import Decoder
 from covey.models.layers import LoRA
 from covey.models.lora import apply_lora_dropout, split_trainable, with_lora
 from covey.models.value_model import make_value_model
+from covey.parallel.arrays import place_model, put_rows
 from covey.parallel.mesh import mesh_from_config
-from covey.parallel.sharding import place_model, put_rows
 from covey.train.gradient_sums import GradientLayout
 from covey.train.trainer import MicroBatch, Trainer
 

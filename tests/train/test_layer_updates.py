@@ -17,12 +17,11 @@ from covey.models.decoder import Decoder
 from covey.models.layer_stack import stack_layers
 from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
+from covey.parallel.arrays import build_for_devices, place_model
 from covey.parallel.mesh import make_mesh
 from covey.parallel.programs import abstract
-from covey.parallel.sharding import build_for_devices, place_model
-from covey.train.layer_updates import LayerUpdates
 from covey.train.optimizers import make_optimizer
-from covey.train.programs import UpdatePrograms, WholeUpdate
+from covey.train.programs import LayerUpdates, UpdatePrograms, WholeUpdate
 
 SHAPE = ModelConfig(
     vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8,

@@ -21,9 +21,8 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
+from covey.parallel.arrays import flatten, optimizer_shardings, reshard, shardings
 from covey.parallel.mesh import make_mesh
-from covey.parallel.reshard import flatten, reshard
-from covey.parallel.sharding import optimizer_shardings, shardings
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
     PARAM_GROUPS,
@@ -277,6 +276,19 @@ def test_each_kind_moves_at_its_own_rate() -> None:
     assert kinds(start) == OF_KIND
     for name, kind in OF_KIND.items():
         np.testing.assert_allclose(steps[name], 0.05 * peaks[kind], rtol=2e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_each_kind_decays_by_its_own_weight_decay(kind: Any) -> None:
+    """An update takes rate times decay times weight, besides the step along the gradient."""
+    still = dataclasses.replace(STEADY, kind=kind, learning_rate=0.1)
+    decaying = dataclasses.replace(still, weight_decay=0.5, embedding_weight_decay=0.0, unembedding_weight_decay=2.0)
+    start = tree()
+    plain, moved = (train(make_optimizer(config, 10), start, [tree(1)])[0] for config in (still, decaying))
+    decays = {"matrix": 0.5, "embedding": 0.0, "unembedding": 2.0, "vector": 0.0}
+    taken = flatten(jax.tree.map(lambda a, b: a - b, plain, moved))
+    for name, group in OF_KIND.items():
+        np.testing.assert_allclose(taken[name], 0.1 * decays[group] * flatten(start)[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_rate_that_is_not_set_is_the_common_one() -> None:

@@ -52,6 +52,10 @@ class OptimizerConfig(Config, section="training.optimizer"):
     """muon: decay of the momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of matrices and embeddings; biases and norm scales do not decay."""
+    embedding_weight_decay: NonNegativeFloat | None = None
+    """Decoupled decay of the embeddings, a tied head included; weight_decay when not set."""
+    unembedding_weight_decay: NonNegativeFloat | None = None
+    """Decoupled decay of an untied head; weight_decay when not set."""
     warmup_ratio: Decay = 0.1
     """Fraction of the steps in which the learning rate rises linearly; it is above 0 in the first step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

@@ -24,7 +24,7 @@ from covey.models.decoder import Decoder
 from covey.models.loading.weights import open_safetensors
 from covey.models.lora import merge_kernel, projections
 from covey.parallel import processes
-from covey.parallel.reshard import flatten
+from covey.parallel.arrays import flatten
 
 
 class Difference(NamedTuple):

@@ -35,9 +35,8 @@ from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
 from covey.models.value_model import ValueModel
+from covey.parallel.arrays import build_for_devices, flatten, shardings
 from covey.parallel.mesh import spans_processes
-from covey.parallel.reshard import flatten
-from covey.parallel.sharding import build_for_devices, shardings
 from covey.registry import offered
 from covey.text.tokenizer import Tokenizer, read_json
 
@@ -95,7 +94,7 @@ def load(
         source: a Hugging Face folder, a .gguf file, `hf:org/name[@revision]`, a name such as `smollm2-135m`, or
             `scratch:name[@seed]`.
         param_dtype, compute_dtype, remat, remat_keeps, quantize, quantize_block: see `config.schema.ModelOptions`.
-        mesh: devices to shard the parameters over, by `parallel.sharding`; the default device if not given.
+        mesh: devices to shard the parameters over, by `parallel.arrays`; the default device if not given.
 
     Raises:
         WeightsError: the source is unavailable, incomplete, or not a supported model.
@@ -228,7 +227,7 @@ def fill_parameters(
 
 
 def make_put(model: nnx.Module, mesh: Mesh | None) -> PutArray:
-    """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.sharding`; without a
+    """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.arrays`; without a
     mesh, on the default device. Each device gets only its own shard, in every process of a run.
     """
     if mesh is None:

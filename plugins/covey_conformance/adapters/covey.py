@@ -24,7 +24,7 @@ import covey
 from covey import types as covey_types
 from covey.models import families
 from covey.parallel import processes
-from covey.parallel.reshard import flatten
+from covey.parallel.arrays import flatten
 from covey.rl.experience import Experience, PromptBatch
 from covey.rl.group_table import gather_table
 from covey_conformance import worker

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from covey import GRPOConfig, PPOConfig, RLTrainingConfig, RolloutConfig
 from covey.cli.main import main
 from covey.config.algorithms import algorithm_of
-from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER, PORT, SILENT
+from covey.config.processes import ADDRESS, BIND, COUNT, MODE, NUMBER
 from covey.config.schema import EnvsConfig, RewardSafetyConfig
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, EpisodeError
@@ -39,7 +39,7 @@ from covey.rl.stage_sizes import StageSizes
 from covey.rl.step_stats import FailureCounts, gather_step_stats
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
-from covey_hosts.channel import Channel
+from covey_hosts.channel import PORT, SILENT, Channel
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
@@ -139,7 +139,7 @@ def test_every_process_has_the_batches_of_one(
 def test_shares_are_all_of_it_in_order_and_nearly_equal(size: int, count: int) -> None:
     shares = []
     for index in range(count):
-        shares.append(Channel(index, count).share(range(size)))
+        shares.append(Channel(index, count).local_slice(range(size)))
     assert [item for _, share in shares for item in share] == list(range(size))
     assert all(not len(share) or share[0] == start for start, share in shares)
     assert max(len(share) for _, share in shares) - min(len(share) for _, share in shares) <= 1
@@ -192,9 +192,9 @@ def test_a_process_that_has_read_programs_reads_no_more(tmp_path: Path) -> None:
         ({ADDRESS: "here:1", COUNT: "two", NUMBER: "0"}, "a whole number"),
         ({ADDRESS: "here:1", COUNT: "2", NUMBER: "2"}, "from 0 to 1"),
         ({MODE: "automatic"}, "did you mean 'auto'?"),
-        ({SILENT: "1"}, "seconds, from 5 up"),
-        ({PORT: "any"}, "a port"),
-        ({PORT: "65536"}, "a port"),
+        ({MODE: "auto", SILENT: "1"}, "seconds, from 5 up"),
+        ({MODE: "auto", PORT: "any"}, "a port"),
+        ({MODE: "auto", PORT: "65536"}, "a port"),
         ({ADDRESS: "here:70000", COUNT: "2", NUMBER: "0"}, "host:port"),
         ({MODE: "auto"}, "did not come together"),
         ({ADDRESS: "192.0.2.1:1234", COUNT: "2", NUMBER: "0"}, "cannot listen at 192.0.2.1:1234"),

@@ -28,7 +28,7 @@ from covey.models.export.hf import write_hf
 from covey.models.loading import weights
 from covey.parallel import make_mesh, mesh_from_config, processes
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import CheckpointStore, FolderStore
+from covey.train.storage import CheckpointStore
 from covey_hosts.several import opened
 from covey_hosts.start import initialize
 
@@ -205,7 +205,7 @@ def test_two_processes_save_and_export_together_and_a_killed_one_leaves_the_last
         assert saves.steps() == [2]
         assert not [name for name in bucket.names() if "/00000003/" in name]
         assert is_right(saves.restore(target=state(0, grid(1, 4)))[0], 2, grid(1, 4))
-    assert any(FolderStore(folder).damage(2, (part, 9)) for part in (0, 1))
+    assert any(CheckpointStore(folder).damage(2, (part, 9)) for part in (0, 1))
 
 
 if __name__ == "__main__":

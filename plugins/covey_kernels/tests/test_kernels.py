@@ -17,7 +17,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.span_attention import _head_axes, span_attention
 from covey.models.spans import NO_WINDOW, Spans, span_mask
-from covey.parallel.sharding import shardings
+from covey.parallel.arrays import shardings
 from covey_kernels import gpu, tpu
 from covey_kernels.worklist import FIRST, FULL, LAST, BlockSizes, block_lists, visible_blocks, worklist
 

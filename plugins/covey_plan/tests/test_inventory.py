@@ -15,7 +15,7 @@ import pytest
 from covey.config import recipe
 from covey.config.recipe import Recipe
 from covey.packing import rows
-from covey.parallel import sharding
+from covey.parallel import arrays
 from covey.parallel.mesh import mesh_from_config
 from covey.recipes.load_model import load_source
 from covey.rl.cluster import RLCluster
@@ -40,7 +40,7 @@ PROMPTS = ["1+1=", "what is two and two?", "7*6=", "a much longer one"]
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are built for TPUs, and no kernel runs: each token attends to nothing."""
-    monkeypatch.setattr(sharding, "platform_of", lambda place: "tpu")
+    monkeypatch.setattr(arrays, "platform_of", lambda place: "tpu")
     for module, name in ((rows, "span_attention"), (cache, "span_attention"), (programs, "decode_attention")):
         monkeypatch.setattr(module, name, lambda *_, **__: lambda q, k, v, cache, **_: (q, cache))
 

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from covey.models import families
 from covey.models.decoder import abstract_decoder
-from covey.parallel.reshard import flatten
-from covey.parallel.sharding import partition_spec
+from covey.parallel.arrays import flatten, partition_spec
 
 CONFIGS = Path(__file__).parent / "configs"
 

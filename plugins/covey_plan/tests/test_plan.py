@@ -200,7 +200,7 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
 
 def test_a_rollout_on_accelerators_takes_the_stacks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the weights only adapters, rounded, are there twice; and all layers where a thread samples ahead."""
-    monkeypatch.setattr("covey.parallel.sharding.platform_of", lambda place: "gpu")
+    monkeypatch.setattr("covey.parallel.arrays.platform_of", lambda place: "gpu")
     settings, ahead = (
         ["model.lora.rank=4", "model.dtype=bfloat16", "model.compute_dtype=bfloat16"],
         ["training.off_policy_steps=1"],

@@ -9,8 +9,8 @@ from flax import nnx
 from covey import write_peft
 from covey.config import recipe
 from covey.parallel import flatten
+from covey.parallel.arrays import place_model
 from covey.parallel.programs import abstract
-from covey.parallel.sharding import place_model
 from covey.recipes.load_model import abstract_for, load_source
 from covey_plan.plan import policy_programs, supervised_programs
 

@@ -17,8 +17,8 @@ from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
 from covey.models.quantised import parse_format
 from covey.parallel import make_mesh
+from covey.parallel.arrays import place_model
 from covey.parallel.programs import Program
-from covey.parallel.sharding import place_model
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
@@ -49,7 +49,7 @@ def cluster_config(mesh: tuple[int, ...] | None) -> ClusterConfig:
 
 
 def programs(model: Decoder, mesh: tuple[int, ...] | None = None, platform: str = "cpu") -> RLPrograms:
-    with patch("covey.parallel.sharding.platform_of", lambda _: platform):
+    with patch("covey.parallel.arrays.platform_of", lambda _: platform):
         placed = place_model(model, jax.devices()[0])
         cluster = RLCluster(actor=placed, tokenizer=TOKENIZER, cluster_config=cluster_config(mesh))
     return RLPrograms(cluster, GRPO, total_steps=2)

@@ -11,7 +11,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.packing.rows import Rows
 from covey.parallel import make_mesh
-from covey.parallel.sharding import place_model
+from covey.parallel.arrays import place_model
 from covey.sft.batch import groups_of, pack_rows, put_micro_batches
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
