@@ -231,19 +231,15 @@ def make_put(model: nnx.Module, mesh: Mesh | None) -> PutArray:
     """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.sharding`; without a
     mesh, on the default device. Each device gets only its own shard, in every process of a run.
     """
+    # Tensors are copied: on a CPU, JAX may alias the memory it is given, and would keep reading the checkpoint's file.
     if mesh is None:
-        return lambda path, tensor: jnp.asarray(_copy(tensor))
+        return lambda path, tensor: jnp.asarray(np.array(tensor))
     where = flatten(shardings(nnx.state(model), mesh))
 
     def put(path: str, tensor: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: _copy(tensor[index]))
+        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: np.array(tensor[index]))
 
     return put
-
-
-def _copy(tensor: np.ndarray) -> np.ndarray:
-    """Return a copy. On CPU JAX may alias the memory it is given, and would then keep reading the checkpoint's file."""
-    return np.array(tensor)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
@@ -323,7 +319,7 @@ class FolderCheckpoint:
             return False
         embedding, head = (holders[name] for name in self._ends)
         starts = range(0, (*head.shape, 0)[0], ROWS_AT_ONCE)
-        parts = ((start, min(start + ROWS_AT_ONCE, head.shape[0])) for start in starts)
+        parts = (slice(start, min(start + ROWS_AT_ONCE, head.shape[0])) for start in starts)
         return embedding.shape != head.shape or not all(
             np.array_equal(replace(embedding, rows=part).whole(), replace(head, rows=part).whole()) for part in parts
         )
@@ -346,11 +342,10 @@ class FolderCheckpoint:
             saved = [name for name in self._ends if name in holders]  # of a tied model one may be enough
             wanted |= {"embed.embedding": saved[0]} if self.config.tie_embeddings and saved else {}
             self._check_types(holders)
-            families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
-            families.check_shapes(self.config, wanted, {name: x.shape for name, x in holders.items()}, str(self.folder))
-            parts = families.shared_rows(self.config)
+            shapes = {name: tensor.shape for name, tensor in holders.items()}
+            rows = families.match_tensors(self.config, wanted, shapes, self._ignored, str(self.folder))
             for path, name in wanted.items():
-                yield path, replace(holders[name], rows=parts.get(path), transposed=families.is_transposed(path))
+                yield path, replace(holders[name], rows=rows[path], transposed=families.is_transposed(path))
 
     def _check_types(self, holders: Mapping[str, StoredTensor]) -> None:
         """Refuse weights that are no floating-point numbers, by the method that quantised them if it is known.
