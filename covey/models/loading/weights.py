@@ -133,8 +133,8 @@ def load_blank(config: ModelConfig, mesh: Mesh | None, **options: Any) -> Decode
 
 
 def tensors_for(checkpoint: Checkpoint, mesh: Mesh | None) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
-    """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, those of a folder
-    are read slice by slice when they are put there.
+    """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, tensors of a folder
+    are read slice by slice when they are put on devices.
     """
     if isinstance(checkpoint, FolderCheckpoint) and spans_processes(mesh):
         return checkpoint.stored()
@@ -174,7 +174,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Return the files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
+    """Return the files that the checkpoint at `path` is read from: the .gguf file, or files of the folder.
 
     Raises:
         WeightsError: the folder has no weights.
@@ -262,27 +262,30 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
 def _check_head(labels: int | None, role: str, where: str) -> None:
     """Check that a checkpoint has the head of a language model, a critic or a reward model, by its number of labels."""
     wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
-    if role == "model" and labels is not None:
-        raise WeightsError(
+    problems = (
+        (
+            role == "model" and labels is not None,
             f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
             "it cannot write",
-            fix="it can score: reward=, or with another head critic=",
-            where=where,
-        )
-    if role != "model" and labels not in (None, 1):
-        raise WeightsError(
+            "",
+            "it can score: reward=, or with another head critic=",
+        ),
+        (
+            role != "model" and labels not in (None, 1),
             f"this is a classifier with num_labels {labels}",
-            want=wanted,
-            fix="a model trained for one score, with num_labels=1",
-            where=where,
-        )
-    if role == "reward_model" and labels is None:
-        raise WeightsError(
+            wanted,
+            "a model trained for one score, with num_labels=1",
+        ),
+        (
+            role == "reward_model" and labels is None,
             "this is a language model: it has no score.weight and cannot score",
-            want=wanted,
-            fix="a reward model; as critic a language model will do",
-            where=where,
-        )
+            wanted,
+            "a reward model; as critic a language model will do",
+        ),
+    )
+    for applies, what, want, fix in problems:
+        if applies:
+            raise WeightsError(what, want=want, fix=fix, where=where)
 
 
 class FolderCheckpoint:
@@ -515,7 +518,7 @@ def _value_tensors(
 
 
 def with_digest(origin: str) -> str:
-    """Return `origin`; for a path, add the digest of its content ."""
+    """Return `origin`; for a path, add the digest of its content."""
     if not os.path.isabs(origin):
         return origin
     return f"{origin}, sha256 {files_digest(checkpoint_files(Path(origin)))[:16]}"
