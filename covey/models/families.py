@@ -28,7 +28,7 @@ SCORE_TENSOR = "score.weight"
 
 @dataclass(frozen=True)
 class NameTable:
-    """Tensor names of a checkpoint format: `layer` under `prefix` with the layer's number, `top` beside the layers."""
+    """Tensor names of a checkpoint format: `layer` under `prefix` with the layer's number, `top` outside the layers."""
 
     prefix: str
     layer: Mapping[str, str]
@@ -54,7 +54,7 @@ class Family:
 
 
 def find_family(kind: str) -> Family | None:
-    """Return the family of a `model_type`, ours or that of an installed package; None if there is no such family.
+    """Return the family of a `model_type`, from our table or from an installed package; None if there is none.
 
     Raises:
         RecipeError: several packages offer it, or the module of the one that does cannot be imported.
@@ -66,7 +66,7 @@ def find_family(kind: str) -> Family | None:
 
 
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
-    """Convert a config.json to our `ModelConfig`; of a model with images, that of its text part.
+    """Convert a config.json, or its text part if the model reads images, to our `ModelConfig`.
 
     Raises:
         WeightsError: the family is unknown, a field is missing, or a setting is not supported.
@@ -100,7 +100,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
 
 
 def has_experts(kind: str, settings: Mapping[str, Any]) -> bool:
-    """Return True if the name `kind` or the `settings` are those of a mixture of experts."""
+    """Return True if the name `kind` or the `settings` describe a mixture of experts."""
     return "moe" in kind.lower() or any("expert" in name and value for name, value in settings.items())
 
 
@@ -184,7 +184,7 @@ def match_tensors(
     ignored: Callable[[str], bool],
     where: str,
 ) -> dict[str, slice | None]:
-    """Check that the tensors of a checkpoint are those of the model. Return our path → its rows in its tensor; None for
+    """Check that a checkpoint has exactly the tensors of the model. Return our path → its rows in its tensor; None for
     all rows.
 
     Args:
@@ -215,7 +215,7 @@ def match_tensors(
 
 
 def paths_by_name(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each of the names with our paths that have it: one, or those that share it as Phi-3's q, k and v."""
+    """Return {name: our paths that have it}: one path, or several that share a tensor, as Phi-3's q, k and v."""
     paths: dict[str, list[str]] = {}
     for path, name in names.items():
         paths.setdefault(name, []).append(path)

@@ -133,8 +133,8 @@ class Bins:
 
 
 def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
-    """Return the cost of another row length than the default in each of the steps that use it, in tokens of training:
-    the time to compile its programs, divided among those steps. It is infinite with fixed shapes.
+    """Return the cost of another row length than the default in each step that uses it, in tokens of training: the time
+    to compile its programs, divided among these steps. It is infinite with fixed shapes.
 
     Args:
         parameters: number of the model's parameters; a token costs 6 floating-point operations for each.

@@ -6,8 +6,8 @@ is computed as if it were alone. Short groups share a row; a group too long for 
 Lengths come from a small set of buckets.
 
 A completion with branches is a tree: each branch continues the sequence so far, from which it drops some tokens at the
-end. Its tokens are in depth-first order, and the descendants of a token are those behind it up to the first branch that
-drops it.
+end. Its tokens are in depth-first order. The descendants of a token are the tokens after it, up to the first branch
+that drops it.
 
 A completion's last token is scored but is not an input: nothing is predicted from it. Hence a row has two parts, the
 *inputs* (prompt and completions without their last tokens) and the *scored* tokens, each with the input position that
@@ -51,8 +51,8 @@ class Rows(NamedTuple):
         target: the scored tokens.
         segment_ids: number of each scored token's completion in the row (as in `input_segment_ids`); 0 is padding.
         scatter_index: index of that completion in the step, and of the token in the completion; -1 is padding.
-        ends: index behind the last descendant of each input token; None where no completion can have branches, because
-            the segments say it then.
+        ends: index after the last descendant of each input token; None where no completion can have branches: the
+            segments then tell the same.
     """
 
     tokens: Int[Any, "R L"]
@@ -310,7 +310,7 @@ def _separate(piece: Piece, branches: Sequence[Sequence[Branch] | None]) -> Iter
 
 
 def piece_ends(piece: Piece, branches: Sequence[Sequence[Branch]]) -> Int[np.ndarray, "n"]:
-    """Return the index behind the last descendant of each input token of a piece, counted from its first token."""
+    """Return the index after the last descendant of each input token of a piece, counted from its first token."""
     ends, start = np.full(piece.num_inputs, piece.num_inputs), piece.prompt
     for number, length in zip(piece.indices, piece.lengths, strict=True):
         tree, end = branches[number], start + max(length - 1, 0)
@@ -362,7 +362,7 @@ def predecessors(prompt: int, positions: Int[np.ndarray, "n"]) -> Int[np.ndarray
 def subtree_ends(
     positions: Int[np.ndarray, "n"], length: int, branches: Sequence[Branch], first: int = 0
 ) -> Int[np.ndarray, "n"]:
-    """Return the index in the completion behind the last descendant of each token.
+    """Return the index in the completion after the last descendant of each token.
 
     Args:
         positions: positions of the tokens, which begin at index `first` of the completion.

@@ -72,7 +72,7 @@ def _check_shapes(
 
 
 def _lora(a: np.ndarray, b: np.ndarray, config: Mapping[str, Any], module: str) -> LoRA:
-    """Return the adapter of one projection; those that are one module have the same A."""
+    """Return the adapter of one projection. Projections that are one module share A."""
     rank, alpha = _module_value(config, "r", module), _module_value(config, "lora_alpha", module)
     lora = LoRA(len(a), b.shape[1], rank, 0.0, rngs=nnx.Rngs(0))
     lora.a[...], lora.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
