@@ -5,9 +5,9 @@ The forward keeps a running maximum and running sums over the vocabulary's block
 Gimelshein, 2018); the backward recomputes each block from the logsumexp. Memory holds a few blocks, whatever the
 number of tokens and the size of the vocabulary. Temperature, soft-cap and dtype of the weights are handled inside.
 
-A head that is not trained, as with LoRA adapters, needs only the gradient of the hidden states. That is a mean of the
-head's rows under the softmax, so the forward accumulates it beside the other sums, and no block is recomputed: two
-matrix products instead of three.
+A head that is not trained, as with LoRA adapters, needs only the gradient of the hidden states. This gradient is a mean
+of the head's rows under the softmax, so the forward accumulates it like the other sums. No block is recomputed: there
+are two matrix products instead of three.
 
 Scored tokens are at the front of each row; chunks after the last of them are never computed, forward or backward.
 
@@ -186,11 +186,26 @@ def chunked_logps(
 def _forward(
     head: HeadConfig, weight: Array, hidden: Array, target: Array, scored: Array, keys: Array | None
 ) -> tuple[Arrays, Arrays]:
-    layout, head = _layout(head, weight, hidden)
-    num_scores = 3 + (keys is not None)
-    score = partial(_score_device, head, layout, partial(_score_chunk, head, 0, layout), num_scores, 0)
-    (logps, entropy, logsumexp, *agreed), _ = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    (logps, entropy, logsumexp, *agreed), _ = _scores(head, 0, weight, hidden, target, scored, keys)
     return (logps, entropy, *agreed), (weight, hidden, target, scored, logsumexp, entropy)
+
+
+def _scores(
+    head: HeadConfig,
+    num_grads: int,
+    weight: Array,
+    hidden: Array,
+    target: Array,
+    scored: Array,
+    keys: Array | None,
+) -> tuple[Arrays, Arrays]:
+    """Compute the scores and gradients of `_score_chunk` for all tokens, on all devices."""
+    layout, head = _layout(head, weight, hidden)
+    num_scores = (2 if num_grads else 3) + (keys is not None)
+    score_chunk = partial(_score_chunk, head, num_grads, layout)
+    score = partial(_score_device, head, layout, score_chunk, num_scores, num_grads)
+    scores: tuple[Arrays, Arrays] = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    return scores
 
 
 def _layout(head: HeadConfig, weight: Array, hidden: Array) -> tuple[VocabLayout, HeadConfig]:
@@ -218,29 +233,19 @@ def _score_device(
     """
     hidden, targets = rows[0], jax.tree.map(layout.gather_rows, rows[1])
     part, zeros = layout.take_part(weight), jnp.zeros(targets.token.shape, jnp.float32)
+    num_rows, num_columns = zeros.shape
+    step = chunk_columns(num_rows, num_columns, head.chunk_size)
 
-    def chunk(columns: Callable[[Array], Array]) -> tuple[Arrays, Arrays]:
+    def chunk(i: Array, out: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        columns = partial(_slice_columns, i=i, step=step)
         scores, grads = score_chunk(part, layout.gather_rows(columns(hidden)), jax.tree.map(columns, targets))
-        return scores, tuple(map(layout.sum_rows, grads))
+        new = scores, tuple(map(layout.sum_rows, grads))
+        updated: tuple[Arrays, Arrays] = jax.tree.map(partial(_update_columns, i=i, step=step), out, new)
+        return updated
 
     init = (zeros,) * num_scores, (jnp.zeros(hidden.shape, jnp.float32),) * num_grads
-    scores, grads = _map_chunks(head, zeros.shape, scored, chunk, init)
+    scores, grads = jax.lax.fori_loop(0, -(-scored // step), chunk, init)
     return tuple(map(layout.own_rows, scores)), grads
-
-
-def _map_chunks(head: HeadConfig, shape: tuple[int, ...], scored: Array, chunk: Any, init: Any) -> Any:
-    """Apply `chunk` to each chunk of scored columns of tokens [W, M]; columns after them are those of `init`.
-
-    `chunk` takes a function that slices the chunk's columns from an array [W, M, ...].
-    """
-    rows, columns = shape
-    step = chunk_columns(rows, columns, head.chunk_size)
-
-    def body(i: Array, out: Any) -> Any:
-        chunk_out = chunk(partial(_slice_columns, i=i, step=step))
-        return jax.tree.map(lambda old, new: _update_columns(old, new, i, step), out, chunk_out)
-
-    return jax.lax.fori_loop(0, -(-scored // step), body, init)
 
 
 class _SoftmaxSums(NamedTuple):
@@ -281,11 +286,6 @@ class _SoftmaxSums(NamedTuple):
         """Return log-probs of the tokens with the logits `target_logits`, entropies and logsumexps."""
         logsumexp = self.max_logit + jnp.log(self.sum_exp)
         return jnp.minimum(target_logits - logsumexp, 0.0), logsumexp - self.sum_exp_logit / self.sum_exp, logsumexp
-
-
-def _agreed(race: TargetRace | None, layout: VocabLayout, rescale: Array, targets: Targets) -> Arrays:
-    """Return 1 for each token that won its race and 0 for the others; nothing without a race."""
-    return () if race is None else (race.won(layout, rescale, targets).astype(jnp.float32),)
 
 
 def _backward(head: HeadConfig, saved: Any, grads: Arrays) -> tuple[Any, ...]:
@@ -363,8 +363,8 @@ def frozen_head_logps(
     scored: Int[Array, ""],
     keys: UInt32[Array, "R M 2"] | None = None,
 ) -> Arrays:
-    """Compute `chunked_logps` for a head that is not trained: `weight` gets no gradient, hidden states get that of the
-    log-probs, and that of the entropies only with `entropy_gradient`.
+    """Compute `chunked_logps` for a head that is not trained. `weight` gets no gradient. Hidden states get the gradient
+    of the log-probs, and with `entropy_gradient` also the gradient of the entropies.
     """
     return _forward(head, weight, hidden, target, scored, keys)[0]
 
@@ -378,25 +378,21 @@ def _frozen_forward(
     scored: Array,
     keys: Array | None,
 ) -> tuple[Any, Any]:
-    layout, head = _layout(head, weight, hidden)
-    num_grads = 1 + entropy_gradient
-    score_chunk = partial(_score_chunk, head, num_grads, layout)
-    score = partial(_score_device, head, layout, score_chunk, 2 + (keys is not None), num_grads)
-    scores, hidden_grads = layout.run(score, weight, (hidden, Targets(target, keys)), scored)
+    scores, hidden_grads = _scores(head, 1 + entropy_gradient, weight, hidden, target, scored, keys)
     return scores, (hidden_grads, jnp.zeros((), hidden.dtype))
 
 
 def _score_chunk(
     head: HeadConfig, num_grads: int, layout: VocabLayout, part: VocabPart, hidden: Array, targets: Targets
 ) -> tuple[Arrays, Arrays]:
-    """Compute log-probs and entropies of one chunk of tokens, block by block over the vocabulary, and with keys which
-    tokens would have been drawn; and the gradients of the first `num_grads` of the two in the hidden state, or with
-    none of them the logsumexps behind the entropies.
+    """Compute log-probs and entropies of one chunk of tokens, block by block over the vocabulary. With keys, compute
+    also which tokens would have been drawn. Return these scores, and the gradients of the first `num_grads` of
+    (log-prob, entropy) in the hidden state. Without gradients the third score is the logsumexp.
 
     With z the scaled logits, s = ∂z/∂(w·h) and L the logsumexp, the gradients are s·w of the target − E[s·w], and
     (L − H)·E[s·w] − E[z·s·w]: the two means are accumulated like the other sums. Without a soft-cap
-    E[z] = h·E[s·w], which is used in float32, where the operands are not rounded. On a mesh the gradients are those of
-    the device's part of the vocabulary, to be summed over all parts.
+    E[z] = h·E[s·w], which is used in float32, where the operands are not rounded. On a mesh a device computes the
+    gradients of its part of the vocabulary, which are summed over all parts later.
     """
     with_entropy = not num_grads or head.softcap is not None or jnp.dtype(head.dtype) != jnp.float32
 
@@ -418,7 +414,7 @@ def _score_chunk(
     sums, rescale = sums.combine(layout)
     target_logits = layout.sum(_target_logits(head, part, hidden, targets.token))
     logps, entropy, logsumexp = sums.finalize(target_logits)
-    agreed = _agreed(race, layout, rescale, targets)
+    agreed = () if race is None else (race.won(layout, rescale, targets).astype(jnp.float32),)
     if not means:
         return (logps, entropy, logsumexp, *agreed), ()
     of_h, *others = (m * rescale[..., None] / sums.sum_exp[..., None] for m in means)
@@ -428,7 +424,7 @@ def _score_chunk(
 
 
 def _target_logits(head: HeadConfig, part: VocabPart, hidden: Array, target: Array) -> Array:
-    """Compute the scaled logits of the targets from their own rows of the head alone; 0 for those of other parts."""
+    """Compute the scaled logits of the targets from their rows of the head; 0 for targets of other parts."""
     rows, states = (_round_to(x, head.dtype) for x in (part.rows(target), hidden))
     return apply_softcap((rows * states).sum(-1), head.softcap) / head.temperature
 

@@ -32,7 +32,7 @@ Aggregate = Callable[[Int[np.ndarray, "B"], int], tuple[Float[np.ndarray, "B"], 
 
 
 class LossInputs(NamedTuple):
-    """Inputs of the policy loss beside the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
+    """Inputs of the policy loss besides the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
 
     Attributes:
         advantage: advantage of the token: its completion's, or its own (PPO).
@@ -137,9 +137,9 @@ def sampler_correction(
     2025, "Your efficient RL framework secretly brings you off-policy RL training"): ρ = exp(logp_trainer −
     logp_sampler), no gradient.
 
-    ρ is that of the token, of the whole completion (`sequence_...`), or the geometric mean over the completion's tokens
-    (`geometric_...`), which does not grow with its length. `..._truncate` clips ρ to [floor, cap]; `..._mask` is ρ, and
-    0 outside (tokens: IcePop, Ling Team, 2025; completions: Liu et al., 2025, "When Speed Kills Stability").
+    ρ is the ratio of the token, of the whole completion (`sequence_...`), or the geometric mean over the completion's
+    tokens (`geometric_...`), which does not grow with its length. `..._truncate` clips ρ to [floor, cap]. `..._mask` is
+    ρ, and 0 outside (tokens: IcePop, Ling Team, 2025; completions: Liu et al., 2025, "When Speed Kills Stability").
     """
     level, cut = algorithm.correction.split("_")
     rho = jax.lax.stop_gradient(CORRECTION_LEVELS[level](old_logps, rollout_logps, mask, segment_ids))
@@ -181,7 +181,8 @@ def sequence_token_ratio(
     """Compute `sequence_ratio` with the gradient of the token's own log-prob: ∂/∂logp_t is the ratio itself
     (Zheng et al., 2025, section 4.3).
     """
-    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, segment_ids)) * _one_with_grad(logps)
+    one_with_gradient = jnp.exp(logps - jax.lax.stop_gradient(logps))
+    return jax.lax.stop_gradient(sequence_ratio(logps, old, mask, segment_ids)) * one_with_gradient
 
 
 def segment_mean(values: PerToken, mask: Bool[Array, "R M"], segment_ids: Int[Array, "R M"]) -> PerToken:
@@ -233,7 +234,7 @@ def reinforce(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: 
 
 
 def sapo(ratio: PerToken, logps: PerToken, advantage: PerToken, algorithm: Algorithm) -> PerToken:
-    """Compute −σ(τ(w − 1))·4/τ·A, τ by the sign of A (Gao et al., 2025): at w = 1 its slope is that of w·A."""
+    """Compute −σ(τ(w − 1))·4/τ·A, τ by the sign of A (Gao et al., 2025): at w = 1 its slope is −A."""
     tau = jnp.where(advantage > 0, algorithm.sapo_positive, algorithm.sapo_negative)
     return -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
 
@@ -282,7 +283,7 @@ def k1(logps: PerToken, ref_logps: PerToken) -> PerToken:
 
 
 def k2(logps: PerToken, ref_logps: PerToken) -> PerToken:
-    """Compute d²/2: biased, small variance; its gradient is that of the KL on-policy."""
+    """Compute d²/2: biased, small variance; on-policy its gradient is the gradient of the KL."""
     d = ref_logps - logps
     estimate: PerToken = d.__array_namespace__().square(d) / 2
     return estimate
@@ -332,11 +333,6 @@ def constant(lengths: Int[np.ndarray, "B"], max_new_tokens: int) -> tuple[Float[
 
 def _clamped_exp(x: PerToken) -> PerToken:
     return jnp.exp(jnp.minimum(x, MAX_EXPONENT))
-
-
-def _one_with_grad(x: PerToken) -> PerToken:
-    """Return 1 with the gradient of x."""
-    return jnp.exp(x - jax.lax.stop_gradient(x))
 
 
 def _clip_with_bound_grad(x: PerToken, low: float, high: float) -> PerToken:

@@ -15,7 +15,7 @@ MAX_KL_ERROR = 0.2
 
 PerToken = Float[np.ndarray, "n"]
 Masks = Sequence[Bool[np.ndarray, "n"]]
-"""One mask per completion: True for the tokens that the policy sampled, False for those that a tool inserted."""
+"""One mask per completion: True for tokens that the policy sampled, False for tokens that a tool inserted."""
 
 
 def overlong_penalty(
@@ -47,8 +47,8 @@ def kl_penalty(
 ) -> list[PerToken]:
     """Compute β·KL of each token, one array per completion; its sum is subtracted from the completion's reward.
 
-    Use k1 in a reward: its sum is log(policy / reference) of the whole completion, whose expected gradient is that of
-    the KL (Ouyang et al., 2022, eq. 2).
+    Use k1 in a reward: its sum is log(policy / reference) of the whole completion. The expected gradient is then the
+    gradient of the KL (Ouyang et al., 2022, eq. 2).
 
     Args:
         logps: log-probs under the policy that sampled.

@@ -23,7 +23,7 @@ from covey.types import Completion, FinishReason, Group, MetricSums
 
 
 class ValueInputs(NamedTuple):
-    """Inputs of the critic's loss beside the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
+    """Inputs of the critic's loss besides the rows: each [R, M] float32, 0 at padding, NumPy or JAX.
 
     Attributes:
         returns: targets of the values.
@@ -57,7 +57,7 @@ def value_loss(
     """Compute Σ weight · ½ max((v − R)², (v_c − R)²), v_c = v clipped to v_old ± clip (Schulman et al., 2017, as in
     their code; Huang et al., 2022, detail 9).
 
-    Where the two are equal, also on the bound, the gradient is that of v.
+    Where the two are equal, also on the bound, the gradient is the unclipped one.
 
     Args:
         values: values of the critic; differentiable.
@@ -89,7 +89,7 @@ def explained_variance(
     Args:
         values: values of the critic, one array per completion.
         returns: returns of the same tokens.
-        total: adds the sums of other processes, which have other tokens, to those of this one.
+        total: adds the sums of other processes, which have other tokens, to the sums of this process.
 
     >>> explained_variance([np.array([1.0, 2.0])], [np.array([1.0, 3.0])])
     0.75
@@ -113,7 +113,7 @@ def groups_to_score(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequenc
             of its prompt.
 
     Raises:
-        DataError: the number of prompts is not that of completions, or a prompt and its completion are both empty.
+        DataError: there are more prompts or more completions, or a prompt and its completion are both empty.
     """
     if len(prompt_ids) != len(completion_ids):
         raise DataError(f"{len(prompt_ids)} prompts for {len(completion_ids)} completions", want="one a completion")

@@ -55,7 +55,7 @@ class VocabPart(NamedTuple):
 class _Split(NamedTuple):
     """Split of the vocabulary over a mesh axis: `size` entries into `num_parts` parts of `step`, the last ones padded.
 
-    `dimension` is that of the stored head which the axis splits; None if the axis replicates it.
+    `dimension` is the dimension of the stored head that the axis splits; None if the axis replicates the head.
     """
 
     axis: str
@@ -68,7 +68,7 @@ class _Split(NamedTuple):
         return -(-self.size // self.num_parts)
 
     def split(self, weight: Array) -> Array:
-        """Exchange the entries of the axis's devices, [size, ...], for those of one part, [step, ...]."""
+        """Exchange the entries of the axis's devices, [size, ...], for the entries of one part, [step, ...]."""
         if self.dimension == 0:
             return weight
         weight = jnp.pad(weight, ((0, self.step * self.num_parts - self.size), (0, 0)))
@@ -159,7 +159,7 @@ class VocabLayout:
         return VocabPart(weight, first, end, not splits, is_padded)
 
     def return_part(self, grad: Float[Array, "S D"], dtype: DTypeLike) -> Float[Array, "V_piece D_piece"]:
-        """Sum the gradients of a part over all rows, and exchange them for those of a piece of the stored head."""
+        """Sum the gradients of a part over all rows, and exchange them for the gradient of a piece of the head."""
         if axes := tuple(axis for axis in self.row_axes if axis not in self.vocab_axes):
             grad = jax.lax.psum(grad, axes)
         grad = grad.astype(dtype)
@@ -174,7 +174,7 @@ class VocabLayout:
         return gathered
 
     def own_rows(self, x: Array) -> Array:
-        """Return a device's own rows [R, ...] out of those of `gather_rows`."""
+        """Return a device's own rows [R, ...] from the result of `gather_rows`."""
         axes = self._gathered_axes()
         if not axes:
             return x
@@ -198,7 +198,7 @@ class VocabLayout:
         return jax.lax.pmax(x, self.vocab_axes) if self.vocab_axes else x
 
     def whole_rows(self, logits: Float[Array, "N S"], part: VocabPart) -> Float[Array, "N V"]:
-        """Return logits of the whole vocabulary from those of a device's part."""
+        """Return logits of the whole vocabulary, given the logits of a device's part."""
         if part.is_whole:
             return logits
         lowest = jnp.finfo(logits.dtype).min
@@ -231,7 +231,7 @@ class Targets(NamedTuple):
 
     Attributes:
         token: their ids.
-        keys: random keys that drew them, those of `noise.token_keys`; None where no race is run.
+        keys: random keys of `noise.token_keys` that drew them; None where no race is run.
     """
 
     token: Int[Array, "R M"]
@@ -239,11 +239,11 @@ class Targets(NamedTuple):
 
 
 class TargetRace(NamedTuple):
-    """Race of tokens that were sampled, by the logits of the trainer: would they have drawn them too, under the same
-    noise? This is its state behind some of the vocabulary; masses are relative to exp(max logit so far).
+    """State of a race, after a part of the vocabulary: would the trainer's logits draw the sampled token too, under the
+    same noise? Masses are relative to exp(max logit so far).
 
-    `sampling.logits.race` draws from whole rows of logits. To tell whether a given token wins, less is needed: the mass
-    of each block, and the largest mass / F in the token's own block.
+    `sampling.logits.race` draws from whole rows of logits. Whether a given token wins follows from less: the mass of
+    each block, and the largest mass / F in the token's own block.
 
     Attributes:
         masses: mass of each block of the race.
@@ -269,7 +269,7 @@ class TargetRace(NamedTuple):
         """Return the race with the next n tokens of the vocabulary, from id `first` on.
 
         Args:
-            mass: their masses; 0 for those that are not to be counted.
+            mass: their masses; 0 for tokens that do not count.
             first: id of the first one.
             rescale: factor of the masses so far, whose maximum was another.
             targets: the targets with their keys.

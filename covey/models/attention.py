@@ -58,7 +58,8 @@ def masked_attention(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
-        mask = allowed if window is None else allowed & within_window(positions, positions, window)
+        near = None if window is None else positions[:, :, None] - positions[:, None, :] < window
+        mask = allowed if near is None else allowed & near
         return dot_product_attention(q, k, v, mask, softcap), cache
 
     return attend
@@ -68,9 +69,3 @@ def causal_attention(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) ->
     """Return the `Attend` for plain causal attention over all tokens but padding, wherever the padding is."""
     time = valid.shape[1]
     return masked_attention(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
-
-
-def within_window(q_positions: Int[Array, "B T"], k_positions: Int[Array, "B U"], window: Any) -> Bool[Array, "B T U"]:
-    """Return True where the key is fewer than `window` positions behind the query."""
-    near: Array = q_positions[:, :, None] - k_positions[:, None, :] < window
-    return near

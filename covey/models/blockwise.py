@@ -8,7 +8,7 @@ It runs on CPU; accelerators have kernels (`kernels`). `attention.dot_product_at
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +53,15 @@ def _attention(softcap: float | None, q: Array, k: Array, v: Array, spans: Spans
 
 
 def _forward(softcap: float | None, q: Array, k: Array, v: Array, spans: Spans) -> tuple[Array, Any]:
-    heads, mask = _Heads.from_qkv(q, k, v), partial(span_mask, spans)
+    (queries, keys, values), mask = _by_head(q, k, v), partial(span_mask, spans)
 
     def block(carry: None, at: Array, size: int, end: int) -> tuple[None, Any]:
-        scores = _scores(heads, at, size, end, softcap)[0]
+        scores = _scores(queries, keys, at, size, end, softcap)[0]
         scores = jnp.where(mask(at, size, end)[:, None, None], scores, MASKED_SCORE)
         max_score = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - max_score)
         sum_exp = weights.sum(axis=-1, keepdims=True)
-        mixed = _einsum("bkgnu,bkuw->bkgnw", weights.astype(v.dtype), heads.v[:, :, :end])
+        mixed = _einsum("bkgnu,bkuw->bkgnw", weights.astype(v.dtype), values[:, :, :end])
         return None, (mixed / sum_exp, max_score + jnp.log(sum_exp))
 
     parts = [_map_blocks(block, None, run)[1] for run in _query_runs(q.shape[1])]
@@ -73,22 +73,22 @@ def _forward(softcap: float | None, q: Array, k: Array, v: Array, spans: Spans) 
 
 def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]:
     q, k, v, spans, out, logsumexp = saved
-    heads, mask = _Heads.from_qkv(q, k, v), partial(span_mask, spans)
+    (queries, keys, values), mask = _by_head(q, k, v), partial(span_mask, spans)
     grad_out = _heads_first(grad, k.shape[2])
     delta = _heads_first((grad.astype(jnp.float32) * out).sum(-1, keepdims=True), k.shape[2])
 
     def block(carry: tuple[Array, Array], at: Array, size: int, end: int) -> tuple[tuple[Array, Array], Array]:
         slice_queries = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=3)
-        scores, softcap_grad = _scores(heads, at, size, end, softcap)
+        scores, softcap_grad = _scores(queries, keys, at, size, end, softcap)
         weights = jnp.where(mask(at, size, end)[:, None, None], jnp.exp(scores - slice_queries(logsumexp)), 0.0)
-        grad_scores = _einsum("bkgnw,bkuw->bkgnu", slice_queries(grad_out), heads.v[:, :, :end]) - slice_queries(delta)
+        grad_scores = _einsum("bkgnw,bkuw->bkgnu", slice_queries(grad_out), values[:, :, :end]) - slice_queries(delta)
         grad_scores = (weights * grad_scores * softcap_grad).astype(q.dtype)
-        grad_q = _einsum("bkgnu,bkuw->bkgnw", grad_scores, heads.k[:, :, :end])
-        new_k = _einsum("bkgnu,bkgnw->bkuw", grad_scores, slice_queries(heads.q))
+        grad_q = _einsum("bkgnu,bkuw->bkgnw", grad_scores, keys[:, :, :end])
+        new_k = _einsum("bkgnu,bkgnw->bkuw", grad_scores, slice_queries(queries))
         new_v = _einsum("bkgnu,bkgnw->bkuw", weights.astype(v.dtype), slice_queries(grad_out))
         return tuple(x.at[:, :, :end].add(new) for x, new in zip(carry, (new_k, new_v), strict=True)), grad_q  # type: ignore[return-value]
 
-    carry, parts = (jnp.zeros(heads.k.shape, jnp.float32),) * 2, []
+    carry, parts = (jnp.zeros(keys.shape, jnp.float32),) * 2, []
     for run in _query_runs(q.shape[1]):
         carry, grad_q = _map_blocks(block, carry, run)
         parts.append(grad_q)
@@ -100,16 +100,9 @@ def _backward(softcap: float | None, saved: Any, grad: Array) -> tuple[Any, ...]
 _attention.defvjp(_forward, _backward)
 
 
-class _Heads(NamedTuple):
-    """Queries [B K G T W], keys and values [B K T W], with the heads of a group adjacent."""
-
-    q: Array
-    k: Array
-    v: Array
-
-    @classmethod
-    def from_qkv(cls, q: Array, k: Array, v: Array) -> "_Heads":
-        return cls(_heads_first(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+def _by_head(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Return queries [B K G T W], keys and values [B K T W], with the heads of a group adjacent."""
+    return _heads_first(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def _heads_first(x: Float[Array, "B T H W"], kv_heads: int) -> Float[Array, "B K G T W"]:
@@ -125,10 +118,12 @@ def _einsum(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(heads: _Heads, start: Array, size: int, end: int, softcap: float | None) -> tuple[Array, Array | float]:
+def _scores(
+    queries: Array, keys: Array, start: Array, size: int, end: int, softcap: float | None
+) -> tuple[Array, Array | float]:
     """Return the scores of `size` queries from index `start` with the first `end` keys, and their derivatives."""
-    q = jax.lax.dynamic_slice_in_dim(heads.q, start, size, axis=3)
-    scores = _einsum("bkgnw,bkuw->bkgnu", q, heads.k[:, :, :end])
+    q = jax.lax.dynamic_slice_in_dim(queries, start, size, axis=3)
+    scores = _einsum("bkgnw,bkuw->bkgnu", q, keys[:, :, :end])
     if softcap is None:
         return scores, 1.0
     tanh = jnp.tanh(scores / softcap)

@@ -143,8 +143,8 @@ class Decoder(nnx.Module):
         remat_keeps: what a rematerialised layer saves; see `config.schema.ModelOptions`.
 
     Attributes:
-        platform: that of the devices for which its programs are built, see `parallel.mesh.platform_of`. A model that is
-            loaded or placed has that of its parameters; one that is only made is built for a CPU, correct on all.
+        platform: platform of the devices for which programs are built, see `parallel.mesh.platform_of`. Loading and
+            placing a model set the platform of its parameters. A new model has "cpu", which is correct everywhere.
         layers: the layers; or stacks of like layers, whose arrays have an axis of layers in front (`layer_stack`).
         stacked: number of layers of each stack; empty where layers are a list.
     """
@@ -203,7 +203,9 @@ class Decoder(nnx.Module):
         c = self.config
         x, ropes = self._embed_tokens(tokens), self._rope_tables(positions)
         if cache is None:
-            return self.norm(self._run_layers(x, ropes, attend)), []
+            for number, layers in enumerate(self.layer_runs()):
+                x = self._scan_layers(number, layers, x, ropes, attend)
+            return self.norm(x), []
         caches, run = [], self._layer_traced_once(ropes, attend)
         for number, layers in enumerate(self.layer_runs()):
             graph, weights = self._split_run(number, layers)
@@ -234,7 +236,7 @@ class Decoder(nnx.Module):
         return self._shard_rows(self.norm(x) if self.config.embed_norm else x)
 
     def _rope_tables(self, positions: Int[Array, "B T"]) -> list[Rope]:
-        """Return the rotary tables of most layers, and of those that rotate otherwise."""
+        """Return the rotary tables of most layers, and of the layers that rotate otherwise."""
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
         tables = [self._rope_table(positions, theta, scaling) for theta, scaling in bases]
@@ -280,11 +282,6 @@ class Decoder(nnx.Module):
             return self._shard_rows(x), new
 
         return run
-
-    def _run_layers(self, x: Array, ropes: list[Rope], attend: Attend) -> Array:
-        for number, layers in enumerate(self.layer_runs()):
-            x = self._scan_layers(number, layers, x, ropes, attend)
-        return x
 
     def _scan_layers(self, number: int, layers: range, x: Array, ropes: list[Rope], attend: Attend) -> Array:
         graph, weights = self._split_run(number, layers)

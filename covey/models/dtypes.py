@@ -6,6 +6,7 @@ have the same operands. On accelerators only decoding gains: a chunk of steps ro
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,18 +28,21 @@ CPU_FLAGS = ("amx_bf16", "avx512_bf16")
 """Flags of /proc/cpuinfo of processors that multiply bfloat16 in hardware."""
 
 
-def operand_type(model: nnx.Module) -> jnp.dtype[Any] | None:
-    """Return the type to which `round_kernels` rounds the kernels of `model`; None where that gains nothing: in
+def operand_type(model: nnx.Module, *, everywhere: bool = False) -> jnp.dtype[Any] | None:
+    """Return the type to which `round_kernels` rounds the kernels of `model`; None where rounding gains nothing: in
     float32, and on accelerators, where a product rounds what it reads anyway and a copy would cost memory.
+
+    Args:
+        everywhere: also on accelerators, as for `round_for_sampling`.
     """
-    linear = _first_linear(model)
-    return None if linear is None or linear.platform != "cpu" else sampling_type(model)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, Linear):
+            dtype = jnp.dtype(node.dtype)
+            return dtype if (everywhere or node.platform == "cpu") and dtype != jnp.float32 else None
+    return None
 
 
-def sampling_type(model: nnx.Module) -> jnp.dtype[Any] | None:
-    """Return the type to which `round_for_sampling` rounds on any platform; None in float32."""
-    linear = _first_linear(model)
-    return None if linear is None or jnp.dtype(linear.dtype) == jnp.float32 else jnp.dtype(linear.dtype)
+sampling_type = partial(operand_type, everywhere=True)
 
 
 def with_rounded_head(model: Decoder) -> Decoder:
@@ -56,45 +60,34 @@ def with_rounded_head(model: Decoder) -> Decoder:
     return rounded
 
 
-def round_kernels(params: State, dtype: jnp.dtype[Any] | None) -> State:
-    """Return `params` with the kernels of its projections in `dtype`, if they are wider; all other arrays are shared.
+def round_kernels(params: State, dtype: jnp.dtype[Any] | None, ends: tuple[str, ...] = (".kernel",)) -> State:
+    """Return `params` with the kernels of projections in `dtype`, if they are wider; all other arrays are shared.
 
     Args:
         params: state of a model, or a part of it, of arrays or of shapes.
         dtype: the model's `operand_type`; None changes nothing.
+        ends: ends of the paths of the arrays that are rounded.
     """
-    return _round_leaves(params, dtype, (".kernel",))
+    if dtype is None:
+        return params
+
+    def convert(path: Any, x: Any) -> Any:
+        is_wide = x.dtype.itemsize > dtype.itemsize and dotted_path(path).endswith(ends)
+        return _round(x, dtype) if is_wide else x
+
+    rounded: State = jax.tree_util.tree_map_with_path(convert, params)
+    return rounded
 
 
 def round_for_sampling(params: State, dtype: jnp.dtype[Any] | None) -> State:
-    """Return `params` with kernels and adapters in `dtype`, as `round_kernels` does with kernels alone. A product
-    rounds either before it multiplies, so that no bit of it changes.
-
-    Args:
-        params: state of a model, of arrays or of shapes.
-        dtype: the model's `sampling_type`; None changes nothing.
+    """Return `params` with kernels and adapters in `dtype`, the model's `sampling_type`. A product rounds either before
+    it multiplies, so that no bit of it changes.
     """
-    return _round_leaves(params, dtype, (".kernel", ".lora.a", ".lora.b"))
-
-
-def _round_leaves(params: State, dtype: jnp.dtype[Any] | None, ends: tuple[str, ...]) -> State:
-    if dtype is None:
-        return params
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    arrays = [x for _, x in leaves]
-    named = [i for i, (path, _) in enumerate(leaves) if dotted_path(path).endswith(ends)]
-    for i in (i for i in named if arrays[i].dtype.itemsize > dtype.itemsize):
-        arrays[i] = _round(arrays[i], dtype)
-    rounded: State = jax.tree.unflatten(tree, arrays)
-    return rounded
+    return round_kernels(params, dtype, (".kernel", ".lora.a", ".lora.b"))
 
 
 def _round(x: Any, dtype: jnp.dtype[Any]) -> Any:
     return x.update(dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
-
-
-def _first_linear(model: nnx.Module) -> Linear | None:
-    return next((node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)), None)
 
 
 def resolve_compute_dtype(compute_dtype: str, platform: str | None = None) -> str:

@@ -28,7 +28,7 @@ SCORE_TENSOR = "score.weight"
 
 @dataclass(frozen=True)
 class NameTable:
-    """Tensor names of a checkpoint format: `layer` under `prefix` with the layer's number, `top` beside the layers."""
+    """Tensor names of a checkpoint format: `layer` under `prefix` with the layer's number, `top` outside the layers."""
 
     prefix: str
     layer: Mapping[str, str]
@@ -54,7 +54,7 @@ class Family:
 
 
 def find_family(kind: str) -> Family | None:
-    """Return the family of a `model_type`, ours or that of an installed package; None if there is no such family.
+    """Return the family of a `model_type`, from our table or from an installed package; None if there is none.
 
     Raises:
         RecipeError: several packages offer it, or the module of the one that does cannot be imported.
@@ -66,7 +66,7 @@ def find_family(kind: str) -> Family | None:
 
 
 def read_config(config: Config, where: str = "config.json") -> ModelConfig:
-    """Convert a config.json to our `ModelConfig`; of a model with images, that of its text part.
+    """Convert a config.json, or its text part if the model reads images, to our `ModelConfig`.
 
     Raises:
         WeightsError: the family is unknown, a field is missing, or a setting is not supported.
@@ -100,7 +100,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
 
 
 def has_experts(kind: str, settings: Mapping[str, Any]) -> bool:
-    """Return True if the name `kind` or the `settings` are those of a mixture of experts."""
+    """Return True if the name `kind` or the `settings` describe a mixture of experts."""
     return "moe" in kind.lower() or any("expert" in name and value for name, value in settings.items())
 
 
@@ -124,17 +124,20 @@ def write_config(config: ModelConfig) -> Fields:
 
 def parameter_paths(config: ModelConfig) -> list[str]:
     """Return the dotted paths of all parameters of the decoder that `config` describes."""
-    norms = ["attn_norm", "mlp_norm"] if config.pre_norms else []
-    norms += ["post_attn_norm", "post_mlp_norm"] if config.post_norms else []
-    norms += ["attn.q_norm", "attn.k_norm"] if config.qk_norm else []
-    layer = [f"{norm}.scale" for norm in norms if config.norm_scales]
-    layer += [f"attn.{name}.kernel" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    mlp = ["gate_proj"] if config.gated_mlp else []
-    layer += [f"mlp.{name}.kernel" for name in (*mlp, "up_proj", "down_proj")]
-    layer += [f"attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj") if config.attention_bias]
-    top = ["embed.embedding"] + (["norm.scale"] if config.norm_scales else [])
-    top += [] if config.tie_embeddings else ["head.embedding"]
-    return top + [f"layers.{index}.{name}" for index in range(config.num_layers) for name in layer]
+    c, projections = config, ("q_proj", "k_proj", "v_proj")
+    mlp = ("gate_proj", "up_proj", "down_proj") if c.gated_mlp else ("up_proj", "down_proj")
+    parts = (
+        (c.norm_scales and c.pre_norms, ["attn_norm.scale", "mlp_norm.scale"]),
+        (c.norm_scales and c.post_norms, ["post_attn_norm.scale", "post_mlp_norm.scale"]),
+        (c.norm_scales and c.qk_norm, ["attn.q_norm.scale", "attn.k_norm.scale"]),
+        (True, [f"attn.{name}.kernel" for name in (*projections, "o_proj")]),
+        (True, [f"mlp.{name}.kernel" for name in mlp]),
+        (c.attention_bias, [f"attn.{name}.bias" for name in projections]),
+    )
+    layer = [path for applies, paths in parts if applies for path in paths]
+    tops = {"embed.embedding": True, "norm.scale": c.norm_scales, "head.embedding": not c.tie_embeddings}
+    top = [path for path, applies in tops.items() if applies]
+    return top + [f"layers.{index}.{path}" for index in range(c.num_layers) for path in layer]
 
 
 def projection_names(config: ModelConfig) -> dict[str, str]:
@@ -161,19 +164,6 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
     return {path: table.name(path) for path in parameter_paths(config)} | top
 
 
-def shared_rows(config: ModelConfig, table: NameTable | None = None) -> dict[str, tuple[int, int]]:
-    """Return our path → first row and end of its part of the checkpoint's tensor, for kernels that share one by the
-    names of `table`, by default the family's Hugging Face ones.
-    """
-    shapes = config.projection_shapes()
-    rows: dict[str, tuple[int, int]] = {}
-    for paths in paths_by_name(tensor_names(config, table)).values():
-        if len(paths) > 1:
-            ends = accumulate(shapes[path.split(".")[-2]][1] for path in paths)
-            rows |= dict(zip(paths, pairwise([0, *ends]), strict=True))
-    return rows
-
-
 def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
     """Return the shape of a parameter of the decoder, or of `score`, in our layout."""
     c, (kind, name) = config, f".{path}".split(".")[-2:]
@@ -187,22 +177,31 @@ def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
     return shapes.get(kind, (c.hidden_size,))[1 if name == "bias" else 0 :]
 
 
-def check_shapes(
-    config: ModelConfig, names: Mapping[str, str], shapes: Mapping[str, Sequence[int]], where: str
-) -> None:
-    """Refuse a tensor that has another shape than the model; projections that share one add their rows.
+def match_tensors(
+    config: ModelConfig,
+    names: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
+    ignored: Callable[[str], bool],
+    where: str,
+) -> dict[str, slice | None]:
+    """Check that a checkpoint has exactly the tensors of the model. Return our path → its rows in its tensor; None for
+    all rows.
 
     Args:
         config: the model.
-        names: our path → name of the tensor.
-        shapes: name of the tensor → its shape, in the checkpoint's layout.
+        names: our path → name of the tensor; projections that share one have its rows in this order.
+        shapes: name of each tensor → its shape, in the checkpoint's layout.
+        ignored: whether the model does not need a tensor of this name.
 
     Raises:
-        WeightsError: the message names the tensor and its shape.
+        WeightsError: a tensor is missing or unused, and the message names the first few; or it has another shape.
     """
+    _check_names(names, shapes, ignored, where)
+    rows: dict[str, slice | None] = dict.fromkeys(names)
     for name, paths in paths_by_name(names).items():
         wanted = [parameter_shape(config, path)[:: -1 if is_transposed(path) else 1] for path in paths]
-        whole = [sum(shape[0] for shape in wanted), *wanted[0][1:]]
+        ends = list(accumulate((shape[0] for shape in wanted), initial=0))
+        whole = [ends[-1], *wanted[0][1:]]
         if list(shapes[name]) != whole:
             raise WeightsError(
                 f"{name} has shape {list(shapes[name])}",
@@ -210,10 +209,13 @@ def check_shapes(
                 fix="config and weights belong to different models, or one was changed without the other",
                 where=where,
             )
+        if len(paths) > 1:
+            rows |= {path: slice(*span) for path, span in zip(paths, pairwise(ends), strict=True)}
+    return rows
 
 
 def paths_by_name(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each of the names with our paths that have it: one, or those that share it as Phi-3's q, k and v."""
+    """Return {name: our paths that have it}: one path, or several that share a tensor, as Phi-3's q, k and v."""
     paths: dict[str, list[str]] = {}
     for path, name in names.items():
         paths.setdefault(name, []).append(path)
@@ -230,14 +232,8 @@ def is_transposed(path: str) -> bool:
     return path.endswith(".kernel")
 
 
-def check_tensor_names(
-    expected: Mapping[str, str], names: Iterable[str], ignored: Callable[[str], bool], where: str
-) -> None:
-    """Refuse a checkpoint that lacks a tensor or has one that the model would not use.
-
-    Raises:
-        WeightsError: a tensor is missing or unused; the message names the first few.
-    """
+def _check_names(expected: Mapping[str, str], names: Iterable[str], ignored: Callable[[str], bool], where: str) -> None:
+    """Refuse a checkpoint that lacks a tensor or has one that the model would not use."""
     have = set(names)
     missing = sorted(set(expected.values()) - have)
     extra = sorted(name for name in have - set(expected.values()) if not ignored(name))

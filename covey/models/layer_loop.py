@@ -1,14 +1,14 @@
 """The loop over layers, in which each iteration needs the weights of one layer.
 
 On accelerators the loop scans over the layers' stacked weights, and does not grow with the number of layers. A learner
-stores weights like this (`layer_stack`); those of a list are copied once per call. A conditional with a branch for each
-layer would copy them in each iteration, forward and backward, takes minutes to compile, and on a GPU the host may have
+stores stacks (`layer_stack`); a list of layers is stacked once per call. A conditional with a branch for each layer
+would copy weights in each iteration, forward and backward. It takes minutes to compile, and on a GPU the host may have
 to choose the branch.
 
 On a CPU, where memory is what a run lacks, the loop selects each layer's weights from the separate arrays that decoding
 needs. Differentiated naively, each iteration would add a gradient for every layer, all zeros but one; instead the
 gradient goes into slots that the loop scans over. A trainer, which sums gradients, provides the sums (`loops_add_to`):
-the loop then adds each layer's gradient to them in place, and the gradient of all layers never exists beside its sum.
+the loop then adds each layer's gradient to the sums in place. The gradient of all layers never exists at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ def scan_layers(
         trees: weights of each layer, all with the same names, shapes and types; or, on accelerators, a tree of stacks
             [n, ...].
         per_layer: other numbers of the layers, arrays [n, ...].
-        platform: that of the devices for which the program is built; see `Decoder`.
+        platform: platform of the devices for which the program is built; see `Decoder`.
         policy: what a layer saves for the backward pass, as for `jax.checkpoint`.
     """
     if platform != "cpu":
@@ -68,8 +68,8 @@ def loops_add_to(sums: Iterable[tuple[Sequence[Array], Array]]) -> Iterator[None
     """While this thread traces a loss for a CPU, let the first loop over exactly these arrays add their gradients to
     their sum.
 
-    The gradient of the sum is then the new sum: the sum itself and the gradients; that of the arrays is 0. A sum whose
-    arrays no loop runs over gets no gradient, and the arrays get theirs.
+    The gradient of a sum is then the new sum, of the old sum and the gradients, and the gradient of its arrays is 0. If
+    no loop runs over the arrays, the sum gets no gradient, and the arrays get theirs.
 
     Args:
         sums: (the same weight in each layer of a loop, its sum [n, ...]) for each weight.
@@ -137,18 +137,17 @@ def _leaves_by_name(trees: Sequence[Any]) -> list[tuple[Array, ...]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradient_slots(kind: DTypeLike, leaves: Sequence[Array]) -> Array:
-    """Return zeros [n, ...] whose gradient becomes that of the n `leaves`; float32 for narrower floats, since XLA has
-    none on a CPU and would convert all of the slots in each iteration.
+    """Return zeros [n, ...] whose gradient becomes the gradient of the n `leaves`. Narrower floats get float32 zeros:
+    XLA lacks the narrow types on a CPU, and would convert all slots in each iteration.
     """
     slot_dtype = jnp.promote_types(kind, jnp.float32) if jnp.issubdtype(kind, jnp.floating) else kind
     return jnp.zeros((len(leaves), *leaves[0].shape), slot_dtype)
 
 
-def _gradient_slots_backward(kind: DTypeLike, _: None, grad: Array) -> tuple[tuple[Array, ...]]:
-    return (tuple(part.astype(kind) for part in grad),)
-
-
-_gradient_slots.defvjp(lambda kind, leaves: (_gradient_slots(kind, leaves), None), _gradient_slots_backward)
+_gradient_slots.defvjp(
+    lambda kind, leaves: (_gradient_slots(kind, leaves), None),
+    lambda kind, _, grad: (tuple(part.astype(kind) for part in grad),),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -61,7 +61,8 @@ class LayerStacks:
     """
 
     def __init__(self, model: nnx.Module):
-        self._runs = {(*path, "layers"): node.layer_runs() for path, node in _decoders(model) if node.stacked}
+        stacked = [(path, decoder) for path, decoder in _decoders(model) if decoder.stacked]
+        self._runs = {(*path, "layers"): dict(enumerate(decoder.layer_runs())) for path, decoder in stacked}
 
     def unstack(self, tree: Tree) -> Tree:
         """Return `tree`, in which states of the model may be nested, with an array per layer for each stack. Shapes
@@ -72,7 +73,7 @@ class LayerStacks:
     def split(self, state: nnx.State[Any, Any]) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any]]:
         """Return the stacks of a state of the model, and all else in it."""
         flat = nnx.to_flat_state(state)
-        stacks = {path: x for path, x in flat if self._find(path)[1] is not None}
+        stacks = {path: x for path, x in flat if self._find(path)[1]}
         return nnx.from_flat_state(stacks), nnx.from_flat_state({path: x for path, x in flat if path not in stacks})
 
     def stack(self, tree: Tree) -> Tree:
@@ -88,10 +89,11 @@ class LayerStacks:
     def _unstack_state(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         flat: dict[Path, Any] = {}
         for path, leaf in nnx.to_flat_state(state):
-            at, run = self._find(path)
-            if run is None:
+            at, runs = self._find(path)
+            if not runs:
                 flat[path] = leaf
             else:
+                run = runs[path[at]]
                 parts = _unstack(leaf, len(run))
                 flat |= {(*path[:at], number, *path[at + 1 :]): x for number, x in zip(run, parts, strict=True)}
         return nnx.from_flat_state(flat)
@@ -100,27 +102,21 @@ class LayerStacks:
         flat = dict(nnx.to_flat_state(state))
         stacked: dict[Path, Any] = {}
         for path in list(flat):
-            at, number, run = self._find_layer(path)
-            if run is None:
+            at, runs = self._find(path)
+            if not runs:
                 stacked[path] = flat.pop(path)
-            elif run[0] == path[at]:
-                leaves = [flat.pop((*path[:at], other, *path[at + 1 :])) for other in run]
-                stacked[*path[:at], number, *path[at + 1 :]] = jax.tree.map(lambda *x: _stack(x), *leaves)
+            for number, run in runs.items():
+                if run[0] == path[at]:
+                    leaves = [flat.pop((*path[:at], layer, *path[at + 1 :])) for layer in run]
+                    stacked[*path[:at], number, *path[at + 1 :]] = jax.tree.map(lambda *x: _stack(x), *leaves)
         return nnx.from_flat_state(stacked)
 
-    def _find(self, path: Path) -> tuple[int, range | None]:
-        """Return at which place of `path` the number of a stack stands, and its layers; None where it names none."""
-        for prefix, runs in self._runs.items():
-            if path[: len(prefix)] == prefix:
-                return len(prefix), runs[path[len(prefix)]]
-        return 0, None
-
-    def _find_layer(self, path: Path) -> tuple[int, int, range | None]:
-        """Return at which place of `path` the number of a layer stands, and the number and the layers of its stack."""
-        for prefix, runs in self._runs.items():
-            if path[: len(prefix)] == prefix:
-                return len(prefix), *next((n, run) for n, run in enumerate(runs) if path[len(prefix)] in run)
-        return 0, 0, None
+    def _find(self, path: Path) -> tuple[int, dict[Any, range]]:
+        """Return the place in `path` of the number of a stack or a layer, and the layers of each stack there by its
+        number; none where the path names no layer.
+        """
+        prefix = next((prefix for prefix in self._runs if path[: len(prefix)] == prefix), ())
+        return len(prefix), self._runs.get(prefix, {})
 
 
 def stacked_sharding(sharding: Sharding) -> Sharding:
@@ -185,7 +181,7 @@ def _adapters(layer: Layer) -> list[LoRA]:
 
 
 def buffers(x: Any) -> Any:
-    """Return the identity of the memory of an array, which objects may share; that of the object where it has none."""
+    """Return the identity of an array's memory, which objects may share; of the object where it has no memory."""
     if not isinstance(x, jax.Array) or x.is_deleted():
         return id(x)
     return x.shape, x.dtype, tuple(piece.data.unsafe_buffer_pointer() for piece in x.addressable_shards)
@@ -225,10 +221,7 @@ def _stack_program(place: Sharding) -> Any:
 
 @cache
 def _unstack_program(place: Sharding, count: int) -> Any:
-    def unstack(x: Any) -> list[Any]:
-        return _parts(x, count)
-
-    return jax.jit(unstack, out_shardings=[place] * count)
+    return jax.jit(partial(_parts, count=count), out_shardings=[place] * count)
 
 
 def _parts(x: Any, count: int) -> list[Any]:

@@ -90,12 +90,6 @@ def project(
     return _dot(x, kernel, contract, dtype, sum_dtype).astype(x.dtype)
 
 
-def _project_forward(
-    x: Array, kernel: Array, dtype: DTypeLike, axes: int, sum_dtype: DTypeLike
-) -> tuple[Array, tuple[Array, Array]]:
-    return project(x, kernel, dtype, axes, sum_dtype), (x, kernel)
-
-
 def _project_backward(
     dtype: DTypeLike, axes: int, sum_dtype: DTypeLike, saved: tuple[Array, Array], grad: Array
 ) -> tuple[Array, Array]:
@@ -117,7 +111,7 @@ def _project_grads(
     return grad_x, grad_kernel.astype(kernel.dtype)
 
 
-project.defvjp(_project_forward, _project_backward)
+project.defvjp(lambda x, kernel, *options: (project(x, kernel, *options), (x, kernel)), _project_backward)
 
 
 def project_by_part(
@@ -144,12 +138,6 @@ def project_shared(
     return tuple(project(x, kernel, dtype, 1, sum_dtype) for kernel in kernels)
 
 
-def _project_shared_forward(
-    x: Array, kernels: tuple[Array, ...], dtype: DTypeLike, sum_dtype: DTypeLike
-) -> tuple[Any, Any]:
-    return project_shared(x, kernels, dtype, sum_dtype), (x, kernels)
-
-
 def _project_shared_backward(
     dtype: DTypeLike, sum_dtype: DTypeLike, saved: Any, grads: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -159,7 +147,9 @@ def _project_shared_backward(
     return total.astype(x.dtype), tuple(grad_kernel for _, grad_kernel in pairs)
 
 
-project_shared.defvjp(_project_shared_forward, _project_shared_backward)
+project_shared.defvjp(
+    lambda x, kernels, *options: (project_shared(x, kernels, *options), (x, kernels)), _project_shared_backward
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -173,12 +163,6 @@ def project_quantised(
     return project(x, dequantise(values, scales, kind), dtype, 1, sum_dtype_of(x.dtype, platform))
 
 
-def _project_quantised_forward(
-    x: Array, values: Array, scales: Array, dtype: DTypeLike, kind: str, platform: str
-) -> tuple[Array, tuple[Array, Array]]:
-    return project_quantised(x, values, scales, dtype, kind, platform), (values, scales)
-
-
 def _project_quantised_backward(
     dtype: DTypeLike, kind: str, platform: str, saved: tuple[Array, Array], grad: Array
 ) -> tuple[Array, None, None]:
@@ -188,18 +172,18 @@ def _project_quantised_backward(
     return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype, sum_dtype).astype(grad.dtype), None, None
 
 
-def _barrier(platform: str, values: Array, scales: Array, beside: Array) -> tuple[Array, Array, Array]:
+def _barrier(platform: str, values: Array, scales: Array, other: Array) -> tuple[Array, Array, Array]:
     """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
     the forward for the backward pass, or makes all of them before a decoding loop begins.
     """
     if platform == "cpu":  # CPU drops barriers early, but cannot fold this zero
-        zero = jnp.square(beside.reshape(-1)[0].astype(jnp.float32)) < -1
-        return values + zero.astype(values.dtype), scales, beside
-    barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, beside))
+        zero = jnp.square(other.reshape(-1)[0].astype(jnp.float32)) < -1
+        return values + zero.astype(values.dtype), scales, other
+    barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, other))
     return barrier
 
 
-project_quantised.defvjp(_project_quantised_forward, _project_quantised_backward)
+project_quantised.defvjp(lambda x, *kernel: (project_quantised(x, *kernel), kernel[:2]), _project_quantised_backward)
 
 
 class LoRA(nnx.Module):
@@ -210,7 +194,8 @@ class LoRA(nnx.Module):
     Attributes:
         scale: alpha / rank.
         dropout: fraction of the inputs that an update drops; 0 means none. See `lora.apply_lora_dropout`.
-        noise: seeds of the dropout: the run's seed, and the adapter's number in the model, or those of a stack.
+        noise: seeds of the dropout: the run's seed, and the adapter's number in the model; in a stack a number for each
+            layer.
     """
 
     def __init__(self, n_in: int, n_out: int, rank: int, alpha: float, *, rngs: nnx.Rngs):
@@ -241,7 +226,7 @@ class Linear(nnx.Module):
     """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `QuantisedKernel`.
 
     Attributes:
-        platform: that of the devices for which its programs are built; see `Decoder`.
+        platform: platform of the devices for which programs are built; see `Decoder`.
         shape: n_in and n_out.
     """
 

@@ -46,8 +46,7 @@ def with_lora(base: Model, config: LoRAConfig, *, seed: int = 0) -> Model:
     model = nnx.merge(*nnx.split(base))
     rngs, chosen = nnx.Rngs(params=seed), find_targets(model, config.targets)
     for number, linear in enumerate(chosen.values()):
-        n_in, n_out = linear.kernel.shape
-        linear.lora = LoRA(n_in, n_out, config.rank, config.alpha, rngs=rngs)
+        linear.lora = LoRA(*linear.shape, config.rank, config.alpha, rngs=rngs)
         linear.lora.dropout, linear.lora.noise = config.dropout, (seed, number)
     return model
 
@@ -195,10 +194,10 @@ def _with_dropout(model: nnx.Module) -> list[LoRA]:
     return [node for _, node in nnx.iter_graph(model) if isinstance(node, LoRA) and node.dropout]
 
 
-def _draw_kept(seed: int, share: float, count: int, step: Any, number: Any) -> Bool[Array, "n_in 1"]:
+def _draw_kept(seed: int, fraction: float, count: int, step: Any, number: Any) -> Bool[Array, "n_in 1"]:
     """Draw the mask of the inputs of adapter `number` that are kept in update `step`."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.PRNGKey(seed), number), step)
-    return jax.random.bernoulli(key, share, (count, 1))
+    return jax.random.bernoulli(key, fraction, (count, 1))
 
 
 def projections(model: Decoder | ValueModel) -> dict[str, Linear]:

@@ -1,7 +1,7 @@
 """Names and descriptions of the small models that are made from scratch (`scratch_checkpoint`), without files.
 
 `scratch:NAME@SEED` is a model source like others, and an origin: name and seed determine every weight. The seed
-defaults to that of the run, and to 0 where there is no run. This module imports neither JAX nor NumPy.
+defaults to the run's seed, and to 0 where there is no run. This module imports neither JAX nor NumPy.
 """
 
 import re

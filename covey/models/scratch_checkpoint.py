@@ -14,9 +14,8 @@ from covey.text.tokenizer import Tokenizer
 class ScratchCheckpoint:
     """The untrained model `scratch:NAME[@SEED]`, as a checkpoint that `weights` can read.
 
-    Weights are drawn by NumPy's frozen generator, so that a seed gives the same weights in every version. They follow
-    the initial distributions of `Decoder`, except that the embedding's spread is that of the matrices, with which sums
-    are learnt sooner.
+    Weights are drawn by NumPy's frozen generator, so that a seed gives the same weights in every version. They have
+    the initial distributions of `Decoder`, but the embedding is drawn like the matrices: sums are then learnt sooner.
 
     Raises:
         WeightsError: there is no such name, or the seed is not valid.

@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
     def shard(self, function: Any, inputs: Any, outputs: Any) -> Any:
         """Return `function` run by each device on its own part; letters name the kinds of arrays: activations
-        [R, T, H, W], statistics [R, H, ...] or tables, whose first axis is that of rows.
+        [R, T, H, W], statistics [R, H, ...] or tables [R, ...].
         """
         if self.mesh.empty:
             return function
@@ -104,8 +104,8 @@ def _kernel_attention(
 
 
 def _head_axes(heads: int, kv_heads: int, mesh: AbstractMesh) -> tuple[Any, int]:
-    """Return the mesh axes that divide the heads, and how often each key head is repeated so that they divide those
-    too; no axes where they do not divide the queries' heads.
+    """Return the mesh axes that divide the heads, and how often each key head is repeated so that they divide the key
+    heads too; no axes where they do not divide the queries' heads.
     """
     axes = tuple(axis for axis in DEFAULT_RULES["heads"] if axis in mesh.shape)
     parts = math.prod(mesh.shape[axis] for axis in axes)

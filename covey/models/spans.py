@@ -37,12 +37,12 @@ class Spans(NamedTuple):
         return self.start.shape[1]
 
     def pad(self, time: int) -> "Spans":
-        """Return the spans of rows of `time` tokens, those added being padding."""
+        """Return the spans of rows that are padded to `time` tokens."""
         index = jnp.broadcast_to(jnp.arange(self.time, time), (len(self.start), time - self.time))
         return Spans(jnp.concatenate([self.start, index], 1), jnp.concatenate([self.end, index + 1], 1))
 
     def limit(self, positions: Int[Array, "B T"], window: Any) -> "Spans":
-        """Return the spans of a layer where keys `window` positions or more behind the query are masked.
+        """Return the spans of a layer that masks keys `window` positions or more before the query.
 
         The first ancestor inside the window is the latest token at its position, since depth-first order visits no
         other branch between an ancestor and its descendants.

@@ -53,15 +53,7 @@ def make_value_model(base: Decoder, *, share: bool = False) -> ValueModel:
             frozen: `with_lora(make_value_model(without_lora(actor), share=True), config)` has adapters of its own on a
             shared base.
     """
-    trunk = _remove_head(base)
-    if not share:
-        graph, params = nnx.split(trunk)
-        trunk = nnx.merge(graph, jax.tree.map(jnp.copy, params))
-    return ValueModel(trunk)
-
-
-def _remove_head(base: Decoder) -> Decoder:
-    """Return `base` with the same arrays, without a language head of its own."""
     trunk = nnx.merge(*nnx.split(base))
     trunk.head, trunk.config = None, replace(base.config, tie_embeddings=True)
-    return trunk
+    graph, params = nnx.split(trunk)
+    return ValueModel(trunk if share else nnx.merge(graph, jax.tree.map(jnp.copy, params)))

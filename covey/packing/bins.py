@@ -7,14 +7,15 @@ repeated step is packed the same way.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, product
+from operator import attrgetter
 
 import numpy as np
-from jaxtyping import Int
-
-from covey.sampling.scheduler import power_of_two
+from jaxtyping import Bool
 
 ROW_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 """Row lengths; above the last, row lengths are its multiples."""
@@ -35,7 +36,7 @@ larger, but several lengths compete for them: in simulated runs of 20, 100 and 1
 
 @dataclass(frozen=True)
 class Piece:
-    """A prompt and those of its completions that go into one row, by their numbers of tokens.
+    """A prompt and some of its completions, which go into one row, by their numbers of tokens.
 
     Attributes:
         prompt: tokens of the prompt.
@@ -51,8 +52,8 @@ class Piece:
 
     @cached_property
     def num_inputs(self) -> int:
-        """Number of input tokens; the last of a completion is not an input."""
-        return self.prompt + sum(max(length - 1, 0) for length in self.lengths)
+        """Number of input tokens; the last token of a completion is not an input."""
+        return self.prompt + self.num_scored - len(self.lengths) + self.lengths.count(0)
 
     @cached_property
     def num_scored(self) -> int:
@@ -61,30 +62,31 @@ class Piece:
 
     @property
     def row_length(self) -> int:
-        """Row length it needs: its inputs, or its scored tokens where many short completions make those more."""
+        """Row length that the piece needs: its inputs, or its scored tokens where short completions have more."""
         return max(self.num_inputs, self.num_scored)
 
     @property
     def longest_sample(self) -> int:
-        """Row length that its longest completion needs alone with the prompt."""
-        return max((max(self.prompt + length - 1, self.prompt, length) for length in self.lengths), default=0)
+        """Row length that the longest completion needs alone with the prompt."""
+        longest = max(self.lengths, default=0)
+        return max(self.prompt + max(longest - 1, 0), longest) if self.lengths else 0
 
-    def select(self, indices: Sequence[int]) -> "Piece":
-        """Return the piece with the completions at `indices` alone."""
-        lengths, numbers = (tuple(each[i] for i in indices) for each in (self.lengths, self.indices))
-        return Piece(self.prompt, lengths, numbers, self.group)
+    def select(self, chosen: Bool[np.ndarray, "n"]) -> "Piece":
+        """Return the piece with the chosen completions alone."""
+        lengths, indices = compress(self.lengths, chosen), compress(self.indices, chosen)
+        return Piece(self.prompt, tuple(lengths), tuple(indices), self.group)
 
-    def select_fitting(self, inputs: int, scored: int) -> list[int]:
-        """Return indices of the completions that fit with the prompt into so many free inputs and scored tokens, the
-        longest tried first.
+    def fitting(self, inputs: int, scored: int) -> Bool[np.ndarray, "n"]:
+        """Choose completions that fit with the prompt into this number of free inputs and of scored tokens, the longest
+        first.
         """
-        inputs, indices = inputs - self.prompt, []
-        for index in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
+        inputs, chosen = inputs - self.prompt, np.zeros(len(self.lengths), bool)
+        for index in np.argsort(np.negative(self.lengths), kind="stable").tolist():
             length = self.lengths[index]
             if max(length - 1, 0) <= inputs and length <= scored:
                 inputs, scored = inputs - max(length - 1, 0), scored - length
-                indices.append(index)
-        return sorted(indices)
+                chosen[index] = True
+        return chosen
 
 
 Row = list[Piece]
@@ -92,8 +94,8 @@ Row = list[Piece]
 
 
 class Bins:
-    """Rows of `capacity` tokens that are being filled. Their free tokens stand in one array, in which the best row for
-    a piece is found among thousands at once.
+    """Rows of `capacity` tokens that are being filled. One array has their free tokens, so that the best row for a
+    piece is searched among thousands at once.
 
     Attributes:
         rows: the pieces of each row.
@@ -101,44 +103,38 @@ class Bins:
 
     def __init__(self, capacity: int):
         self.rows: list[Row] = []
-        self._capacity, self._free_tokens = capacity, np.zeros((2, 64), np.int64)
+        self._capacity, self._free = capacity, np.zeros((2, 64), np.int64)
 
-    @property
-    def _free(self) -> Int[np.ndarray, "2 bins"]:
-        """Free input tokens and free scored tokens of each row."""
-        return self._free_tokens[:, : len(self.rows)]
-
-    def add(self, piece: Piece, row: int | None) -> None:
-        """Add `piece` to a row; None begins a new one."""
-        if row is None:
-            row = len(self.rows)
-            if row == self._free_tokens.shape[1]:
-                self._free_tokens = np.concatenate([self._free_tokens, np.zeros_like(self._free_tokens)], axis=1)
-            self._free_tokens[:, row] = self._capacity
+    def add(self, piece: Piece, row: int) -> None:
+        """Add `piece` to a row; the number after the last begins a new row."""
+        if row == len(self.rows):
+            if row == self._free.shape[1]:
+                self._free = np.concatenate([self._free, np.zeros_like(self._free)], axis=1)
+            self._free[:, row] = self._capacity
             self.rows.append([])
         self.rows[row].append(piece)
-        self._free_tokens[:, row] -= piece.num_inputs, piece.num_scored
+        self._free[:, row] -= piece.num_inputs, piece.num_scored
 
-    def find(self, piece: Piece, split: bool) -> tuple[int | None, list[int]]:
-        """Return the row that the piece fits best, or with `split` the one with most space, and the indices of the
-        completions to put there; None and those that fit into a new row where there is none.
+    def find(self, piece: Piece, split: bool) -> tuple[int, Bool[np.ndarray, "n"]]:
+        """Return the row that the piece fits best, or with `split` the row with most space, and the completions to put
+        there; else the number of a new row and the completions that fit into it.
         """
-        inputs, scored = self._free
+        inputs, scored = self._free[:, : len(self.rows)]
         least = np.minimum(inputs, scored)
         fits = (inputs >= piece.num_inputs) & (scored >= piece.num_scored)
         if fits.any():
-            return int(np.where(fits, least, self._capacity + 1).argmin()), list(range(len(piece.lengths)))
+            return int(np.where(fits, least, self._capacity + 1).argmin()), np.ones(len(piece.lengths), bool)
         if split and self.rows:
             emptiest = int(least.argmax())
-            chosen = piece.select_fitting(int(inputs[emptiest]), int(scored[emptiest]))
-            if sum(piece.lengths[i] for i in chosen) > piece.prompt:
+            chosen = piece.fitting(int(inputs[emptiest]), int(scored[emptiest]))
+            if np.array(piece.lengths)[chosen].sum() > piece.prompt:
                 return emptiest, chosen
-        return None, piece.select_fitting(self._capacity, self._capacity)
+        return len(self.rows), piece.fitting(self._capacity, self._capacity)
 
 
 def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
-    """Return the cost of another row length than the default in each of the steps that use it, in tokens of training:
-    the time to compile its programs, divided among those steps. It is infinite with fixed shapes.
+    """Return the cost of another row length than the default in each step that uses it, in tokens of training: the time
+    to compile its programs, divided among these steps. It is infinite with fixed shapes.
 
     Args:
         parameters: number of the model's parameters; a token costs 6 floating-point operations for each.
@@ -153,7 +149,7 @@ def compile_cost(parameters: int, steps: int, fixed_shapes: bool) -> float:
 def choose_row_length(
     groups: Sequence[Piece], row_length: int, max_tokens: int, compile_cost: float = 0.0
 ) -> tuple[int, list[Row]]:
-    """Return the row length that costs least, and the rows.
+    """Return the row length of least cost, and the rows.
 
     Args:
         groups: whole groups; they are split where necessary.
@@ -161,20 +157,18 @@ def choose_row_length(
         max_tokens: maximum number of tokens in a micro-batch.
         compile_cost: cost of another length than the default, in tokens; see `compile_cost`.
     """
-    shortest = row_length_bucket(max((piece.longest_sample for piece in groups if piece.lengths), default=1))
+    shortest = row_length_bucket(max(map(attrgetter("longest_sample"), groups), default=1))
     default = max(shortest, row_length_bucket(row_length))
-
-    def cost(count: int, length: int) -> float:
-        tokens = _cost(count, length, max_tokens)
-        return tokens if length == default else RECOMPILE_MARGIN * tokens + compile_cost
-
-    candidates = [
-        (cost(len(rows), length), length, rows)
-        for length in sorted({default, *(b for b in ROW_BUCKETS if shortest <= b < default)})
-        for rows in (fill_bins(groups, length, split) for split in (False, True))
-    ]
-    _, length, rows = min(candidates, key=lambda candidate: candidate[0])
-    return length, rows
+    shorter = ROW_BUCKETS[bisect_left(ROW_BUCKETS, shortest) : bisect_left(ROW_BUCKETS, default)]
+    least, best = math.inf, (default, list[Row]())
+    for length, split in product((*shorter, default), (False, True)):
+        rows = fill_bins(groups, length, split)
+        cost = _cost(len(rows), length, max_tokens)
+        if length != default:
+            cost = RECOMPILE_MARGIN * cost + compile_cost
+        if cost < least:
+            least, best = cost, (length, rows)
+    return best
 
 
 def fill_bins(groups: Sequence[Piece], capacity: int, split: bool) -> list[Row]:
@@ -184,39 +178,38 @@ def fill_bins(groups: Sequence[Piece], capacity: int, split: bool) -> list[Row]:
         split: split groups also where they need not be, when completions longer than the prompt fill up a row.
     """
     bins = Bins(capacity)
-    for piece in sorted(groups, key=lambda p: -p.row_length):
+    for piece in sorted(groups, key=attrgetter("row_length"), reverse=True):
         remaining = piece
         while remaining.lengths:
             row, chosen = bins.find(remaining, split)
-            assert chosen, f"no completion fits into {capacity} tokens"
+            assert chosen.any(), f"no completion fits into {capacity} tokens"
             bins.add(remaining.select(chosen), row)
-            taken = set(chosen)
-            remaining = remaining.select([i for i in range(len(remaining.lengths)) if i not in taken])
+            remaining = remaining.select(~chosen)
     return bins.rows
 
 
 def _cost(count: int, length: int, max_tokens: int) -> float:
-    """Compute the cost in tokens: padding of the last micro-batch, attention at this length and calls included."""
+    """Compute the cost in tokens, with padding of the last micro-batch, attention at this length, and calls."""
     rows_at_once = rows_per_micro_batch(count, length, max_tokens)
-    return -(-count // rows_at_once) * (
-        rows_at_once * length * (1 + length / ATTENTION_COST_LENGTH) + LAUNCH_COST_TOKENS
-    )
+    cost = rows_at_once * length * (1 + length / ATTENTION_COST_LENGTH) + LAUNCH_COST_TOKENS
+    return -(-count // rows_at_once) * cost
 
 
 def rows_per_micro_batch(
     count: int, length: int, max_tokens: int, num_shards: int = 1, fixed_shapes: bool = False
 ) -> int:
     """Return the number of rows of a micro-batch: of `count` rows of `length` tokens, with at most `max_tokens` tokens,
-    a positive multiple of `num_shards`. It is the one of least padding among a few sizes, so that few shapes occur.
+    a positive multiple of `num_shards`. It has the least padding among a few sizes, so that few shapes occur.
 
     Args:
         fixed_shapes: choose among `micro_batch_sizes` alone.
     """
     most, needed = most_rows(length, max_tokens, num_shards) // num_shards, -(-count // num_shards)
-    sizes = {most, -(-3 * most // 4), -(-most // 2), power_of_two(needed)}
+    sizes = [most, -(-3 * most // 4), -(-most // 2), min(1 << max(needed - 1, 0).bit_length(), most)]
     if fixed_shapes:
-        sizes = {rows // num_shards for rows in micro_batch_sizes(length, max_tokens, num_shards)}
-    return min((s for s in sizes if s <= most), key=lambda s: (-(-needed // s) * s, -s)) * num_shards
+        sizes = [rows // num_shards for rows in micro_batch_sizes(length, max_tokens, num_shards)]
+    _, negative = min((-(-needed // size) * size, -size) for size in sizes)
+    return -negative * num_shards
 
 
 def micro_batch_sizes(length: int, max_tokens: int, num_shards: int = 1) -> list[int]:
@@ -237,5 +230,5 @@ def most_rows(length: int, max_tokens: int, num_shards: int = 1) -> int:
 
 def row_length_bucket(length: int) -> int:
     """Return the shortest row length that holds `length` tokens."""
-    step = ROW_BUCKETS[-1]
-    return next((b for b in ROW_BUCKETS if b >= length), -(-length // step) * step)
+    step, index = ROW_BUCKETS[-1], bisect_left(ROW_BUCKETS, length)
+    return ROW_BUCKETS[index] if index < len(ROW_BUCKETS) else -(-length // step) * step

@@ -6,8 +6,8 @@ is computed as if it were alone. Short groups share a row; a group too long for 
 Lengths come from a small set of buckets.
 
 A completion with branches is a tree: each branch continues the sequence so far, from which it drops some tokens at the
-end. Its tokens are in depth-first order, and the descendants of a token are those behind it up to the first branch that
-drops it.
+end. Its tokens are in depth-first order. The descendants of a token are the tokens after it, up to the first branch
+that drops it.
 
 A completion's last token is scored but is not an input: nothing is predicted from it. Hence a row has two parts, the
 *inputs* (prompt and completions without their last tokens) and the *scored* tokens, each with the input position that
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -50,8 +51,8 @@ class Rows(NamedTuple):
         target: the scored tokens.
         segment_ids: number of each scored token's completion in the row (as in `input_segment_ids`); 0 is padding.
         scatter_index: index of that completion in the step, and of the token in the completion; -1 is padding.
-        ends: index behind the last descendant of each input token; None where no completion can have branches, because
-            the segments say it then.
+        ends: index after the last descendant of each input token; None where no completion can have branches: the
+            segments then tell the same.
     """
 
     tokens: Int[Any, "R L"]
@@ -166,15 +167,14 @@ def attention_spans(rows: Rows) -> Spans:
 
 def split_micro_batches(tree: Tree, size: int) -> Iterator[Tree]:
     """Yield slices of `size` rows of every array; the last is padded with zeros, so that all have one shape."""
-    count = jax.tree.leaves(tree)[0].shape[0]
+    for start in range(0, jax.tree.leaves(tree)[0].shape[0], size):
+        yield jax.tree.map(partial(_slice_rows, start, size), tree)
 
-    def slice_rows(start: int, x: np.ndarray) -> np.ndarray:
-        part = x[start : start + size]
-        missing = size - len(part)
-        return np.pad(part, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else part
 
-    for start in range(0, count, size):
-        yield jax.tree.map(partial(slice_rows, start), tree)
+def _slice_rows(start: int, size: int, x: np.ndarray) -> np.ndarray:
+    part = x[start : start + size]
+    missing = size - len(part)
+    return np.pad(part, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else part
 
 
 def rows_at_a_time(rows: Rows, mesh: Mesh | None, max_tokens: int, fixed_shapes: bool = False) -> int:
@@ -221,7 +221,7 @@ def shape_of(group: Group) -> GroupShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of completions in rows. It depends on numbers of tokens alone, so that every process makes the same one.
+    """Places of completions in rows. They depend on numbers of tokens alone, so that every process computes the same.
 
     Attributes:
         length: tokens of a row, inputs and scored ones.
@@ -234,60 +234,44 @@ class Layout:
     branches: Sequence[Sequence[Branch]] | None = None
 
     def fill(self, prompts: Tokens, completions: Tokens, numbers: Iterable[int] | None = None) -> Rows:
-        """Return NumPy rows; those that are not among `numbers` are zeros, which take no memory until they are read.
+        """Return NumPy rows. Rows that are not filled are zeros, which take no memory until they are read.
 
         Args:
             prompts, completions: tokens by number of the group and of the completion, of the rows that are filled.
             numbers: numbers of the rows to fill; None for all.
         """
         shape = len(self.rows), self.length
-        zeros = [np.zeros(shape, np.int32) for _ in range(7)]
         ends = None if self.branches is None else np.zeros(shape, np.int32)
-        rows = Rows._make([*zeros, np.zeros((*shape, 2), np.int32), ends])
+        rows = Rows._make([*np.zeros((7, *shape), np.int32), np.zeros((*shape, 2), np.int32), ends])
         for number in range(len(self.rows)) if numbers is None else numbers:
-            row = Rows._make([None if x is None else x[number] for x in rows])
+            row = jax.tree.map(itemgetter(number), rows)
             row.scatter_index[:] = -1
             self._fill_row(row, self.rows[number], prompts, completions)
         return rows
 
     def padding_fraction(self, rows_at_once: int) -> float:
         """Return the fraction of input positions that hold padding; see the function `padding_fraction`."""
-        num_inputs = sum(piece.num_inputs for row in self.rows for piece in row)
+        num_inputs = sum(map(attrgetter("num_inputs"), chain.from_iterable(self.rows)))
         return _padding_fraction(num_inputs, len(self.rows), self.length, rows_at_once)
 
     def _fill_row(self, row: Rows, pieces: Sequence[Piece], prompts: Tokens, completions: Tokens) -> None:
-        index = np.arange(self.length + 1, dtype=np.int32)
         input_end = scored_end = segment = 0
         for group, piece in enumerate(pieces, start=1):
-            prompt, prompt_start = piece.prompt, input_end
-            input_end = _write_tokens(row, input_end, prompts[piece.group], index[:prompt], group, 0)
+            if row.ends is not None and self.branches is not None:
+                row.ends[input_end : input_end + piece.num_inputs] = input_end + piece_ends(piece, self.branches)
+            input_end = _write_tokens(row, input_end, prompts[piece.group], np.arange(piece.prompt), group, 0)
             prompt_end = input_end
             for number in piece.indices:
-                segment, completion, branches = segment + 1, completions[number], self._branches_of(number)
-                start, end = input_end, scored_end + len(completion)
-                positions = _positions(index, prompt, len(completion), branches)
+                segment, completion = segment + 1, completions[number]
+                branches = () if self.branches is None else self.branches[number]
+                positions = token_positions(piece.prompt, len(completion), branches)
+                before = predecessors(piece.prompt, positions) if branches else np.arange(len(completion)) - 1
+                scored = slice(scored_end, scored_end + len(completion))
+                row.gather_index[scored] = before + np.where(before < 0, prompt_end, input_end)
+                row.target[scored], row.segment_ids[scored] = completion, segment
+                row.scatter_index[scored, 0], row.scatter_index[scored, 1] = number, np.arange(len(completion))
                 input_end = _write_tokens(row, input_end, completion[:-1], positions[:-1], group, segment)
-                predicted_from = row.gather_index[scored_end:end]
-                predicted_from[:1], predicted_from[1:] = prompt_end - 1, index[start:input_end]
-                if branches:
-                    before = predecessors(prompt, positions)
-                    predicted_from[:] = np.where(before < 0, prompt_end + before, start + before)
-                row.target[scored_end:end] = completion
-                row.segment_ids[scored_end:end] = segment
-                row.scatter_index[scored_end:end, 0] = number
-                row.scatter_index[scored_end:end, 1] = index[: len(completion)]
-                scored_end = end
-                if row.ends is not None:
-                    row.ends[start:input_end] = start + subtree_ends(positions[:-1], len(completion) - 1, branches)
-            if row.ends is not None:
-                row.ends[prompt_start:prompt_end] = input_end
-                for number in piece.indices:  # one that drops tokens of the prompt has the piece for itself
-                    branches = self._branches_of(number)
-                    ends = subtree_ends(np.arange(prompt), input_end - prompt_end, branches, first=-prompt)
-                    row.ends[prompt_start:prompt_end] = np.minimum(row.ends[prompt_start:prompt_end], prompt_end + ends)
-
-    def _branches_of(self, number: int) -> Sequence[Branch]:
-        return () if self.branches is None else self.branches[number]
+                scored_end = scored.stop
 
 
 def make_layout(
@@ -299,33 +283,44 @@ def make_layout(
     compile_cost: float = 0.0,
 ) -> Layout:
     """Assign the completions of groups to rows; arguments as for `pack`."""
-    pieces = list(_group_pieces(groups))
+    pieces, first = list[Piece](), 0
+    for number, group in enumerate(groups):
+        whole = Piece(group.prompt, group.lengths, tuple(range(first, first + len(group.lengths))), number)
+        pieces += _separate(whole, group.branches) if any(group.branches) else [whole]
+        first += len(group.lengths)
     if packing == "dense":
-        dense = [piece.select([i]) for piece in pieces for i in range(len(piece.lengths))]
+        dense = [piece.select(chosen) for piece in pieces for chosen in np.eye(len(piece.lengths), dtype=bool)]
         length, rows = row_length_bucket(max((p.row_length for p in dense), default=1)), [[p] for p in dense]
     else:
         length, rows = choose_row_length(pieces, row_length, max_tokens, compile_cost)
-    branches = list(chain.from_iterable(group.branches for group in groups))
-    if all(of_completion is None for of_completion in branches):
+    branches = list(chain.from_iterable(map(attrgetter("branches"), groups)))
+    if branches.count(None) == len(branches):
         return Layout(length, rows)
     return Layout(length, rows, [of_completion or () for of_completion in branches])
 
 
-def _group_pieces(groups: Sequence[GroupShape]) -> Iterator[Piece]:
-    """Yield the groups as pieces, their completions numbered consecutively.
-
-    A completion with a branch that drops tokens of the prompt is a piece of its own: the others see all of the prompt.
+def _separate(piece: Piece, branches: Sequence[Sequence[Branch] | None]) -> Iterator[Piece]:
+    """Yield a group as pieces. A completion with a branch that drops tokens of the prompt is a piece of its own: the
+    others see the whole prompt.
     """
-    first = 0
-    for number, group in enumerate(groups):
-        count = len(group.lengths)
-        whole = Piece(group.prompt, group.lengths, tuple(range(first, first + count)), number)
-        # A completion with a branch that drops tokens of the prompt does not share it.
-        separate = [i for i, each in enumerate(group.branches) if any(b.kept < group.prompt for b in each or ())]
-        if len(separate) < count:
-            yield whole if not separate else whole.select([i for i in range(count) if i not in separate])
-        yield from (whole.select([i]) for i in separate)
-        first += count
+    drops = np.array([any(branch.kept < piece.prompt for branch in each or ()) for each in branches])
+    if not drops.all():
+        yield piece.select(~drops)
+    yield from (piece.select(chosen) for chosen in np.eye(len(drops), dtype=bool)[drops])
+
+
+def piece_ends(piece: Piece, branches: Sequence[Sequence[Branch]]) -> Int[np.ndarray, "n"]:
+    """Return the index after the last descendant of each input token of a piece, counted from its first token."""
+    ends, start = np.full(piece.num_inputs, piece.num_inputs), piece.prompt
+    for number, length in zip(piece.indices, piece.lengths, strict=True):
+        tree, end = branches[number], start + max(length - 1, 0)
+        positions = token_positions(piece.prompt, end - start, tree)
+        ends[start:end] = start + subtree_ends(positions, end - start, tree)
+        # A completion that drops tokens of the prompt has the piece for itself.
+        of_prompt = subtree_ends(np.arange(piece.prompt), len(ends) - piece.prompt, tree, first=-piece.prompt)
+        ends[: piece.prompt] = np.minimum(ends[: piece.prompt], piece.prompt + of_prompt)
+        start = end
+    return ends
 
 
 def _write_tokens(
@@ -335,11 +330,6 @@ def _write_tokens(
     row.tokens[start:end], row.positions[start:end] = tokens, positions
     row.group_ids[start:end], row.input_segment_ids[start:end] = group_id, segment_id
     return end
-
-
-def _positions(index: np.ndarray, prompt: int, length: int, branches: Sequence[Branch]) -> Int[np.ndarray, "n"]:
-    """Return `token_positions`; without branches they are a slice of `index`."""
-    return token_positions(prompt, length, branches) if branches else index[prompt : prompt + length]
 
 
 def token_positions(prompt: int, length: int, branches: Sequence[Branch]) -> Int[np.ndarray, "n"]:
@@ -372,7 +362,7 @@ def predecessors(prompt: int, positions: Int[np.ndarray, "n"]) -> Int[np.ndarray
 def subtree_ends(
     positions: Int[np.ndarray, "n"], length: int, branches: Sequence[Branch], first: int = 0
 ) -> Int[np.ndarray, "n"]:
-    """Return the index in the completion behind the last descendant of each token.
+    """Return the index in the completion after the last descendant of each token.
 
     Args:
         positions: positions of the tokens, which begin at index `first` of the completion.

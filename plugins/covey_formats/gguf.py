@@ -18,11 +18,9 @@ from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.families import (
     NameTable,
-    check_shapes,
-    check_tensor_names,
     convert_layout,
     has_experts,
-    shared_rows,
+    match_tensors,
     tensor_names,
 )
 from covey.text.tokenizer import Tokenizer
@@ -58,11 +56,10 @@ class GGUFCheckpoint:
     def check(self) -> dict[str, tuple[str, slice]]:
         """Check names and shapes of the tensors; return our path → name, and the rows of its part."""
         names = replace(TENSOR_NAMES, layer={**TENSOR_NAMES.layer, **OTHER_NAMES.get(self.config.family, {})})
-        wanted, parts = tensor_names(self.config, names), shared_rows(self.config, names)
-        check_tensor_names(wanted, self._tensors, lambda name: name == ROPE_FREQS, str(self.path))
+        wanted = tensor_names(self.config, names)
         shapes = {name: [int(size) for size in tensor.shape[::-1]] for name, tensor in self._tensors.items()}
-        check_shapes(self.config, wanted, shapes, str(self.path))
-        return {path: (name, slice(*parts.get(path, (None,)))) for path, name in wanted.items()}
+        rows = match_tensors(self.config, wanted, shapes, lambda name: name == ROPE_FREQS, str(self.path))
+        return {path: (name, rows[path] or slice(None)) for path, name in wanted.items()}
 
     def _restore_order(self, path: str, tensor: np.ndarray) -> np.ndarray:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(path.split(".")[-2])

@@ -333,6 +333,7 @@ def test_the_text_part_of_a_checkpoint_on_the_hub_leaves_out_most_fields() -> No
     [
         ("qwen2", {"sliding_window": 9, "use_sliding_window": False}, None),
         ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": None}, None),
         ("gemma2", {}, (5, None, 5, None)),
         ("gemma3_text", {}, (5, 5, 5, 5)),
     ],

@@ -53,8 +53,8 @@ def check_new_folder(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path, card: str) -> Iterator[Path]:
-    """Yield a temporary folder beside `out`, with `card` as its README.md; rename it to `out` at the end, or delete it
-    on failure. Several processes share one, which the first makes and renames.
+    """Yield a temporary folder next to `out`, with `card` as its README.md. Rename it to `out` at the end, or delete it
+    on failure. Several processes share the folder, which the first process makes and renames.
 
     Raises:
         CoveyError: `out` is already in use, or the folder cannot be written.
@@ -111,12 +111,6 @@ def parameter_arrays(model: Decoder) -> dict[str, Any]:
     return flatten(nnx.state(model)) | kernels
 
 
-def parameter_sizes(model: Decoder, dtype: str) -> dict[str, int]:
-    """Return the bytes of each parameter in `dtype`, in the order of `export_parameters`."""
-    state, width = parameter_arrays(model), jnp.dtype(dtype).itemsize
-    return {path: state[path].size * width for path in families.parameter_paths(model.config)}
-
-
 def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write `tensors` to a safetensors file and read it back.
 
@@ -141,7 +135,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def compare_logits(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:
-    """Compare the logits of `written` with those of `model`, on random tokens of its vocabulary.
+    """Compare the logits of `written` and `model` on random tokens of the vocabulary.
 
     Raises:
         WeightsError: they differ by more than rounding to `dtype` explains.

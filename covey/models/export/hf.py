@@ -26,7 +26,7 @@ from covey.models.export.files import (
     export_parameters,
     lies_over_processes,
     new_folder,
-    parameter_sizes,
+    parameter_arrays,
     write_json,
     write_safetensors,
 )
@@ -38,7 +38,7 @@ from covey.text.tokenizer import Tokenizer, read_json
 
 SHARD_SIZE = 5_000_000_000
 WriteFiles = Callable[[Decoder, str, Mapping[Path, Sequence[str]]], None]
-"""Function that writes a model's tensors, in a type, to files: the names of those in each of them."""
+"""Function (model, type, {file: names of its tensors}) that writes the tensors of a model in a type."""
 
 
 def write_hf(
@@ -60,11 +60,11 @@ def write_hf(
         dtype: float32 or bfloat16; the type in memory by default.
         shard_size: maximum bytes per file of weights; a larger tensor has a file of its own.
         card: text of README.md.
-        sampling: that of training, for generation_config.json; that of `source` by default.
+        sampling: settings of sampling in training, for generation_config.json; the settings of `source` by default.
 
     Returns:
-        The difference between the logits of the written model, read back, and those of `model`. If the model's arrays
-        lie over several processes, all must call this; each writes its shards, and reads back what it has written.
+        The difference between the logits of `model` and of the written model, read back. If the model's arrays lie over
+        several processes, all must call this: each writes its shards and reads them back.
 
     Raises:
         CoveyError: `out` is in use, or cannot be written.
@@ -116,9 +116,9 @@ def _named_tensors(model: Decoder, dtype: str) -> Iterator[tuple[str, np.ndarray
 
 def _tensor_sizes(model: Decoder, dtype: str) -> dict[str, int]:
     """Return the bytes of each tensor of the checkpoint, in the order of `_named_tensors`."""
-    names, sizes = families.tensor_names(model.config), dict[str, int]()
-    for path, size in parameter_sizes(model, dtype).items():
-        sizes[names[path]] = sizes.get(names[path], 0) + size
+    arrays, sizes = parameter_arrays(model), dict[str, int]()
+    for path, name in families.tensor_names(model.config).items():
+        sizes[name] = sizes.get(name, 0) + arrays[path].size * jax.numpy.dtype(dtype).itemsize
     return sizes
 
 
@@ -146,7 +146,7 @@ def write_settings(
     dtype: str,
     sampling: RolloutConfig | None = None,
 ) -> None:
-    """Write all files of a Hugging Face folder but its weights, config.json last; arguments are those of `write_hf`."""
+    """Write all files of a Hugging Face folder but its weights, config.json last; arguments as for `write_hf`."""
     config = _config(described, tokenizer, source, dtype)
     write_tokenizer(tokenizer, source, folder, sampling)
     write_json(folder / "config.json", config)
@@ -198,7 +198,7 @@ def _generation_config(tokenizer: Tokenizer, before: Fields, sampling: RolloutCo
 
 
 def write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path, sampling: RolloutConfig | None) -> None:
-    """Write the files of the tokenizer, and generation_config.json; arguments are those of `write_hf`."""
+    """Write the files of the tokenizer, and generation_config.json; arguments as for `write_hf`."""
     before = {} if source is None else read_json(source / "generation_config.json", missing={})
     own = None if source is None else Tokenizer.from_folder(source)
     source = source if own is not None and _is_same(own, tokenizer) else None

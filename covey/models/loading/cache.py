@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.errors import WeightsError
-from covey.files import file_sha256
+from covey.files import file_sha256, replace_file
 
 DIGESTS_FILE = "digests.json"
 MAX_CACHED_FILES = 1000
@@ -47,19 +46,17 @@ def create_folder(folder: Path) -> Iterator[None]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write `text` to a file of the cache, under a temporary name until it is complete.
+    """Write `text` to a file of the cache, as a whole or not at all.
 
     Raises:
         WeightsError: the cache cannot be written.
     """
-    with create_folder(file.parent), tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        part = Path(scratch) / file.name
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, file)
+    with create_folder(file.parent):
+        replace_file(file, text.encode(), durable=False)
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of `files` in hex: that of a single file, or that of the digests and names of several."""
+    """Return the SHA-256 in hex of a single file, or of the digests and names of several files."""
     cache = _read_cache()
     before = dict(cache)
     sums = {file.name: _cached_digest(file, cache) for file in files}

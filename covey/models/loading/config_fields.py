@@ -1,7 +1,7 @@
 """Checks of the types and ranges of the fields of an untrusted config.json, before a model is built from it.
 
-Rotary settings are converted to our `RopeScaling`, and back: they are read in the forms of transformers 4 and 5, and
-written in that of 4, which both read.
+Rotary settings are converted to our `RopeScaling`, and back. They are read in the forms of transformers 4 and 5, and
+written in form 4, which both versions read.
 """
 
 import math
@@ -12,12 +12,14 @@ from covey.errors import WeightsError
 from covey.models.config import RopeScaling
 
 NUM_LAYERS = "num_hidden_layers"
+LAYER_KINDS = {"full_attention": None, "sliding_attention": "sliding_window"}
+"""Kind of a layer in `layer_types` → field of its sliding window; None for a kind without a window."""
 NULLABLE = (
     "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "rope_theta", "rope_local_base_freq",
     "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor", "rope_parameters", "rope_scaling",
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "hidden_act", "hidden_activation",
-    "layer_types", "no_rope_layers", "full_attention", "sliding_attention", "rope_type", "type",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "layer_types", "no_rope_layers", "rope_type", "type", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", *LAYER_KINDS,
 )  # fmt: skip
 """Fields that may be null, which means the same as absent."""
 
@@ -99,7 +101,7 @@ _NUMBERS = (
 )  # fmt: skip
 _YARN_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "truncate")
-_OBJECTS = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
+_OBJECTS = ("rope_parameters", "rope_scaling", *LAYER_KINDS)
 _TEXTS = ("hidden_act", "hidden_activation", "rope_type", "type")
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -118,10 +120,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of 0 and 1",
     ),
     "layer_types": (
-        lambda value: (
-            isinstance(value, list) and all(kind in ("full_attention", "sliding_attention") for kind in value)
-        ),
-        "a list of full_attention and sliding_attention",
+        lambda value: isinstance(value, list) and all(kind in tuple(LAYER_KINDS) for kind in value),
+        "a list of " + " and ".join(LAYER_KINDS),
     ),
 }
 """Field → (check of a value, description of the right values), including the rotary settings."""
@@ -144,26 +144,16 @@ def read_rope_scaling(rope: Mapping[str, Any], c: Mapping[str, Any], layers: str
     scaling = rope or old
     if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
         raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
-    kind = rope_kind(scaling)
+    kind: Any = rope_kind(scaling)
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling("linear", scaling["factor"])
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_positions=scaling["original_max_position_embeddings"],
-        )
-    if kind == "yarn" and not layers:
-        return _read_yarn(scaling, c)
-    of = f" under {layers}" if layers else ""
-    raise WeightsError(
-        f"RoPE scaling {kind!r}{of} is not supported",
-        want="one of: " + ", ".join(("default", "linear", "llama3", *([] if layers else ["yarn"]))),
-    )
+    known = [name for name in ROPE_FIELDS if name != "yarn" or not layers]
+    if kind not in known:
+        of = f" under {layers}" if layers else ""
+        want = "one of: " + ", ".join(["default", *known])
+        raise WeightsError(f"RoPE scaling {kind!r}{of} is not supported", want=want)
+    scaling = _with_yarn_defaults(scaling, c) if kind == "yarn" else scaling
+    return RopeScaling(kind, **{ours: scaling[theirs] for ours, theirs in ROPE_FIELDS[kind].items()})
 
 
 def rope_kind(scaling: Mapping[str, Any]) -> str:
@@ -186,20 +176,19 @@ def _check_contradiction(rope: Mapping[str, Any], old: Mapping[str, Any]) -> Non
         )
 
 
-def _read_yarn(scaling: Mapping[str, Any], c: Mapping[str, Any]) -> RopeScaling:
-    """Read YaRN with the defaults of transformers 5. Of the two places for the positions of pretraining, that beside
-    the scaling counts more there.
+def _with_yarn_defaults(scaling: Mapping[str, Any], c: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of YaRN with the defaults of transformers 5. Of the two places for the positions of
+    pretraining, the place next to the scaling counts more there.
     """
-    places = (c.get("original_max_position_embeddings"), scaling.get("original_max_position_embeddings"))
-    return RopeScaling(
-        "yarn",
-        factor=scaling["factor"],
-        original_max_positions=places[0] or places[1] or c["max_position_embeddings"],
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        truncate=scaling.get("truncate", True),
-        attention_factor=_yarn_attention_factor(scaling),
-    )
+    positions = "original_max_position_embeddings"
+    return {
+        "factor": scaling["factor"],
+        positions: c.get(positions) or scaling.get(positions) or c["max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32.0,
+        "beta_slow": scaling.get("beta_slow") or 1.0,
+        "truncate": scaling.get("truncate", True),
+        "attention_factor": _yarn_attention_factor(scaling),
+    }
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
@@ -234,11 +223,25 @@ def write_rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Write the inverse of `read_rope_scaling`."""
     if scaling is None:
         return None
-    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return fields
-    fields["original_max_position_embeddings"] = scaling.original_max_positions
-    if scaling.kind == "llama3":
-        return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-    return fields | {name: getattr(scaling, name) for name in names}
+    fields = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_FIELDS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, **fields}
+
+
+ROPE_FIELDS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_positions": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_positions": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
+}
+"""Kind of scaling → field of `RopeScaling` → field of config.json."""

@@ -1,20 +1,25 @@
 """Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
-Each family has a reader and a writer of its own fields; `_read_common` and `_write_common` handle those that all
-families share; `config_fields` converts the rotary settings.
+Each family has a reader and a writer of its own fields. `_read_common` and `_write_common` handle the fields that all
+families share, and `config_fields` the rotary settings. A kind of layer is a row of `config_fields.LAYER_KINDS`.
 
-The config.json of a model that also reads images has the text model's settings in `text_config`, and its tensors lie
-under one of two prefixes: that of transformers 4.50, which checkpoints on the hub have, or that of later versions.
-Tensors of other parts are not read.
+The config.json of a model that also reads images has the text model's settings in `text_config`. Its tensors have one
+of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tensors of other parts are not read.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
-from covey.models.loading.config_fields import read_rope_scaling, rope_kind, rope_settings, write_rope_scaling
+from covey.models.loading.config_fields import (
+    LAYER_KINDS,
+    read_rope_scaling,
+    rope_kind,
+    rope_settings,
+    write_rope_scaling,
+)
 
 Config = Mapping[str, Any]
 """A config.json as read."""
@@ -83,23 +88,22 @@ def read_olmo2(c: Config) -> ModelConfig:
 
 
 def read_smollm3(c: Config) -> ModelConfig:
-    """Read SmolLM3: every fourth layer does not rotate, or those that `no_rope_layers` marks with 0."""
+    """Read SmolLM3: every fourth layer does not rotate, or the layers that `no_rope_layers` marks with 0."""
     _check_switches_off(c, "attention_bias", "mlp_bias")
     c = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, **c}
     layers, every = range(c["num_hidden_layers"]), c.get("no_rope_layer_interval", 4)
     marks = c.get("no_rope_layers")
     rotates = [(i + 1) % every != 0 for i in layers] if marks is None else [bool(marks[i]) for i in layers]
     windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
-    default = ["sliding_attention" if windowed and not rotates[i] else "full_attention" for i in layers]
-    return _read_common(c, rope_layers=tuple(rotates), windows=_layer_windows(c, default))
+    windows = _layer_windows(c, lambda layer: windowed and not rotates[layer])
+    return _read_common(c, rope_layers=tuple(rotates), windows=windows)
 
 
 def read_qwen2(c: Config) -> ModelConfig:
     """Read Qwen2 and Qwen2.5."""
-    windowed, layers = c.get("use_sliding_window", False), c["num_hidden_layers"]
-    first = c.get("max_window_layers", layers)
-    default = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
-    return _read_common(c, attention_bias=True, windows=_layer_windows(c, default))
+    first = c.get("max_window_layers") if c.get("use_sliding_window") else None
+    windows = _layer_windows(c, lambda layer: first is not None and layer >= first)
+    return _read_common(c, attention_bias=True, windows=windows)
 
 
 def read_qwen3(c: Config) -> ModelConfig:
@@ -110,12 +114,11 @@ def read_qwen3(c: Config) -> ModelConfig:
 
 def read_gemma2(c: Config) -> ModelConfig:
     """Read Gemma 2."""
-    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(c["num_hidden_layers"])]
     return _read_gemma(
         c,
         attn_softcap=c["attn_logit_softcapping"],
         final_softcap=c["final_logit_softcapping"],
-        windows=_layer_windows(c, default),
+        windows=_layer_windows(c, lambda layer: layer % 2 == 0),
     )
 
 
@@ -126,21 +129,20 @@ def read_gemma3(c: Config) -> ModelConfig:
     """
     c = {**GEMMA3_DEFAULTS, **c}
     every = c.get("sliding_window_pattern", 6)
-    default = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(c["num_hidden_layers"])]
     return _read_gemma(
         c,
         qk_norm=True,
         final_softcap=c.get("final_logit_softcapping"),
-        windows=_layer_windows(c, default),
+        windows=_layer_windows(c, lambda layer: (layer + 1) % every != 0),
         **_read_gemma3_ropes(c),
     )
 
 
 def _read_gemma3_ropes(c: Config) -> Fields:
-    """Return RoPE bases and scalings of the layers with full attention and of those with a window."""
+    """Return RoPE bases and scalings of layers with full attention and of layers with a window."""
     kinds: dict[str, Any] = c.get("rope_parameters") or {}
-    if kinds and not kinds.keys() & {"full_attention", "sliding_attention"}:
-        raise WeightsError("rope_parameters name no kind of layer", want="full_attention and sliding_attention in them")
+    if kinds and not kinds.keys() & LAYER_KINDS.keys():
+        raise WeightsError("rope_parameters name no kind of layer", want=f"{' and '.join(LAYER_KINDS)} in them")
     wide = (kinds.get("full_attention") or {}) | (c.get("rope_scaling") or {})
     local = kinds.get("sliding_attention") or {}
     return {
@@ -178,12 +180,14 @@ def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
     return _read_common(c, **(common | switches))
 
 
-def _layer_windows(c: Config, default: list[str]) -> tuple[int | None, ...] | None:
-    """Return the window of each layer by its declared type, or by `default` where types are not declared."""
-    kinds = c.get("layer_types") or default
-    if "sliding_attention" not in kinds:
-        return None
-    return tuple(c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+def _layer_windows(c: Config, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
+    """Return the window of each layer by its declared kind; where kinds are not declared, `slides` tells which layers
+    have one.
+    """
+    layers = range(c["num_hidden_layers"])
+    kinds = c.get("layer_types") or ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
+    fields = [LAYER_KINDS[kind] for kind in kinds]
+    return tuple(None if field is None else c[field] for field in fields) if any(fields) else None
 
 
 def _one_window(c: Config) -> tuple[int, ...] | None:
@@ -318,7 +322,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2
 
 
 TEXT_PARTS = {"gemma3": "gemma3_text"}
-"""`model_type` of the whole → that of its text part."""
+"""`model_type` of a whole model → `model_type` of its text part."""
 
 MODULE = "model.language_model"
 """Module of the text part in transformers, without its head."""

@@ -45,16 +45,16 @@ def load_adapter(base: Decoder, folder: str | Path, *, dropout: float = 0.0, see
     modules = families.paths_by_name(families.projection_names(base.config))
     config = _check_config(read_json(folder / CONFIG_FILE), modules, str(folder / CONFIG_FILE))
     pairs = _read_matrices(folder, modules)
+    numbers = {path: number for number, path in enumerate(sorted(path for module in pairs for path in modules[module]))}
     model = nnx.merge(*nnx.split(base))
     linears = projections(model)
     for module, (a, b) in pairs.items():
         _check_shapes(modules[module], linears, a, b, _module_value(config, "r", module), str(folder))
-    parts, module_of = families.shared_rows(base.config), families.projection_names(base.config)
-    for number, path in enumerate(sorted(path for module in pairs for path in modules[module])):
-        a, b = pairs[module_of[path]]
-        start, end = parts.get(f"{path}.kernel", (0, b.shape[1]))
-        lora = linears[path].lora = _lora(a, b[:, start:end], config, module_of[path])
-        lora.dropout, lora.noise = dropout, (seed, number)
+        widths = [linears[path].shape[1] for path in modules[module]]
+        columns = np.split(b, np.cumsum(widths[:-1]), axis=1)
+        for path, part in zip(modules[module], columns, strict=True):
+            lora = linears[path].lora = _lora(a, part, config, module)
+            lora.dropout, lora.noise = dropout, (seed, numbers[path])
     return model
 
 
@@ -72,7 +72,7 @@ def _check_shapes(
 
 
 def _lora(a: np.ndarray, b: np.ndarray, config: Mapping[str, Any], module: str) -> LoRA:
-    """Return the adapter of one projection; those that are one module have the same A."""
+    """Return the adapter of one projection. Projections that are one module share A."""
     rank, alpha = _module_value(config, "r", module), _module_value(config, "lora_alpha", module)
     lora = LoRA(len(a), b.shape[1], rank, 0.0, rngs=nnx.Rngs(0))
     lora.a[...], lora.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)

@@ -27,6 +27,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -259,22 +260,18 @@ def _download_snapshot(hub: Any, repo: str, revision: str, **options: Any) -> Re
 
 def _latest_commit(hub: Any, repo: str, revision: str) -> str:
     """Return the current commit of `revision`. DNS lookup has no timeout of its own, so it runs in a thread."""
-    answer: list[str | Exception] = []
+    answer = Future[str]()
 
     def ask() -> None:
         try:
-            answer.append(str(hub.HfApi().model_info(repo, revision=revision, timeout=PROBE_SECONDS).sha))
+            answer.set_result(str(hub.HfApi().model_info(repo, revision=revision, timeout=PROBE_SECONDS).sha))
         except Exception as error:  # passed to the caller, which waits outside this thread
-            answer.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    if not answer:
+    threading.Thread(target=ask, daemon=True).start()
+    if not wait([answer], PROBE_SECONDS).done:
         raise TimeoutError(f"no answer within {PROBE_SECONDS:.0f} s")
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+    return answer.result()
 
 
 def _import_hub() -> Any:

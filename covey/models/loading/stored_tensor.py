@@ -14,14 +14,14 @@ class StoredTensor:
     Attributes:
         file: the open file.
         name: name of the tensor in it.
-        rows: first row and end of the part of the tensor that is meant; None for all of it.
+        rows: rows of the tensor, from a first one to an end; None for all of them.
         transposed: whether our layout is the transpose of the file's.
         dtype: type of what is read; by default the file's.
     """
 
     file: Any
     name: str
-    rows: tuple[int, int] | None = None
+    rows: slice | None = None
     transposed: bool = False
     dtype: DTypeLike | None = None
 
@@ -42,22 +42,21 @@ class StoredTensor:
 
     def whole(self) -> np.ndarray:
         """Read the whole tensor."""
-        stored = self.file.get_slice(self.name)
-        tensor = self.file.get_tensor(self.name) if self.rows is None else stored[self.rows[0] : self.rows[1]]
-        return self._in_our_layout(tensor)
+        name, rows = self.name, self.rows
+        return self._in_our_layout(self.file.get_tensor(name) if rows is None else self.file.get_slice(name)[rows])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Read a slice: one `slice` without a step for each dimension of `shape`."""
         order = index[::-1] if self.transposed else index
         ranges = [part.indices(size)[:2] for part, size in zip(order, self._stored_shape(), strict=True)]
-        first = 0 if self.rows is None else self.rows[0]
+        first = 0 if self.rows is None else self.rows.start
         start, *others = (slice(*bounds) for bounds in ranges)
         start = slice(start.start + first, start.stop + first)
         return self._in_our_layout(self.file.get_slice(self.name)[(start, *others)])
 
     def _stored_shape(self) -> tuple[int, ...]:
         shape: tuple[int, ...] = tuple(self.file.get_slice(self.name).get_shape())
-        return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+        return shape if self.rows is None else (self.rows.stop - self.rows.start, *shape[1:])
 
     def _in_our_layout(self, tensor: np.ndarray) -> np.ndarray:
         tensor = tensor.T if self.transposed else tensor

@@ -132,8 +132,8 @@ def load_blank(config: ModelConfig, mesh: Mesh | None, **options: Any) -> Decode
 
 
 def tensors_for(checkpoint: Checkpoint, mesh: Mesh | None) -> Iterator[tuple[str, np.ndarray | StoredTensor]]:
-    """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, those of a folder
-    are read slice by slice when they are put there.
+    """Yield (our path, array in our layout) for each parameter. For a mesh over several processes, tensors of a folder
+    are read slice by slice when they are put on devices.
     """
     if isinstance(checkpoint, FolderCheckpoint) and spans_processes(mesh):
         return checkpoint.stored()
@@ -173,7 +173,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Return the files that the checkpoint at `path` is read from: the .gguf file itself, or those of a folder.
+    """Return the files that the checkpoint at `path` is read from: the .gguf file, or files of the folder.
 
     Raises:
         WeightsError: the folder has no weights.
@@ -230,19 +230,15 @@ def make_put(model: nnx.Module, mesh: Mesh | None) -> PutArray:
     """Return a function that puts each parameter of the abstract `model` on `mesh` by `parallel.arrays`; without a
     mesh, on the default device. Each device gets only its own shard, in every process of a run.
     """
+    # Tensors are copied: on a CPU, JAX may alias the memory it is given, and would keep reading the checkpoint's file.
     if mesh is None:
-        return lambda path, tensor: jnp.asarray(_copy(tensor))
+        return lambda path, tensor: jnp.asarray(np.array(tensor))
     where = flatten(shardings(nnx.state(model), mesh))
 
     def put(path: str, tensor: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: _copy(tensor[index]))
+        return jax.make_array_from_callback(tensor.shape, where[path], lambda index: np.array(tensor[index]))
 
     return put
-
-
-def _copy(tensor: np.ndarray) -> np.ndarray:
-    """Return a copy. On CPU JAX may alias the memory it is given, and would then keep reading the checkpoint's file."""
-    return np.array(tensor)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
@@ -265,27 +261,30 @@ def _check_vocabulary(checkpoint: Checkpoint, where: str) -> None:
 def _check_head(labels: int | None, role: str, where: str) -> None:
     """Check that a checkpoint has the head of a language model, a critic or a reward model, by its number of labels."""
     wanted = "a *ForSequenceClassification folder with num_labels 1 (score.weight [1, hidden size])"
-    if role == "model" and labels is not None:
-        raise WeightsError(
+    problems = (
+        (
+            role == "model" and labels is not None,
             f"this checkpoint has a classification head ({families.SCORE_TENSOR}) and no language head: "
             "it cannot write",
-            fix="it can score: reward=, or with another head critic=",
-            where=where,
-        )
-    if role != "model" and labels not in (None, 1):
-        raise WeightsError(
+            "",
+            "it can score: reward=, or with another head critic=",
+        ),
+        (
+            role != "model" and labels not in (None, 1),
             f"this is a classifier with num_labels {labels}",
-            want=wanted,
-            fix="a model trained for one score, with num_labels=1",
-            where=where,
-        )
-    if role == "reward_model" and labels is None:
-        raise WeightsError(
+            wanted,
+            "a model trained for one score, with num_labels=1",
+        ),
+        (
+            role == "reward_model" and labels is None,
             "this is a language model: it has no score.weight and cannot score",
-            want=wanted,
-            fix="a reward model; as critic a language model will do",
-            where=where,
-        )
+            wanted,
+            "a reward model; as critic a language model will do",
+        ),
+    )
+    for applies, what, want, fix in problems:
+        if applies:
+            raise WeightsError(what, want=want, fix=fix, where=where)
 
 
 class FolderCheckpoint:
@@ -322,7 +321,7 @@ class FolderCheckpoint:
             return False
         embedding, head = (holders[name] for name in self._ends)
         starts = range(0, (*head.shape, 0)[0], ROWS_AT_ONCE)
-        parts = ((start, min(start + ROWS_AT_ONCE, head.shape[0])) for start in starts)
+        parts = (slice(start, min(start + ROWS_AT_ONCE, head.shape[0])) for start in starts)
         return embedding.shape != head.shape or not all(
             np.array_equal(replace(embedding, rows=part).whole(), replace(head, rows=part).whole()) for part in parts
         )
@@ -345,11 +344,10 @@ class FolderCheckpoint:
             saved = [name for name in self._ends if name in holders]  # of a tied model one may be enough
             wanted |= {"embed.embedding": saved[0]} if self.config.tie_embeddings and saved else {}
             self._check_types(holders)
-            families.check_tensor_names(wanted, holders, self._ignored, str(self.folder))
-            families.check_shapes(self.config, wanted, {name: x.shape for name, x in holders.items()}, str(self.folder))
-            parts = families.shared_rows(self.config)
+            shapes = {name: tensor.shape for name, tensor in holders.items()}
+            rows = families.match_tensors(self.config, wanted, shapes, self._ignored, str(self.folder))
             for path, name in wanted.items():
-                yield path, replace(holders[name], rows=parts.get(path), transposed=families.is_transposed(path))
+                yield path, replace(holders[name], rows=rows[path], transposed=families.is_transposed(path))
 
     def _check_types(self, holders: Mapping[str, StoredTensor]) -> None:
         """Refuse weights that are no floating-point numbers, by the method that quantised them if it is known.
@@ -519,7 +517,7 @@ def _value_tensors(
 
 
 def with_digest(origin: str) -> str:
-    """Return `origin`; for a path, add the digest of its content ."""
+    """Return `origin`; for a path, add the digest of its content."""
     if not os.path.isabs(origin):
         return origin
     return f"{origin}, sha256 {files_digest(checkpoint_files(Path(origin)))[:16]}"
