@@ -24,6 +24,11 @@ SAMPLES = 4
 """Number of completions kept per question and evaluation; all of them are counted."""
 
 
+def changes_of(run: RunData, first: RunData | None = None) -> dict[str, Any]:
+    """Return the figures of the evaluations, the trends of training, and the numbers of what was evaluated."""
+    return {"figures": figures(run, first), "trends": trends(run), "counts": counts(run)}
+
+
 def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
     """Return the metrics of the evaluations before and after training: name, name of the curve, unit, meaning, which
     direction is `better` (1, -1 or 0), both values, and the change with its standard error (None if it is not known).

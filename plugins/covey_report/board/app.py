@@ -28,8 +28,9 @@ from covey.errors import CoveyError
 from covey.monitor.run_files import SAMPLES
 from covey_report.board.folder import BoardRun, RunsFolder
 from covey_report.completions import MAX_BYTES, encode_groups
-from covey_report.page import COMMON, UPLOT, asset, clocks_of, findings_data, page_data
+from covey_report.page import UPLOT, clocks_of, findings_data, page_data
 from covey_report.run_data import RunData, Series
+from covey_report.sections import BOARD, asset, elements_of, join_scripts
 from covey_report.texts import script_json
 
 ADDRESS, PORT, PORTS = "127.0.0.1", 8421, 20
@@ -40,8 +41,6 @@ MOST_CONNECTIONS, MAX_DIGITS = 64, 16
 """Maximum number of connections at a time, and of digits of a step."""
 MOST_RUNS = 8
 """Maximum number of runs that are shown together: as many as there are colours."""
-SCRIPTS = (*COMMON, "charts", "overview", "tokens", "completions", "recipe")
-"""Names of the report's scripts that the page uses, in the order in which they are joined."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -185,10 +184,9 @@ def _page_files() -> dict[str, tuple[str, str]]:
     """Return the files of the page by path, each with its type."""
     folder = files("covey_report.board") / "assets"
     own = {name: (folder / f"board.{name}").read_text("utf-8") for name in ("html", "js", "css")}
-    code = "".join([*(asset(f"{name}.js") for name in SCRIPTS), own["js"]])
     return {
-        "/": (own["html"], "text/html"),
-        "/board.js": (f"{asset(f'{UPLOT}.min.js')}\n(() => {{\n'use strict';\n{code}}})();\n", "text/javascript"),
+        "/": (own["html"].replace("@SECTIONS@", elements_of(BOARD)), "text/html"),
+        "/board.js": (f"{asset(f'{UPLOT}.min.js')}\n{join_scripts(BOARD, own['js'])}", "text/javascript"),
         "/board.css": (asset(f"{UPLOT}.min.css") + asset("page.css") + own["css"], "text/css"),
     }
 
