@@ -19,7 +19,7 @@ from covey.packing.bins import row_length_bucket
 from covey.parallel.mesh import MESH_AXES
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, Target
-from covey_plan.plan import Load, Plan, Tell, plan_programs, programs_of, residents_of
+from covey_plan.plan import Load, Plan, Tell, arrays_of, plan_programs, programs_of
 from covey_plan.table import make_table
 from covey_plan.topologies import place_on, rollout_config
 from covey_plan.work import num_rows, step_groups
@@ -135,7 +135,7 @@ def _advice(
     tokens = sum(group.prompt + sum(group.lengths) for group in step_groups(recipe, lengths))
     places = place_on(target, mesh)
     run = programs_of(recipe, places)
-    floor = residents_of(run).floor
+    floor = arrays_of(run).floor
     if floor > machine.memory:
         return Advice(mesh, settings, None, floor, "the arrays alone do not fit", tokens)
     try:

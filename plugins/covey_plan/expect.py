@@ -65,14 +65,14 @@ class Estimate(Output):
         if run.folder.resuming or is_from_python(run.recipe):
             return
         try:
-            needs = expect(run, (summary["before"] or {}).get("mean_length"))
+            needs = estimate(run, (summary["before"] or {}).get("mean_length"))
             for line in in_words(needs, run):
                 run.progress.message(line)
         except Exception as error:  # an estimate is a by-product, and the run goes on without it
             log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
 
 
-def expect(run: SavedRun, sampled: float | None = None) -> Expectation:
+def estimate(run: SavedRun, sampled: float | None = None) -> Expectation:
     """Return the expected needs of a run that is set up.
 
     Args:

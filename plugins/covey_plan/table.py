@@ -78,7 +78,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         {"role": role, "mesh": dict(meshes[role]),
          "parts": {part: size for part, size in {**process, **arrays.most()}.items() if size},
          "peak": peak, "left": round(plan.machine.memory - peak)}
-        for role, arrays in plan.residents._asdict().items()
+        for role, arrays in plan.arrays._asdict().items()
         if arrays and (peak := plan.peak_of(arrays))
     ]  # fmt: skip
 
@@ -100,7 +100,7 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
         "temporary": program.temporary,
         "refused": program.refused,
         "compiling": program.compiling,
-        "peak": plan.process + plan.residents.of(program.name).peak(program),
+        "peak": plan.process + plan.arrays.of(program.name).peak(program),
         "kernels": sum(program.kernels),
         "collectives": [asdict(one) | {"loops": list(one.loops)} for one in program.collectives],
     }

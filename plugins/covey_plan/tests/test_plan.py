@@ -26,7 +26,7 @@ from covey_plan.compiled import Collective, CompiledProgram, compile_program
 from covey_plan.cost import cost_of
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, parse_target
-from covey_plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
+from covey_plan.memory import DeviceArrays, Outline, RunArrays, nbytes, run_arrays
 from covey_plan.overlap import overlap_of
 from covey_plan.programs import RLPrograms
 from covey_plan.roofline import Rates, phase_time
@@ -115,7 +115,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
 def ahead_on(made: plan.Plan, new_weights: int) -> None:
     """On accelerators the two sides of this plan run at once: over steps, or in two parts of a step."""
     at_once = ["training.rollout_micro_batch_size=1", "training.train_micro_batch_size=1"]
-    sides = made.phases, made.residents, MACHINES["v5e"]
+    sides = made.phases, made.arrays, MACHINES["v5e"]
     stages = [f"training.{stage}_micro_batch_size=1" for stage in ("ref_logps", "old_logps")]
     now, later = (
         overlap_of(load([*at_once, *stages, *more]), *sides) for more in ((), ["training.off_policy_steps=1"])
@@ -189,10 +189,10 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
     assert isinstance(made, RLPrograms)
     assert made.config.shares_weights
     weights, optimizer, programs = made.trainer.params, made.trainer.opt_state, made.largest()
-    assert "weights of the rollout" not in run_residents(weights, optimizer, programs, False).actor.always
+    assert "weights of the rollout" not in run_arrays(weights, optimizer, programs, False).actor.always
     own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
     copy = abstract(made.cluster.rollout.params, own)
-    held = run_residents(weights, optimizer, programs, False, copy, copy)
+    held = run_arrays(weights, optimizer, programs, False, copy, copy)
     assert held.rollout is None
     assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]
     assert held.peaks([])["sync"] == sum(held.actor.always.values()) + nbytes(copy)
@@ -207,7 +207,7 @@ def test_a_rollout_on_accelerators_takes_the_stacks_apart(monkeypatch: pytest.Mo
     )
 
     def twice(made: Any) -> int:
-        return plan.residents_of(made).actor.during["decode"]["weights to sample with"]
+        return plan.arrays_of(made).actor.during["decode"]["weights to sample with"]
 
     runs: Any = [plan.programs_of(load(more, settings), Places(jax.devices()[0])) for more in ((), ahead)]
     layers = nbytes([x for name, x in flatten(runs[0].trainer.params).items() if name.startswith("layers.")])
@@ -235,13 +235,13 @@ def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
 
 
 def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
-    residents = Residents({"weights": 100, "optimizer": 200}, {"decode": {"KV cache": 50}})
+    arrays = DeviceArrays({"weights": 100, "optimizer": 200}, {"decode": {"KV cache": 50}})
     decode = CompiledProgram("decode", 1.0, arguments=160, results=4, temporary=7)
-    assert residents.peak(decode) == 361
-    assert residents.peak(replace(decode, name="apply")) == 311
-    assert residents.peak(replace(decode, refused=999)) == 999
-    assert residents.peak(replace(decode, compiling=20)) == 370
-    further = RunResidents(residents).with_programs(30)
+    assert arrays.peak(decode) == 361
+    assert arrays.peak(replace(decode, name="apply")) == 311
+    assert arrays.peak(replace(decode, refused=999)) == 999
+    assert arrays.peak(replace(decode, compiling=20)) == 370
+    further = RunArrays(arrays).with_programs(30)
     assert further.peaks([decode, replace(decode, name="apply")]) == {"decode": 391, "apply": 311}
 
 
