@@ -7,7 +7,6 @@ each part of the rows keeps as many as in the recipe, but no more than the step 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -83,12 +82,12 @@ def advise(load: Load, target: Target, tell: Tell, lengths: Lengths) -> list[Adv
     for number, mesh in enumerate(candidates, start=1):
         prefix = f"mesh {number} of {len(candidates)} ({', '.join(f'{a} {getattr(mesh, a)}' for a in MESH_AXES)}): "
         settings = settings_for(recipe, mesh, lengths)
-        advice.append(_advice(load(settings), settings, target, partial(_tell_of, tell, prefix), lengths))
+        advice.append(_advice(load(settings), settings, target, _prefixed(tell, prefix), lengths))
     return sorted(advice, key=lambda one: (one.seconds, one.plan is None, one.floor))
 
 
-def _tell_of(tell: Tell, mesh: str, text: str) -> None:
-    tell(mesh + text)
+def _prefixed(tell: Tell, prefix: str) -> Tell:
+    return lambda text: tell(prefix + text)
 
 
 def _check(recipe: Recipe | SFTRecipe, target: Target) -> None:

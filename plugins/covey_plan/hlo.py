@@ -79,7 +79,7 @@ class Instruction:
 
     @property
     def executions(self) -> int:
-        """Number of times it runs; loops of unknown length count once."""
+        """Number of times it runs in a call of the program; loops of unknown length count once."""
         return math.prod(trips or 1 for trips in self.loops)
 
 

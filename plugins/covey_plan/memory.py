@@ -205,30 +205,8 @@ class Outline:
     not_counted: Sequence[str]
 
 
-def make_outline(
-    recipe: Recipe | SFTRecipe,
-    trained: Any,
-    arrays: RunArrays,
-    not_counted: Sequence[str],
-) -> Outline:
-    """Return the outline of a run of `recipe`.
-
-    Args:
-        recipe: the settings.
-        trained: shapes of the weights that are trained and of the optimizer's state.
-        arrays: arrays on its devices.
-        not_counted: parts of the run that are not counted.
-    """
-    return Outline(
-        {role: held.most() for role, held in arrays._asdict().items() if held},
-        _step(recipe),
-        checkpoint_bytes(trained),
-        num_checkpoints(recipe),
-        not_counted,
-    )
-
-
-def _step(recipe: Recipe | SFTRecipe) -> dict[str, int]:
+def tokens_of_step(recipe: Recipe | SFTRecipe) -> dict[str, int]:
+    """Return the numbers of prompts, completions and tokens of a step, by what they are."""
     if isinstance(recipe, SFTRecipe):
         batch = recipe.training.batch_size
         return {"examples": batch, "tokens, at most": batch * recipe.training.max_length}

@@ -37,13 +37,23 @@ from covey_kernels import gpu_decode, tpu_decode
 from covey_plan.compiled import CompiledProgram, compile_program, process_memory
 from covey_plan.lengths import Lengths, expected_lengths
 from covey_plan.machines import MACHINES, Machine, Target
-from covey_plan.memory import FURTHER_PROGRAMS, DeviceArrays, Outline, RunArrays, make_outline, nbytes, run_arrays
+from covey_plan.memory import (
+    FURTHER_PROGRAMS,
+    DeviceArrays,
+    Outline,
+    RunArrays,
+    checkpoint_bytes,
+    nbytes,
+    num_checkpoints,
+    run_arrays,
+    tokens_of_step,
+)
 from covey_plan.overlap import Overlap, overlap_of
 from covey_plan.programs import RLPrograms, SFTPrograms
-from covey_plan.roofline import CPU_SHARE, PhaseTime, Rates, machine_peaks, phase_time
+from covey_plan.roofline import CPU_SHARE, PhaseTime, machine_peaks, step_times
 from covey_plan.search import Trial, search
 from covey_plan.topologies import Places, mesh_size, place_on, rollout_config
-from covey_plan.work import Sizes, step_phases
+from covey_plan.work import Sizes
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""
@@ -212,8 +222,9 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
 
 def outline_of(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
     """Return the outline of a run with these programs."""
-    trained = run.trainer.trainable, run.trainer.opt_state
-    return make_outline(recipe, trained, arrays_of(run), _not_counted(recipe, ()))
+    memory = {role: held.most() for role, held in arrays_of(run)._asdict().items() if held}
+    checkpoint = checkpoint_bytes((run.trainer.trainable, run.trainer.opt_state))
+    return Outline(memory, tokens_of_step(recipe), checkpoint, num_checkpoints(recipe), _not_counted(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
@@ -339,26 +350,15 @@ def _phase_times(
     machine: Machine,
     lengths: Lengths,
 ) -> list[PhaseTime]:
-    count, rollout_count, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, arrays.actor
+    count, actor, platform = mesh_size(recipe.model.mesh), arrays.actor, machine.platform
     # The update reads and writes weights and moments, and reads the gradients.
-    trainable = nbytes(run.trainer.trainable)
-    moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
-    on_cpu, processes = machine.platform == "cpu", run.num_processes if isinstance(run, RLPrograms) else 1
-    sizes = Sizes(
-        actor.always["weights"] * count, moved * count, jnp.dtype(recipe.model.dtype).itemsize,
-        **(_sampling_sizes(run, machine.platform) if isinstance(run, RLPrograms) else {}),
-    )  # fmt: skip
-    shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
-    phases = step_phases(recipe, run.model.config, lengths, sizes, shards, not on_cpu, processes)
-    flops = machine.flops[_compute_dtype(recipe, machine.platform)]
-
-    def rates(phase: str) -> Rates:
-        devices = rollout_count if rollout_count and phase == "rollout" else count
-        there = 1 if on_cpu else devices  # virtual devices share one processor
-        return Rates(flops * there, machine.bandwidth * there, machine.link, there)
-
-    by_name = {program.name: program for program in compiled}
-    return [phase_time(phase, by_name, machine, rates(phase.name)) for phase in phases]
+    moved = 2 * nbytes(run.trainer.trainable) + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
+    sampling = _sampling_sizes(run, platform) if isinstance(run, RLPrograms) else {}
+    itemsize = jnp.dtype(recipe.model.dtype).itemsize
+    sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, **sampling)
+    processes = run.num_processes if isinstance(run, RLPrograms) else 1
+    flops = machine.flops[_compute_dtype(recipe, platform)]
+    return step_times(recipe, run.model.config, lengths, sizes, machine, flops, compiled, platform != "cpu", processes)
 
 
 def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:

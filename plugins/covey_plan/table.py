@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey_plan.compiled import CompiledProgram
+from covey_plan.hlo import Instruction, Loops
 from covey_plan.memory import SYNC
 from covey_plan.plan import Plan
 from covey_plan.work import HOST_SLOT, HOST_TURN
@@ -102,8 +103,23 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
         "compiling": program.compiling,
         "peak": plan.process + plan.arrays.of(program.name).peak(program),
         "kernels": sum(program.kernels),
-        "collectives": [asdict(one) | {"loops": list(one.loops)} for one in program.collectives],
+        "collectives": _by_loop(program.collectives),
     }
+
+
+def _by_loop(collectives: Sequence[Instruction]) -> list[dict[str, Any]]:
+    """Return the collectives of each kind in each loop: their number, and their bytes in a turn of the loop."""
+    groups: dict[tuple[str, Loops, bool], list[Instruction]] = {}
+    for one in collectives:
+        groups.setdefault((one.opcode, one.loops, one.asynchronous), []).append(one)
+    return [
+        {
+            "opcode": opcode, "loops": list(loops), "count": len(group),
+            "bytes": sum(one.bytes for one in group), "sent": sum(one.sent for one in group),
+            "asynchronous": asynchronous, "hops": sum(one.hops for one in group),
+        }
+        for (opcode, loops, asynchronous), group in groups.items()
+    ]  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:

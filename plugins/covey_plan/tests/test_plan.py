@@ -16,14 +16,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import abstract
-from covey_plan import command, here, plan, roofline, table
-from covey_plan.compiled import Collective, CompiledProgram, compile_program
+from covey_plan import here, plan, roofline, table
+from covey_plan.compiled import CompiledProgram, compile_program
 from covey_plan.cost import cost_of
+from covey_plan.hlo import Instruction
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, parse_target
 from covey_plan.memory import DeviceArrays, Outline, RunArrays, nbytes, run_arrays
@@ -162,7 +164,8 @@ def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> Non
 def test_a_quick_plan_compiles_nothing(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["training.checkpoint_every_n_steps=1", "training.max_to_keep=3", "training.keep_best=eval/accuracy"]
     words = [*SETTINGS, *kept, "training.eval_every_n_steps=1", "model.mesh.fsdp=2"]
-    command.print_plan("quickstart", words, parse_target("cpu"), as_json=as_json, quick=True)
+    flags = [f"--{word}" for word in words]
+    assert main(["plan", "quickstart", "--quick", *(["--json"] if as_json else []), *flags]) == 0
     out = capsys.readouterr().out
     if as_json:
         found = json.loads(out)
@@ -342,7 +345,8 @@ def test_seconds_are_those_of_what_binds() -> None:
     v5e = MACHINES["v5e"]
     rates = Rates(197e12, 819e9, v5e.link, 1)
     phase = Phase("rollout", 197e12, 2 * 819e9, {"decode": Call(2, turns=16)})
-    moved = (Collective("all-reduce", (None,), 2, 8, 10), Collective("all-gather", (), 1, 9, 7))
+    exchanged = Instruction("collective-permute", (), 5, (None,))
+    moved = (exchanged, exchanged, Instruction("all-gather", (), 7, ()))
     program = CompiledProgram("decode", 1.0, collectives=moved)
     time = phase_time(phase, {"decode": program}, v5e, rates)
     assert (time.compute, time.memory, time.bound) == (1.0, 2.0, "memory")
@@ -360,7 +364,10 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     summed = {"gradients": program, "reduce": CompiledProgram("reduce", 1.0, cycles=(0, 0))}  # collectives alone
     both = replace(phase, calls=phase.calls | {"reduce": Call(1)})
     assert phase_time(both, summed, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
-    moved = tuple(Collective("all-gather", (), 3, 2 * 10**10, 10**10, beside, hops=12) for beside in (True, False))
+    gathered = [
+        Instruction("all-gather", (), 3_809_523_810, (), asynchronous=beside, group=8) for beside in (True, False)
+    ]
+    moved = tuple(3 * gathered)
     waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
     begun = 2 * (3 * v5e.latency + 12 * v5e.hop)
     assert waited.parts["waiting for links"] == pytest.approx(2 * 1e10 / v5e.link + begun)
