@@ -25,8 +25,11 @@ SAMPLES = 4
 
 
 def changes_of(run: RunData, first: RunData | None = None) -> dict[str, Any]:
-    """Return the figures of the evaluations, the trends of training, and the numbers of what was evaluated."""
-    return {"figures": figures(run, first), "trends": trends(run), "counts": counts(run)}
+    """Return the figures of the evaluations and the trends of training, and as `counts` the numbers of completions and
+    examples of both evaluations with the standard errors of the accuracy.
+    """
+    counts = {name: [run.evaluation(when).get(name) for when in ("before", "after")] for name in COUNTS}
+    return {"figures": figures(run, first), "trends": trends(run), "counts": counts}
 
 
 def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
@@ -75,11 +78,6 @@ def trends(run: RunData) -> dict[str, list[Any]]:
         for name, change in changes.items()
         if change and (early := change.early).last < (late := change.late).first
     }
-
-
-def counts(run: RunData) -> dict[str, Any]:
-    """Return the numbers of completions and examples of both evaluations, and the standard errors of the accuracy."""
-    return {name: [run.evaluation(when).get(name) for when in ("before", "after")] for name in COUNTS}
 
 
 def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> str:
