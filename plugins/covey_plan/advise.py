@@ -65,7 +65,7 @@ class Advice:
 
 
 def advise(load: Load, target: Target, tell: Tell, lengths: Lengths) -> list[Advice]:
-    """Return the meshes of `target`, those that fit first, by expected seconds of a token.
+    """Return the meshes of `target` by expected seconds of a token; meshes that fit come first.
 
     Args:
         load: gives the recipe.

@@ -198,7 +198,7 @@ def _show_first(status: Status, outline: "Outline") -> None:
 def prepare_environment(target: Target) -> None:
     """Set the variables with which JAX compiles for `target`, before it is imported.
 
-    Programs are not kept on disk, so that seconds and memory are those of a first run.
+    Programs are not kept on disk, so that seconds and memory are measured as in a first run.
     """
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
     if target.platform == "tpu":

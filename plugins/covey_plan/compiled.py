@@ -27,13 +27,13 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Result of compiling a program; bytes are those of one device.
+    """Result of compiling a program; bytes on one device.
 
     Attributes:
         name: the program's.
         seconds: time that lowering and compiling took.
         arguments, results: bytes of its arguments, and of its results that do not take an argument's place.
-        temporary: bytes that it allocates beside them.
+        temporary: bytes that it allocates in addition.
         refused: bytes that the compiler says the program needs where it is too large for the device; else 0.
         compiling: most bytes that the compiler held on the host; 0 where that is not the device's memory.
         host_bytes: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
@@ -67,7 +67,7 @@ def compile_program(
     Args:
         program: of shapes, on its devices.
         read_text: read collectives and cycles too, from the text of the program.
-        platform: that of its devices. The memory of a CPU is that of the host, so that the compiler's counts too. A
+        platform: platform of its devices. A CPU shares the host's memory, so that the compiler's counts too. A
             compiler for TPUs may be newer than the jaxlib that reads what it wrote, and so writes the text as well.
         executables: gets the executable, which otherwise is freed.
     """
@@ -165,7 +165,7 @@ def peak_memory() -> int:
     """Return the most resident bytes of this process since `reset_peak_memory`.
 
     The kernel keeps them, so that no peak is missed. Where it cannot begin again (systems other than Linux, some
-    containers), they are those of the whole life of the process.
+    containers), they count from the beginning of the process.
     """
     with suppress(OSError):
         if line := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):

@@ -128,7 +128,7 @@ def _config(run: SavedRun) -> tuple[ModelConfig, bool]:
 
 
 def _lengths(run: SavedRun, sampled: float | None) -> Lengths:
-    """Return the lengths of the first rows, and those of completions with the mean `sampled`."""
+    """Return the lengths of the first rows, and of completions with the mean `sampled`."""
     recipe, rows = run.recipe, run.loader.rows[:ROWS_READ]
     if isinstance(recipe, Recipe):
         encode = run.learner.cluster.tokenizer.encode_prompt

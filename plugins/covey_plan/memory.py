@@ -33,7 +33,7 @@ class DeviceArrays:
     """Bytes of the arrays on one device.
 
     Attributes:
-        always: by part, those held through the whole run.
+        always: by part, arrays held through the whole run.
         during: program, or `SYNC` → part → bytes held while it runs, and not always. They are its arguments, or its
             neighbours'.
     """
@@ -101,10 +101,10 @@ def run_arrays(
 
     Args:
         weights, optimizer: shapes of the state of the model that is trained and of its optimizer's, on their devices.
-        programs: those of the run.
-        reference: whether a frozen copy of the weights is held beside them.
+        programs: programs of the run.
+        reference: whether a frozen copy of the weights is held too.
         rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
-        synced: shapes of those that it gets after each update: they arrive while it still holds the ones before.
+        synced: shapes of the weights that it gets after each update, while it still holds the old ones.
         lent: bytes of the weights of a device that are taken apart while it samples.
     """
     by_name = {program.name: program for program in programs}

@@ -48,7 +48,7 @@ class Overlap:
 
     @property
     def ahead(self) -> float:
-        """Seconds of a step whose samples are drawn during the step before it."""
+        """Seconds of a step that is sampled during the step before it."""
         return self.on_last_weights if self.shared else max(self.rollout, self.training)
 
     @property

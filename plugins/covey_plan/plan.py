@@ -152,7 +152,7 @@ def make_plan(
         load: gives the recipe.
         target: devices, which need not be there.
         tell: shows what is being done.
-        lengths: expected lengths; those of `expected_lengths` if not set.
+        lengths: expected lengths; `expected_lengths(recipe)` if not set.
         show_outline: called with the outline, before the first program is compiled.
 
     Raises:
@@ -181,7 +181,7 @@ def plan_programs(
 
     Args:
         run: programs of shapes on `places`.
-        machine: one of the devices; that of `target` if not set.
+        machine: one of the devices; from `target` if not set.
     """
     machine = machine or _machine_of(recipe, target)
     executables: list[Any] = []  # a run keeps its programs, which are part of its process

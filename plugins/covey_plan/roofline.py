@@ -29,7 +29,7 @@ CALLS = 8
 STREAMED = 256 * 2**20
 """Number of bytes that are read: more than any cache holds."""
 FEW_STREAMED = 64 * 2**20
-"""The same beside a run: more than the caches of most processors hold."""
+"""The same while a run trains: more than the caches of most processors hold."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _estimated(phase: Phase, calls: Calls, machine: Machine, rates: Rates) -> di
 
 
 def _waited(calls: Calls, machine: Machine, rates: Rates) -> float:
-    """Return the seconds of the collectives that devices wait for: those of their bytes, and of their beginnings."""
+    """Return the seconds of the collectives that devices wait for, by their bytes and their beginnings."""
     return sum(
         _turns(one, call) * (one.sent / rates.link + machine.latency + one.hops * machine.hop)
         for program, call in calls
@@ -198,8 +198,8 @@ def machine_peaks(dtype: str = "float32") -> MachinePeaks:
 
 @cache
 def present_rates(dtype: str = "float32") -> MachinePeaks:
-    """Measure the rates of the default device beside all that runs on it now, with small arrays: a model is in its
-    memory. It takes half a second on a processor.
+    """Measure the rates of the default device under its present load, with small arrays: a model is in its memory. It
+    takes half a second on a processor.
     """
     return _rates(dtype, 1024 if jax.default_backend() == "cpu" else 4096, FEW_STREAMED, _usual_seconds)
 

@@ -73,7 +73,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """Return mesh and memory of each group of devices: those of the actor, then those of the rollout alone."""
+    """Return mesh and memory of each group of devices: the actor's, then the rollout's own."""
     meshes, process = {"actor": plan.mesh, "rollout": plan.rollout_mesh}, {"process": plan.process}
     return [
         {"role": role, "mesh": dict(meshes[role]),
@@ -162,7 +162,7 @@ def _memory(group: Mapping[str, Any], several: bool) -> Table:
 
 
 def _programs(plan: Mapping[str, Any]) -> Table:
-    """Return the table of programs: of those with one name, that with the highest peak."""
+    """Return the table of programs; of programs with one name, the highest peak."""
     rows: dict[str, Sequence[str]] = {}
     for one in sorted(plan["programs"], key=lambda program: -program["peak"]):
         sizes = [_gb(one[key]) for key in ("temporary", "results", "peak")]

@@ -129,7 +129,7 @@ def _mean_reward(rows: Sequence[Row]) -> float | None:
 
 
 def _states(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
-    """Return the states before and after as words; those of rewards are relative to each other."""
+    """Return the states before and after as words; a reward is better, worse or equal."""
     if by_verdict:
         return was or "not measured", now or "not measured"
     if was is None or now is None:

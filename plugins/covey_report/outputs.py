@@ -1,4 +1,4 @@
-"""What a run shows of itself beside its loop: its report, and the findings of the diagnosis."""
+"""Outputs of a run: its report, and the findings of the diagnosis in its log."""
 
 import logging
 import time

@@ -53,7 +53,7 @@ def write_report(
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
 
     Args:
-        findings: findings on each run; those of its diagnosis when not given.
+        findings: findings on each run; from its diagnosis when not given.
         status: state of the runs; as their folders tell it when not given.
         public: whether prompts, completions, paths and names are left out.
 
@@ -266,8 +266,7 @@ def _series_of(run: RunData) -> Mapping[str, Series]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """Return `values` with so many digits that a chart does not show the rounding: five, and more where they differ
-    little.
+    """Return `values` rounded to five digits, or more where they differ little, so that no chart shows the rounding.
 
     >>> _rounded([1.0, 2 / 3]), _rounded([1.0, 0.99998765])
     ([1.0, 0.66667], [1.0, 0.9999877])

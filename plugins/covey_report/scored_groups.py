@@ -47,7 +47,7 @@ def score_groups(groups: Sequence[Group], loaded: Recipe) -> tuple[list[Group], 
 def read_groups(file: Path, loaded: Recipe, prompts: int | None = None) -> list[Group]:
     """Read recorded completions: JSON lines in the form of a run's `samples.jsonl`.
 
-    The columns that reward functions need are those of the data row with the same prompt, or other entries of the line.
+    Reward functions get the columns of the data row with the same prompt, or the other entries of the line.
 
     Args:
         prompts: number of groups that are read; all if it is None.
@@ -108,7 +108,7 @@ RECORDED = (
 
 
 def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return the best and the worst completion by each function, and those of `EXAMPLES` groups by the total."""
+    """Return the best and the worst completion by each function, and of `EXAMPLES` groups by the total."""
     names = function_names(groups)
     names = [TOTAL] if len(names) == 2 else names  # of one function, whose scores are the total
     chosen = [one for name in names for one in choose_extremes(groups, name, EXAMPLES if name == TOTAL else 1)]

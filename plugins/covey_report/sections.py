@@ -134,7 +134,7 @@ def elements_of(sections: Iterable[Section]) -> str:
 
 
 def join_scripts(sections: Sequence[Section], last: str, public: bool = False) -> str:
-    """Return the common scripts, those of the sections and the text of a `last` one, as one script.
+    """Return the common scripts, the scripts of the sections and the text of a `last` one, as one script.
 
     In it `SECTIONS` has the functions of the sections that are shown by id, in their order. The scripts of the others
     are there too: some functions are used by several sections.

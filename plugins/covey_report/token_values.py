@@ -3,7 +3,7 @@
 A report colours tokens by them. The losses compute log-probs of all tokens but keep only sums, so that the completions
 that are shown are scored once more, by one program, before the updates and after them: the difference is the change of
 probability by the updates alone, without the small difference between sampler and trainer. Nothing of this reaches the
-training: tokens, losses and weights are those of a run without it.
+training: tokens, losses and weights stay the same.
 
 At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
 """
@@ -30,7 +30,7 @@ from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
-    from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
+    from covey.rl.cluster import RLCluster
     from covey.rl.experience import Experience
 
 STEPS = 50
@@ -121,7 +121,7 @@ class TokenScorer:
             self._values.append({"sample": number, **values, **kl_values, **sampled})
 
     def score_again(self) -> None:
-        """Score the completions with the current weights, which are those after the updates."""
+        """Score the completions with the weights after the updates."""
         if self._shown is not None:
             logps, _ = self._cluster.get_token_values(self._shown.rows, self._shown.lengths)
             for values, new in zip(self._values, logps, strict=True):

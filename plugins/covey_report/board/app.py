@@ -36,7 +36,7 @@ from covey_report.texts import script_json
 ADDRESS, PORT, PORTS = "127.0.0.1", 8421, 20
 """Address and first port of the server, and number of ports that are tried where none is asked for."""
 HOSTS = ("127.0.0.1", "localhost")
-"""Names by which a browser on this machine, or behind a tunnel to it, asks."""
+"""Names of this machine that a request may have, also through a tunnel."""
 MOST_CONNECTIONS, MAX_DIGITS = 64, 16
 """Maximum number of connections at a time, and of digits of a step."""
 MOST_RUNS = 8
@@ -78,7 +78,7 @@ class Board:
             return _json(page_data([run.data() for run in chosen], [run.findings for run in chosen]))
 
     def points(self, request: Request) -> Response:
-        """Return the points of the chosen runs behind the steps `after`, and the present findings."""
+        """Return the points of the chosen runs after the steps `after`, and the present findings."""
         with self._lock:
             chosen, after = self._chosen(request), request.query_params.getlist("after")
             if len(after) != len(chosen) or not all(map(_is_step, after)):
@@ -161,7 +161,7 @@ def make_server(runs: RunsFolder) -> uvicorn.Server:
 
 
 def _behind(run: RunData, step: int) -> dict[str, Any]:
-    """Return the curves of `run` behind `step`, in the form of a report's data."""
+    """Return the curves of `run` after `step`, in the form of a report's data."""
 
     def points(series: Series) -> list[list[float]]:
         start = bisect_right(series.steps, step)

@@ -161,7 +161,7 @@ class RunsFolder:
         folder: the folder; it need not exist any more.
 
     Attributes:
-        runs: those that were there at the last look.
+        runs: the runs at the last look.
     """
 
     def __init__(self, folder: Path):
@@ -170,7 +170,7 @@ class RunsFolder:
         self._identities: dict[str, tuple[int, int]] = {}
 
     def look(self) -> bool:
-        """Look at all runs, and read what is new, those that changed last first; return whether more is to be read.
+        """Look at all runs, and read new rows, the last changed run first; return whether more is to be read.
 
         Where there are new runs nothing is read yet: their states are known and shown at once.
         """
@@ -184,7 +184,7 @@ class RunsFolder:
         return bool(waiting)
 
     def _find(self) -> bool:
-        """Add the runs that are new, and forget those that are gone or were replaced; return whether some are new."""
+        """Add new runs, and forget runs that are gone or were replaced; return whether some are new."""
         identities, known = {}, list(self.runs.values())
         for name, path in find_runs(self.folder):
             stat = os.stat(path)
@@ -197,7 +197,7 @@ class RunsFolder:
 
 
 def find_runs(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of the runs in `folder`: itself, or its folders and those one level below. A run may be a
+    """Yield names and paths of the runs in `folder`: itself, or folders up to two levels below. A run may be a
     link, because the user may keep it on another disk; no other link is followed.
     """
     if _is_run(folder):
