@@ -102,7 +102,7 @@ def model_logps(bench: Bench, trainer: Trainer) -> float:
 
 
 def order_of_rows(bench: Bench, trainer: Trainer) -> float:
-    """Compare the gradient of the rows with that of the rows in reverse, groups and members."""
+    """Compare the gradients of the rows and of the rows in reverse, groups and members."""
     handle = shared(bench, trainer, algorithm="dapo")
     first, second = (trainer.gradient(handle, rows, bench.weights) for rows in (bench.rows, bench.rows[::-1]))
     return distance(second, first)
@@ -160,7 +160,7 @@ def prompt_tokens(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], lis
 
 
 def padding_tokens(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[list[float]]]:
-    """Choose padding behind each completion that is not cut off, up to the longest."""
+    """Choose padding after each completion that is not cut off, up to the longest."""
     longest = max(len(row["completion"]) for row in rows)
     names = ("prompt", "advantage", "finished")
     scored = [
@@ -380,7 +380,7 @@ def resumed(bench: Bench, trainer: Trainer) -> float:
 
 
 def exported(bench: Bench, trainer: Trainer) -> float:
-    """Compare the weights of an exported folder with those of the trainer after a step."""
+    """Compare the weights of an exported folder with the trainer's after a step."""
     handle, folder = fresh(bench, trainer), bench.new_folder()
     want = trainer.step(handle, bench.rows, bench.weights)
     trainer.call("export", handle, str(folder))

@@ -36,7 +36,7 @@ class Model:
         """Compute the log-probs of the completion's tokens.
 
         Returns:
-            The log-probs, and a function from their gradient that adds those of all weights to `gradients`.
+            The log-probs, and a function of their gradient that adds the gradients of all weights to `gradients`.
         """
         tokens = np.array([*row["prompt"], *row["completion"]], int)
         start, ids = len(row["prompt"]) - 1, tokens[len(row["prompt"]) :]
@@ -55,7 +55,7 @@ class Model:
         return np.log(probabilities[at, ids]), backward
 
     def next_token(self, tokens: Sequence[int], temperature: float) -> Float[np.ndarray, "V"]:
-        """Compute the probabilities of the token behind `tokens`."""
+        """Compute the probabilities of the token after `tokens`."""
         logits = self._logits(np.array(tokens, int))[0][-1] / temperature
         exponentials: Array = np.exp(logits - logits.max())
         return np.asarray(exponentials / exponentials.sum())

@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
     Attributes:
         version: version that `make conformance` installs, and that the adapter was written for.
-        environment: folder of its environment, beside the package; "" for that of Covey.
+        environment: folder of its environment in the checkout; "" for Covey's own.
     """
 
     version: str = ""
@@ -114,7 +114,7 @@ class Trainer:
         return self.scratch / f"{self.name}.log"
 
     def note(self, kind: str, check: str) -> str:
-        """Return the adapter's note on a check, on its group, or on all: that of `SETTINGS` or of `REASONS`."""
+        """Return the adapter's note of a `kind` (`SETTINGS` or `REASONS`) on a check, on its group, or on all."""
         notes = self.notes.get(kind, {})
         return str(notes.get(check) or notes.get(check.partition("/")[0]) or notes.get("") or "")
 
@@ -139,7 +139,7 @@ class Trainer:
         return self.checked(self.call("gradient", handle, rows), weights, "gradient")
 
     def step(self, handle: Handle, rows: Sequence[Row], weights: Weights) -> Weights:
-        """Make a step, and return the weights behind it."""
+        """Make a step, and return the weights after it."""
         return self.checked(self.call("step", handle, rows), weights, "step")
 
     def checked(self, value: Any, weights: Weights, function: str) -> Weights:

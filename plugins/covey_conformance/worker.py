@@ -103,7 +103,7 @@ def _is(value: Any, mark: str) -> bool:
 
 
 def _redirect(path: str) -> None:
-    """Send all output of this process, also that of C code, to the file `path`."""
+    """Send all output of this process, also of C code, to the file `path`."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -15,7 +15,7 @@ def checks_of(envs: EnvsConfig) -> Iterator[Check]:
 
 
 def check_tool(name: str, config: EnvsConfig) -> None:
-    """Refuse a tool that does not exist, or whose arguments cannot be described."""
+    """Refuse a tool that does not exist, or has arguments without a description."""
     from covey_envs.registry import resolve_tool  # late, here and below: both need NumPy
     from covey_envs.tools import Tool
 

@@ -87,7 +87,7 @@ class Server:
             def process_redirect(self, exc: Exception) -> Exception | str:
                 return exc
 
-        # No limit of time: that of the whole call holds.
+        # No limits of time here: the whole call has one.
         times = {"open_timeout": None, "ping_interval": None, "close_timeout": CLOSE_SECONDS}
         address, limits = await self._address(), {"max_size": MAX_BYTES, "compression": None}
         return await Direct(self.url, host=address, proxy=None, **times, **limits)

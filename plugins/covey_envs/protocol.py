@@ -6,7 +6,7 @@
     environment.get_reward() ─▶ what it pays at the end, if there is one
 
 The methods may be async. What they return is checked: it is not trusted. Async ones are called in the event loop,
-others in a thread of their own, which is left behind if it hangs.
+others in a thread of their own, which goes on if it hangs.
 
 Numbers in `Step.info` become the metrics `env/<name>`. `info` may hold anything, so what is no number is not looked at.
 A number that cannot be a metric is left out, and the first of each kind is warned of.

@@ -29,7 +29,7 @@ TOOL_REGISTRY = Registry("tool", "covey.tools", "function", "envs.tools", TOOLS)
 
 
 def resolve(environment: str | Factory, config: EnvsConfig | None = None) -> Factory:
-    """Find the factory of an environment: that of the registry, or of an adapter, such as `openenv:URL`.
+    """Find the factory of an environment, in the registry or by an adapter, such as `openenv:URL`.
 
     Args:
         environment: name of the environment, or its factory.
@@ -63,7 +63,7 @@ def resolve_tool(name: str, engine: PythonEngine = "auto") -> Callable[..., Any]
 
 
 def environment_name(environment: str | Factory) -> str:
-    """Return the name of an environment in metrics: that of its class or function, in small letters."""
+    """Return the name of an environment in metrics: the name of its class or function, in small letters."""
     if not isinstance(environment, str):
         environment = str(getattr(environment, "__name__", type(environment).__name__))
     return metric_name(environment)
@@ -72,7 +72,7 @@ def environment_name(environment: str | Factory) -> str:
 def with_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], name: str, *positional: str
 ) -> Callable[..., Any]:
-    """Give a function these arguments beside its positional ones.
+    """Give a function these arguments in addition to its positional ones.
 
     Args:
         function: class or function that makes an environment.
@@ -88,7 +88,7 @@ def with_arguments(
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str, *positional: str) -> None:
-    """Check that a function takes these arguments beside its positional ones.
+    """Check that a function takes these arguments in addition to its positional ones.
 
     Raises:
         RecipeError: it does not, or needs others.

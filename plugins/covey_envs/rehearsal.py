@@ -1,4 +1,4 @@
-"""Rehearsal: before a run, an episode is played with scripted replies, and again beside an episode of another row.
+"""Rehearsal: before a run, an episode is played with scripted replies, and again together with another episode.
 
 An environment must depend on its row and its replies alone. State in a class or a module, unseeded random numbers and
 any other dependence on the order of play make the second course differ from the first. The model and the noise of
@@ -42,7 +42,7 @@ def is_due(runner: "EnvironmentRunner") -> bool:
 
 
 def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
-    """Play the first of `rows` twice, the second time beside the next one. Process 0 plays, and all processes agree.
+    """Play the first of `rows` twice, then together with the next one. Process 0 plays, and all processes agree.
 
     Raises:
         EpisodeError: the two courses differ.
@@ -61,7 +61,7 @@ def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
 
 
 async def _find_difference(runner: "EnvironmentRunner", row: Row, other: Row) -> str:
-    """Find the first difference between an episode played alone and beside another one; "" if there is none."""
+    """Find the first difference between an episode played alone and together with another; "" if there is none."""
     alone, beside = Course(), Course()
     async with aclosing(_play(runner, row)) as parts:
         async for part in parts:
@@ -78,7 +78,7 @@ async def _find_difference(runner: "EnvironmentRunner", row: Row, other: Row) ->
 
 
 async def _play(runner: "EnvironmentRunner", row: Row) -> AsyncGenerator[Course, None]:
-    """Play an episode, and yield the parts of its course: the prompt, and those of each turn."""
+    """Play an episode, and yield the parts of its course: the prompt, then each turn."""
     limit, turns, environment = runner.config.max_characters, min(len(REPLIES), runner.config.max_turns), None
     part = "the beginning"
     try:

@@ -1,4 +1,4 @@
-"""Run environments beside the sampler: calls under way at once, with limits, and a policy for failures.
+"""Run environments while the sampler works: calls under way at once, with limits, and a policy for failures.
 
 An event loop in a thread of its own awaits async environments; each call of another environment has a thread, so that a
 call that hangs can be left behind. The results do not depend on the order in which calls return, as long as each
@@ -121,7 +121,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
     """Make environments and call them. It is thread-safe; the first failure is logged as a warning.
 
     Args:
-        environment: a factory, or the name of one; by default that of the settings.
+        environment: a factory, or its name; by default from the settings.
         config: limits, and the policy for failures.
         tools: functions that the model may call in place of an environment, or names of such; by default those of the
             settings.
@@ -132,7 +132,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
         failed: number of failures so far, which is compared with the budget.
         scores: whether the environment gives rewards; tools give none.
         keeps_prompts: whether an episode begins with the row's prompt, as one with tools does.
-        answer_lag: number of chunks of decode steps behind a turn at which its answer is taken; None for as soon as it
+        answer_lag: number of chunks of decode steps after a turn at which its answer is taken; None for as soon as it
             is there.
         warned_of_waiting: whether a warning has said that the sampler waits for the environments.
         warned_of_unscored: whether a warning has said that episodes that a limit ends are not scored.
@@ -212,7 +212,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
     @property
     def groups_prompts(self) -> bool:
-        """Whether samples of a row may begin with different prompts, and those with equal ones are compared."""
+        """Whether samples of a row may begin with different prompts; only equal prompts are compared then."""
         return self.config.different_prompts == "group"
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -230,7 +230,7 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
 
         Args:
             row: the data row.
-            tools: tools for an environment that has some; those of the runner if None.
+            tools: tools for an environment that has some; the runner's if None.
 
         Raises:
             EpisodeError: as for `call`.

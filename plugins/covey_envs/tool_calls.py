@@ -25,7 +25,7 @@ from covey_envs.schemas import Schema
 
 TOOLS = re.compile(r"\btools\b")
 REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""Mark before and mark behind a model's reasoning. The first may stand in the prompt."""
+"""Marks before and after a model's reasoning. The first may stand in the prompt."""
 BEGIN = re.compile(r"\s*+(<think>|\[THINK\])")
 TAG = re.compile(r"</think>|\[/THINK\]|(<tool_call>)")
 CONTROL = re.compile(r"</think>|\[/THINK\]|(\[TOOL_CALLS\])")
@@ -37,7 +37,7 @@ TOKEN = re.compile(
 )
 """Pattern of a text in JSON, with what follows it there, or of a mark outside such texts, which is a group."""
 IN_TAG, IN_TURN = ("</tool_call>", *REASONING.values()), ("</s>", "<|eot_id|>", "<|eom_id|>", *REASONING.values())
-"""Marks behind calls: of those in a tag, and of others."""
+"""Marks after calls: in a tag, and elsewhere."""
 FUNCTION = re.compile(r"\s*+<function=([^<>\s]++)>\s*+")
 PARAMETER = re.compile(r"<parameter=([^<>\s]++)>\n?")
 VALUE_END = re.compile(r"\n?</parameter>\s*+(?:(?=<parameter=)|(</function>)\s*+(?:</tool_call>|\Z))")
@@ -70,9 +70,9 @@ class CallFormat:
 
     Attributes:
         name: value of `envs.tool_format`.
-        parse: text of a turn, control tokens included → its calls; those in its reasoning do not count.
+        parse: text of a turn, control tokens included → its calls, without calls in its reasoning.
         system: schemas → text of a system message that lists the tools; None if only a chat template can.
-        turn_has_calls: whether the chat template takes a result only behind a turn that is given to it as calls.
+        turn_has_calls: whether the chat template takes a result only after a turn that it gets as calls.
     """
 
     name: str
@@ -82,7 +82,7 @@ class CallFormat:
 
 
 def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
-    """Choose the format of a model's calls: the one of this name, or with `auto` that of its chat template.
+    """Choose the format of a model's calls by its name, or with `auto` by the chat template.
 
     Raises:
         RecipeError: the model has no chat template, or it lists tools in a form that is not known here.
@@ -124,7 +124,7 @@ def _find_form(template: str) -> ToolFormat | None:
 
 
 def _in_order(text: str, *marks: str) -> bool:
-    """Tell whether a text has these marks, each behind the one before."""
+    """Tell whether a text has these marks in this order."""
     position = 0
     for mark in marks:
         position = text.find(mark, position) if position >= 0 else position
@@ -143,7 +143,7 @@ def _parse(
 
     Args:
         opening: `TAG`, `CONTROL` or `FIRST`.
-        end_of: text, position behind an opening → end of what `read` reads.
+        end_of: text, position after an opening → end of the calls.
         read: text between the two → its calls.
     """
     bodies, end = list[str](), _end_of_reasoning(text, 0)
@@ -179,7 +179,7 @@ def _end_of_json(text: str, start: int, marks: Sequence[str]) -> int:
 
 
 def _end_of_element(text: str, start: int) -> int:
-    """Return the end of the element of a function, if it is the only one of its tag; otherwise that of the tag."""
+    """Return the end of the element of a function, if it is the only one in its tag; otherwise the end of the tag."""
     end = _element(text, start)[1]
     return end if end > start and ELEMENT_END.match(text, end) else _end_of_json(text, start, IN_TAG)
 
@@ -230,7 +230,7 @@ def _bare(text: str) -> list[Call]:
 
 
 def _named(text: str) -> list[Call]:
-    """Read a name, perhaps an id, and the arguments behind `[ARGS]`."""
+    """Read a name, perhaps an id, and the arguments after `[ARGS]`."""
     head, marked, body = text.partition("[ARGS]")
     name, _, identifier = head.strip().partition("[CALL_ID]")
     if not (name and marked):
@@ -296,7 +296,7 @@ def _lines(schemas: Sequence[Schema]) -> str:
 
 
 def _hermes_system(schemas: Sequence[Schema]) -> str:
-    """Return the text that Qwen 2.5's chat template writes behind the system message."""
+    """Return the text that Qwen 2.5's chat template writes after the system message."""
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function"
         f" signatures within <tools></tools> XML tags:\n<tools>\n{_lines(schemas)}\n</tools>\n\nFor each function call,"

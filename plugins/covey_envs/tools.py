@@ -243,7 +243,7 @@ class ToolEnvironment:
             yield from [group] if at_once else ([call] for call in group)
 
     def _is_independent(self, call: Call) -> bool:
-        """Tell whether a call may be executed beside others; one that cannot be executed may."""
+        """Tell whether a call may be executed at the same time as others, as a call without a tool may."""
         tool = self._tools.tools.get(call.name)
         return tool is None or tool.independent
 

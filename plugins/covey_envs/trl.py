@@ -1,7 +1,7 @@
 """Environments in the shape of TRL's `environment_factory`: `trl:module:Class`.
 
     environment = Class()              without arguments, or with envs.arguments
-    environment.reset(**row)           text behind the prompt's last message, or None
+    environment.reset(**row)           text after the prompt's last message, or None
     environment.add(amount=3)          every public method is a tool that the model calls
     environment.get_reward()           reward of the episode, at its end, if there is one
 
@@ -43,7 +43,7 @@ class TrlFactory:
         make: class, or function, without arguments.
 
     Attributes:
-        tools: the methods that are tools, in alphabetical order; those of an object that plays no episode.
+        tools: the methods that are tools, in alphabetical order, of an object that plays no episode.
         scores: whether there is a `get_reward`.
 
     Raises:

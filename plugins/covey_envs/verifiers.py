@@ -201,7 +201,7 @@ class Library:
         return float(episode.traces[0].reward)
 
     def _load(self, max_turns: int, arguments: Mapping[str, Any]) -> Any:
-        """Return the environment: that of the taskset's module, or the one of a single agent."""
+        """Return the environment of the taskset's module, or else the environment of a single agent."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -1,7 +1,7 @@
 """Models that are known by name: one or two of each family, for `covey models` and docs/models.md.
 
-Every checkpoint of a family in `families` loads, whether it stands here or not. Sizes are those of the shapes; licences
-are those of the models' cards. This module imports neither JAX nor NumPy.
+Every checkpoint of a family in `families` loads, whether it stands here or not. Sizes follow from the shapes; licences
+are from the models' cards. This module imports neither JAX nor NumPy.
 """
 
 from typing import Literal, NamedTuple

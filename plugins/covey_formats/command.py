@@ -95,7 +95,7 @@ def push(line: Line) -> int:
 
 
 def records_of(run: Path, switches: Container[str]) -> list[RunFile]:
-    """Return the files of the run that are published beside the model; the report is written anew.
+    """Return the files of the run that are published with the model; the report is written anew.
 
     Raises:
         ResumeError: one of them is a link.

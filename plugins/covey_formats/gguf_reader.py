@@ -65,7 +65,7 @@ def open_reader(path: Path) -> Any:
             return 12 + int(values.nbytes), [kind, length, values], [2], types
 
         def _get_strings(self, offset: int, count: int) -> tuple[list[np.ndarray], int]:
-            """Return the bytes of the strings from `offset` on, and the offset behind them."""
+            """Return the bytes of the strings from `offset` on, and the offset after them."""
             order = "<" if self.endianess == gguf.GGUFEndian.LITTLE else ">"
             read_size, values, buffer = struct.Struct(f"{order}Q").unpack_from, [], memoryview(self.data)
             for _ in range(count):

@@ -35,7 +35,7 @@ FILE_NAME = "model.gguf"
 WRITTEN = ("llama", "qwen2", "qwen3")
 """Families that are written; more are read."""
 NORMAL, UNUSED = 1, 5
-"""GGUF token types besides those of `covey_formats.gguf`: ordinary tokens, and unused ones."""
+"""Further token types of GGUF: ordinary and unused tokens."""
 SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 
@@ -54,7 +54,7 @@ def write_gguf(
         out: the folder, new or empty.
         dtype: float32 or bfloat16; the type in memory by default.
         card: text of README.md.
-        sampling: that of training, which llama.cpp then has by default.
+        sampling: settings of training, which llama.cpp then takes by default.
 
     Returns:
         The difference between the logits of the written model, read back, and those of `model`.
@@ -222,7 +222,7 @@ def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_written(written: GGUFCheckpoint, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that config and tokenizer of the file, read back, are those that were exported."""
+    """Check that config and tokenizer of the file, read back, equal the exported ones."""
     ours, theirs = ([t.encode(SAMPLE_TEXT).tolist(), t.stop_ids, t.add_bos] for t in (tokenizer, written.tokenizer))
     if written.config != config or ours != theirs:
         what = "the architecture" if written.config != config else "the tokenizer"

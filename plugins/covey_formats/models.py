@@ -89,7 +89,7 @@ def _show_table() -> None:
 
 
 def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
-    """Return the columns that fit into `width` cells; those of `LEFT_OUT` are left out first, in this order."""
+    """Return the columns that fit into `width` cells; `LEFT_OUT` has the order in which columns are left out."""
     columns = list(zip(*lines, strict=True))
     for heading in LEFT_OUT:
         if sum(max(map(len, column)) + GAP for column in columns) <= width:

@@ -47,7 +47,7 @@ def write_peft(
         base: name of the base model in adapter_config.json: a repository, or the name of a local one.
         inside: module of the decoder in the base: `hf_config.MODULE` where the base is a model with images.
         card: text of README.md.
-        write_beside: writes further files, such as those of the tokenizer, into the folder that it gets.
+        write_beside: writes further files, such as the tokenizer's, into the folder that it gets.
 
     Returns:
         The difference between the logits of base and adapter, read back, and those of `model`. If the model's arrays
@@ -133,7 +133,7 @@ def _tensors(adapted: dict[str, Parts]) -> dict[str, np.ndarray]:
 
 
 def _narrowing(parts: Parts) -> np.ndarray:
-    """Return A: the rows of one adapter of the module below those of the other."""
+    """Return A: the rows of the module's adapters below each other."""
     return np.concatenate([processes.here().to_host(lora.a[...]).T for lora in _loras(parts)])
 
 

@@ -7,7 +7,6 @@ each part of the rows keeps as many as in the recipe, but no more than the step 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from covey.packing.bins import row_length_bucket
 from covey.parallel.mesh import MESH_AXES
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, Target
-from covey_plan.plan import Load, Plan, Tell, plan_programs, programs_of, residents_of
+from covey_plan.plan import Load, Plan, Tell, arrays_of, plan_programs, programs_of
 from covey_plan.table import make_table
 from covey_plan.topologies import place_on, rollout_config
 from covey_plan.work import num_rows, step_groups
@@ -66,7 +65,7 @@ class Advice:
 
 
 def advise(load: Load, target: Target, tell: Tell, lengths: Lengths) -> list[Advice]:
-    """Return the meshes of `target`, those that fit first, by expected seconds of a token.
+    """Return the meshes of `target` by expected seconds of a token; meshes that fit come first.
 
     Args:
         load: gives the recipe.
@@ -83,12 +82,12 @@ def advise(load: Load, target: Target, tell: Tell, lengths: Lengths) -> list[Adv
     for number, mesh in enumerate(candidates, start=1):
         prefix = f"mesh {number} of {len(candidates)} ({', '.join(f'{a} {getattr(mesh, a)}' for a in MESH_AXES)}): "
         settings = settings_for(recipe, mesh, lengths)
-        advice.append(_advice(load(settings), settings, target, partial(_tell_of, tell, prefix), lengths))
+        advice.append(_advice(load(settings), settings, target, _prefixed(tell, prefix), lengths))
     return sorted(advice, key=lambda one: (one.seconds, one.plan is None, one.floor))
 
 
-def _tell_of(tell: Tell, mesh: str, text: str) -> None:
-    tell(mesh + text)
+def _prefixed(tell: Tell, prefix: str) -> Tell:
+    return lambda text: tell(prefix + text)
 
 
 def _check(recipe: Recipe | SFTRecipe, target: Target) -> None:
@@ -135,7 +134,7 @@ def _advice(
     tokens = sum(group.prompt + sum(group.lengths) for group in step_groups(recipe, lengths))
     places = place_on(target, mesh)
     run = programs_of(recipe, places)
-    floor = residents_of(run).floor
+    floor = arrays_of(run).floor
     if floor > machine.memory:
         return Advice(mesh, settings, None, floor, "the arrays alone do not fit", tokens)
     try:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
@@ -103,59 +103,26 @@ def plan(line: Line) -> None:
             fix=f"leave {without[0]} out",
         )
     target = parse_target(line.options.get("--on", "cpu"))
-    check_source(recipe.load_any(line.arguments[0], line.settings).model.source)
-    options: dict[str, Any] = {name: f"--{name}" in line.options for name in ("here", "quick", "advise")}
-    options |= {"prompt": prompt, "completions": completions, "samples": samples, "as_json": "--json" in line.options}
-    options["price"] = price
-    print_plan(line.arguments[0], line.settings, target, **options)
-
-
-def print_plan(
-    source: str,
-    settings: Sequence[str],
-    target: Target,
-    *,
-    prompt: int | None = None,
-    completions: Sequence[int] = (),
-    samples: Path | None = None,
-    as_json: bool = False,
-    here: bool = False,
-    quick: bool = False,
-    advise: bool = False,
-    price: float | None = None,
-) -> None:
-    """Print the plan of the recipe `source` for `target`.
-
-    Args:
-        settings: changes of the recipe, as on the command line.
-        prompt, completions, samples: expected lengths, as for `expected_lengths`.
-        as_json: print one line of JSON instead of tables.
-        here: also run two steps on this machine, and print measured beside predicted memory.
-        quick: print the outline, and compile nothing.
-        advise: print the meshes of these devices instead, the fastest first.
-        price: of an hour of one device, if the cost of the run is to be told.
-
-    Raises:
-        CoveyError: see `plan.make_plan`; or `here` for devices that are not this machine's.
-    """
-    if here and target.platform != "cpu":
+    if "--here" in line.options and target.platform != "cpu":
         raise CoveyError(f"--here measures this machine, and --on names {target.name}", fix="leave out --on")
+    source, as_json = line.arguments[0], "--json" in line.options
+    check_source(recipe.load_any(source, line.settings).model.source)
     prepare_environment(target)
 
     from covey_plan.lengths import expected_lengths
 
     def load(more: Sequence[str]) -> recipe.Recipe | recipe.SFTRecipe:
-        return recipe.load_any(source, [*settings, *more])
+        return recipe.load_any(source, [*line.settings, *more])
 
     ready = load(())
-    if quick:
+    if "--quick" in line.options:
         _outline(ready, target, as_json)
         return
     lengths = expected_lengths(ready, prompt, completions, samples)
-    if advise:
+    if "--advise" in line.options:
         _advise(load, target, lengths, as_json)
     else:
-        _plan(load, ready, target, lengths, as_json=as_json, here=here, price=price)
+        _plan(load, ready, target, lengths, as_json=as_json, here="--here" in line.options, price=price)
 
 
 def _outline(ready: recipe.Recipe | recipe.SFTRecipe, target: Target, as_json: bool) -> None:
@@ -231,7 +198,7 @@ def _show_first(status: Status, outline: "Outline") -> None:
 def prepare_environment(target: Target) -> None:
     """Set the variables with which JAX compiles for `target`, before it is imported.
 
-    Programs are not kept on disk, so that seconds and memory are those of a first run.
+    Programs are not kept on disk, so that seconds and memory are measured as in a first run.
     """
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
     if target.platform == "tpu":

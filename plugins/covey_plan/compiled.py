@@ -1,12 +1,10 @@
 """One compiled program of a plan: its memory and collectives, and the compiler's estimate of its time."""
 
-import math
 import re
 import resource
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,46 +26,18 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind in one loop of a program.
-
-    Attributes:
-        opcode: kind.
-        loops: trip counts of the loops around it, outermost first; None where the program computes it.
-        count: number of its instructions in the loop's body.
-        bytes: size of what one turn of the innermost loop exchanges, on one device.
-        sent: bytes that a device sends for it in a turn, over a ring; see `hlo.Instruction.sent`.
-        asynchronous: whether the device computes meanwhile.
-        hops: number of devices that the data of a turn passes, one after the other; see `hlo.Instruction.hops`.
-    """
-
-    opcode: str
-    loops: tuple[int | None, ...]
-    count: int
-    bytes: int
-    sent: int
-    asynchronous: bool = False
-    hops: int = 0
-
-    @property
-    def turns(self) -> int:
-        """Number of turns of the innermost loop in one call; a loop of unknown length has one."""
-        return math.prod(1 if trips is None else trips for trips in self.loops)
-
-
-@dataclass(frozen=True)
 class CompiledProgram:
-    """Result of compiling a program; bytes are those of one device.
+    """Result of compiling a program; bytes on one device.
 
     Attributes:
         name: the program's.
         seconds: time that lowering and compiling took.
         arguments, results: bytes of its arguments, and of its results that do not take an argument's place.
-        temporary: bytes that it allocates beside them.
+        temporary: bytes that it allocates in addition.
         refused: bytes that the compiler says the program needs where it is too large for the device; else 0.
         compiling: most bytes that the compiler held on the host; 0 where that is not the device's memory.
         host_bytes: bytes of the host that its trace and its executable keep; 0 where the executable is freed.
-        collectives: by loop.
+        collectives: in program order.
         cycles: compiler's estimate of the cycles outside loops of unknown length, and in one turn of those. Kernels are
             not in it. 0 where the compiler gives none: on CPUs and GPUs, and for collectives alone. None where the text
             is not known.
@@ -83,7 +53,7 @@ class CompiledProgram:
     refused: int = 0
     compiling: int = 0
     host_bytes: int = 0
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[hlo.Instruction, ...] = ()
     cycles: tuple[int, int] | None = None
     kernels: tuple[int, int] = (0, 0)
     unread: bool = False
@@ -97,7 +67,7 @@ def compile_program(
     Args:
         program: of shapes, on its devices.
         read_text: read collectives and cycles too, from the text of the program.
-        platform: that of its devices. The memory of a CPU is that of the host, so that the compiler's counts too. A
+        platform: platform of its devices. A CPU shares the host's memory, so that the compiler's counts too. A
             compiler for TPUs may be newer than the jaxlib that reads what it wrote, and so writes the text as well.
         executables: gets the executable, which otherwise is freed.
     """
@@ -167,22 +137,12 @@ def _with_text(program: CompiledProgram, written: str | None) -> CompiledProgram
     if written is None:
         return replace(program, unread=True)
     text = hlo.Program(written)
-    by_loop: dict[tuple[str, hlo.Loops, bool], list[hlo.Instruction]] = defaultdict(list)
-    for one in text.collectives():
-        by_loop[one.opcode, one.loops, one.asynchronous].append(one)
-    collectives = tuple(
-        Collective(
-            opcode, loops, len(group), sum(x.bytes for x in group), sum(x.sent for x in group), asynchronous,
-            sum(x.hops for x in group),
-        )
-        for (opcode, loops, asynchronous), group in by_loop.items()
-    )  # fmt: skip
     cycles, kernels = [0, 0], [0, 0]
     for each in text.instructions:
         cycles[None in each.loops] += each.cycles * each.executions
         kernels[None in each.loops] += each.executions * each.kernel
     estimates: dict[str, Any] = {"cycles": tuple(cycles), "kernels": tuple(kernels)}
-    return replace(program, collectives=collectives, **estimates)
+    return replace(program, collectives=tuple(text.collectives()), **estimates)
 
 
 def _refused_bytes(message: str) -> int | None:
@@ -205,7 +165,7 @@ def peak_memory() -> int:
     """Return the most resident bytes of this process since `reset_peak_memory`.
 
     The kernel keeps them, so that no peak is missed. Where it cannot begin again (systems other than Linux, some
-    containers), they are those of the whole life of the process.
+    containers), they count from the beginning of the process.
     """
     with suppress(OSError):
         if line := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):

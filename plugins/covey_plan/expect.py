@@ -5,7 +5,6 @@ seconds by the work of a step (`work`) at the assumed share of this machine's ra
 second; bytes of arrays. None of the run's programs is compiled for it.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,13 +30,12 @@ from covey.train.trainer import Trainer
 from covey_plan.lengths import Lengths, cut_geometric, expected_lengths
 from covey_plan.machines import MACHINES, Machine
 from covey_plan.memory import checkpoint_bytes, nbytes, num_checkpoints, size_in_words
-from covey_plan.roofline import CPU_SHARE, Rates, phase_time, present_rates
+from covey_plan.roofline import CPU_SHARE, present_rates, step_times
 from covey_plan.topologies import mesh_size
-from covey_plan.work import Sizes, step_phases
+from covey_plan.work import Sizes
 
 ROWS_READ, WIDTH = 64, 60
 """Number of rows whose lengths stand for all, and of characters of a line."""
-log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 
 class Expectation(NamedTuple):
@@ -64,15 +62,12 @@ class Estimate(Output):
     def begin(self, run: SavedRun, summary: Mapping[str, Any]) -> None:
         if run.folder.resuming or is_from_python(run.recipe):
             return
-        try:
-            needs = expect(run, (summary["before"] or {}).get("mean_length"))
-            for line in in_words(needs, run):
-                run.progress.message(line)
-        except Exception as error:  # an estimate is a by-product, and the run goes on without it
-            log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
+        needs = estimate(run, (summary["before"] or {}).get("mean_length"))
+        for line in in_words(needs, run):
+            run.progress.message(line)
 
 
-def expect(run: SavedRun, sampled: float | None = None) -> Expectation:
+def estimate(run: SavedRun, sampled: float | None = None) -> Expectation:
     """Return the expected needs of a run that is set up.
 
     Args:
@@ -133,7 +128,7 @@ def _config(run: SavedRun) -> tuple[ModelConfig, bool]:
 
 
 def _lengths(run: SavedRun, sampled: float | None) -> Lengths:
-    """Return the lengths of the first rows, and those of completions with the mean `sampled`."""
+    """Return the lengths of the first rows, and of completions with the mean `sampled`."""
     recipe, rows = run.recipe, run.loader.rows[:ROWS_READ]
     if isinstance(recipe, Recipe):
         encode = run.learner.cluster.tokenizer.encode_prompt
@@ -171,12 +166,10 @@ def _phase_seconds(run: SavedRun, lengths: Lengths, machine: Machine) -> dict[st
     moved = 2 * nbytes(trainer.trainable) + 2 * nbytes(trainer.opt_state) + nbytes(trainer.trainable)
     itemsize = jnp.dtype(recipe.model.dtype).itemsize
     sizes = Sizes(nbytes(trainer.params) * count, moved * count, itemsize)
-    shards = recipe.model.mesh.data * recipe.model.mesh.fsdp
-    phases = step_phases(recipe, config, lengths, sizes, shards, fixed, jax.process_count())
-    there = 1 if machine.platform == "cpu" else count  # virtual devices share one processor
     (flops,) = machine.flops.values()
-    rates = Rates(flops * there, machine.bandwidth * there, machine.link, there)
-    return {phase.name: phase_time(phase, {}, machine, rates).expected for phase in phases}
+    processes = jax.process_count()
+    times = step_times(recipe, config, lengths, sizes, machine, flops, fixed_shapes=fixed, processes=processes)
+    return {time.phase.name: time.expected for time in times}
 
 
 def _evaluation_seconds(run: SavedRun, by_phase: dict[str, float]) -> float:

@@ -63,7 +63,7 @@ def predicted(plan: dict[str, Any]) -> dict[str, int]:
 
 
 def show(plan: dict[str, Any], console: Console) -> None:
-    """Print measured beside predicted peaks."""
+    """Print measured and predicted peaks."""
     rows = [
         (phase, f"{peak / 1e9:.2f}", f"{measured / 1e9:.2f}", f"{peak / measured - 1:+.0%}")
         for phase, peak in predicted(plan).items()

@@ -49,7 +49,7 @@ class Instruction:
         loops: trip counts of the loops around it.
         cycles: the compiler's estimate for one execution; 0 where it gives none, as for kernels.
         kernel: whether it calls a kernel of Pallas, which has no estimate.
-        asynchronous: whether it runs beside other instructions.
+        asynchronous: whether it runs at the same time as other instructions.
         group: number of devices that a collective connects; None where its text does not say.
     """
 
@@ -79,7 +79,7 @@ class Instruction:
 
     @property
     def executions(self) -> int:
-        """Number of times it runs; loops of unknown length count once."""
+        """Number of times it runs in a call of the program; loops of unknown length count once."""
         return math.prod(trips or 1 for trips in self.loops)
 
 
@@ -131,7 +131,7 @@ class Program:
                 yield from self._walk(called, inner)
 
     def _fused_collectives(self, line: _Line) -> Iterator[tuple[_Line, dict[str, str]]]:
-        """Yield the collectives in a fusion, and in the fusions that it contains, with the types beside each."""
+        """Yield the collectives in a fusion, and in the fusions that it contains, with the types around each."""
         for name in _attributes(line, "calls") if line.opcode == "fusion" else ():
             lines = self._computations.get(name, [])
             for inner in lines:

@@ -18,7 +18,7 @@ from covey.files import is_count, parse_line
 from covey.monitor.run_files import SAMPLES
 
 COMPLETION_SHARE = 0.35
-"""Assumed mean length of a completion, as a fraction of the longest; that of the benchmarks' recipes too."""
+"""Assumed mean length of a completion, as a fraction of the longest, as in the benchmarks' recipes."""
 QUANTILES = 64
 """Number of lengths that stand for a distribution."""
 MOST_SAMPLES = 8192
@@ -60,7 +60,7 @@ def expected_lengths(
     """Return the lengths that a plan expects.
 
     Args:
-        prompt: length of a prompt; that of the samples, or the longest that is allowed, if it is None.
+        prompt: length of a prompt; if None, from the samples, or the longest that is allowed.
         completions: lengths of completions; a single one is the mean of the distribution of `cut_geometric`, and
             without any the mean is `COMPLETION_SHARE` of the longest that is allowed.
         samples: a run, or a file of samples, whose lengths are taken.

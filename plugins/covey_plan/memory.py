@@ -29,11 +29,11 @@ FURTHER_PROGRAMS = "further programs"
 
 
 @dataclass(frozen=True)
-class Residents:
+class DeviceArrays:
     """Bytes of the arrays on one device.
 
     Attributes:
-        always: by part, those held through the whole run.
+        always: by part, arrays held through the whole run.
         during: program, or `SYNC` → part → bytes held while it runs, and not always. They are its arguments, or its
             neighbours'.
     """
@@ -58,13 +58,13 @@ class Residents:
         return parts
 
 
-class RunResidents(NamedTuple):
+class RunArrays(NamedTuple):
     """Arrays of a device of the actor, and of one of the rollout's own devices if it has some."""
 
-    actor: Residents
-    rollout: Residents | None = None
+    actor: DeviceArrays
+    rollout: DeviceArrays | None = None
 
-    def of(self, program: str) -> Residents:
+    def of(self, program: str) -> DeviceArrays:
         """Return the arrays of a device on which `program`, or `SYNC`, runs."""
         return self.rollout if self.rollout and program in (*SAMPLING, SYNC) else self.actor
 
@@ -80,7 +80,7 @@ class RunResidents(NamedTuple):
             peaks[program.name] = max(self.of(program.name).peak(program), peaks.get(program.name, 0))
         return peaks | ({SYNC: self.of(SYNC).held(SYNC)} if SYNC in self.of(SYNC).during else {})
 
-    def with_programs(self, size: int) -> "RunResidents":
+    def with_programs(self, size: int) -> "RunArrays":
         """Return these with `size` bytes of further programs, which a run has compiled while it samples."""
         more, sampling = {FURTHER_PROGRAMS: size} if size else {}, self.of("decode")
         during = {name: parts | more for name, parts in sampling.during.items() if name in SAMPLING}
@@ -88,7 +88,7 @@ class RunResidents(NamedTuple):
         return self._replace(rollout=changed) if self.rollout else self._replace(actor=changed)
 
 
-def run_residents(
+def run_arrays(
     weights: Any,
     optimizer: Any,
     programs: Sequence[Program],
@@ -96,26 +96,26 @@ def run_residents(
     rollout: Any = None,
     synced: Any = None,
     lent: int = 0,
-) -> RunResidents:
+) -> RunArrays:
     """Return the arrays of the devices of a run.
 
     Args:
         weights, optimizer: shapes of the state of the model that is trained and of its optimizer's, on their devices.
-        programs: those of the run.
-        reference: whether a frozen copy of the weights is held beside them.
+        programs: programs of the run.
+        reference: whether a frozen copy of the weights is held too.
         rollout: shapes of the rollout's weights, on its devices, if it has a copy of them.
-        synced: shapes of those that it gets after each update: they arrive while it still holds the ones before.
+        synced: shapes of the weights that it gets after each update, while it still holds the old ones.
         lent: bytes of the weights of a device that are taken apart while it samples.
     """
     by_name = {program.name: program for program in programs}
     always, training = _training(weights, optimizer, by_name, reference)
     sampling = _sampling(by_name, weights if rollout is None else rollout, lent)
     if rollout is None:
-        return RunResidents(Residents(always, training | sampling))
+        return RunArrays(DeviceArrays(always, training | sampling))
     sampling |= {SYNC: {"new weights of the rollout": nbytes(synced)}}
     if _devices(rollout).isdisjoint(_devices(weights)):
-        return RunResidents(Residents(always, training), Residents({"weights": nbytes(rollout)}, sampling))
-    return RunResidents(Residents(always | {"weights of the rollout": nbytes(rollout)}, training | sampling))
+        return RunArrays(DeviceArrays(always, training), DeviceArrays({"weights": nbytes(rollout)}, sampling))
+    return RunArrays(DeviceArrays(always | {"weights of the rollout": nbytes(rollout)}, training | sampling))
 
 
 def _devices(state: Any) -> set[jax.Device]:
@@ -205,30 +205,8 @@ class Outline:
     not_counted: Sequence[str]
 
 
-def make_outline(
-    recipe: Recipe | SFTRecipe,
-    trained: Any,
-    residents: RunResidents,
-    not_counted: Sequence[str],
-) -> Outline:
-    """Return the outline of a run of `recipe`.
-
-    Args:
-        recipe: the settings.
-        trained: shapes of the weights that are trained and of the optimizer's state.
-        residents: arrays on its devices.
-        not_counted: parts of the run that are not counted.
-    """
-    return Outline(
-        {role: held.most() for role, held in residents._asdict().items() if held},
-        _step(recipe),
-        checkpoint_bytes(trained),
-        num_checkpoints(recipe),
-        not_counted,
-    )
-
-
-def _step(recipe: Recipe | SFTRecipe) -> dict[str, int]:
+def tokens_of_step(recipe: Recipe | SFTRecipe) -> dict[str, int]:
+    """Return the numbers of prompts, completions and tokens of a step, by what they are."""
     if isinstance(recipe, SFTRecipe):
         batch = recipe.training.batch_size
         return {"examples": batch, "tokens, at most": batch * recipe.training.max_length}

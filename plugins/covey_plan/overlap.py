@@ -14,7 +14,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe
 from covey.rl.stage_sizes import stage_sizes
 from covey_plan.machines import Machine
-from covey_plan.memory import SYNC, RunResidents
+from covey_plan.memory import SYNC, RunArrays
 from covey_plan.roofline import PhaseTime
 
 SETTING = "training.off_policy_steps"
@@ -31,7 +31,7 @@ class Overlap:
         parts: number of parts of a step that are sampled one after the other; while one is, those before are trained
             on, if they are samples of the last weights. 1 where sampling and training take turns.
         shared: what both sides share, so that they cannot run at once; "" if nothing.
-        lead: number of steps that the recipe samples ahead.
+        off_policy_steps: number of steps that the recipe samples ahead.
     """
 
     rollout: float
@@ -39,7 +39,7 @@ class Overlap:
     sync: float
     parts: int
     shared: str
-    lead: int
+    off_policy_steps: int
 
     @property
     def on_last_weights(self) -> float:
@@ -48,13 +48,13 @@ class Overlap:
 
     @property
     def ahead(self) -> float:
-        """Seconds of a step whose samples are drawn during the step before it."""
+        """Seconds of a step that is sampled during the step before it."""
         return self.on_last_weights if self.shared else max(self.rollout, self.training)
 
     @property
     def step(self) -> float:
         """Seconds of a step of the recipe."""
-        return self.ahead if self.lead else self.on_last_weights
+        return self.ahead if self.off_policy_steps else self.on_last_weights
 
     @property
     def pays(self) -> bool:
@@ -64,7 +64,7 @@ class Overlap:
     def to_json(self) -> dict[str, Any]:
         """Return the figures in JSON's types."""
         return {
-            "off_policy_steps": self.lead,
+            "off_policy_steps": self.off_policy_steps,
             "pays": self.pays,
             "shared": self.shared,
             "seconds": {"rollout": self.rollout, "training": self.training, "sync": self.sync},
@@ -85,16 +85,16 @@ class Overlap:
             )
         sides = f"rollout {self.rollout:.3g} s, training {self.training:.3g} s"
         times = f"{self.ahead:.3g} s a step in place of {self.on_last_weights:.3g}; {sides}"
-        return f"Sampling ahead ({SETTING} {max(self.lead, 1)}) pays: {times}"
+        return f"Sampling ahead ({SETTING} {max(self.off_policy_steps, 1)}) pays: {times}"
 
 
-def overlap_of(recipe: Recipe, phases: Sequence[PhaseTime], residents: RunResidents, machine: Machine) -> Overlap:
+def overlap_of(recipe: Recipe, phases: Sequence[PhaseTime], arrays: RunArrays, machine: Machine) -> Overlap:
     """Return the two sides of a step with these phases."""
-    sync = sum(residents.of(SYNC).during.get(SYNC, {}).values()) / machine.link / machine.memory_share
+    sync = sum(arrays.of(SYNC).during.get(SYNC, {}).values()) / machine.link / machine.memory_share
     rollout = sum(time.expected for time in phases if time.phase.name == "rollout")
     training = sum(time.expected for time in phases) - rollout + sync
     at_once = stage_sizes(recipe.training, recipe.grpo.num_generations).rollout_batch_size
-    shared = "one processor" if machine.platform == "cpu" else "" if residents.rollout else "their devices"
+    shared = "one processor" if machine.platform == "cpu" else "" if arrays.rollout else "their devices"
     whole = shared or algorithm_of(recipe.grpo).needs_whole_step
     parts = 1 if whole else math.ceil(recipe.training.prompts_per_step / at_once)
     return Overlap(rollout, training, sync, parts, shared, recipe.training.off_policy_steps)

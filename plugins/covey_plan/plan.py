@@ -37,13 +37,23 @@ from covey_kernels import gpu_decode, tpu_decode
 from covey_plan.compiled import CompiledProgram, compile_program, process_memory
 from covey_plan.lengths import Lengths, expected_lengths
 from covey_plan.machines import MACHINES, Machine, Target
-from covey_plan.memory import FURTHER_PROGRAMS, Outline, Residents, RunResidents, make_outline, nbytes, run_residents
+from covey_plan.memory import (
+    FURTHER_PROGRAMS,
+    DeviceArrays,
+    Outline,
+    RunArrays,
+    checkpoint_bytes,
+    nbytes,
+    num_checkpoints,
+    run_arrays,
+    tokens_of_step,
+)
 from covey_plan.overlap import Overlap, overlap_of
 from covey_plan.programs import RLPrograms, SFTPrograms
-from covey_plan.roofline import CPU_SHARE, PhaseTime, Rates, machine_peaks, phase_time
+from covey_plan.roofline import CPU_SHARE, PhaseTime, machine_peaks, step_times
 from covey_plan.search import Trial, search
 from covey_plan.topologies import Places, mesh_size, place_on, rollout_config
-from covey_plan.work import Sizes, step_phases
+from covey_plan.work import Sizes
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""
@@ -73,7 +83,7 @@ class Plan:
         rollout_mesh: the same of the rollout's own devices; empty if it has none.
         machine: one of the devices.
         lengths: expected ones, on which seconds depend.
-        residents: arrays of one device by part, for each group of devices.
+        arrays: arrays of one device by part, for each group of devices.
         process: bytes of the process itself: Python, libraries and compiled programs. 0 on accelerators, whose memory
             holds none of it.
         programs: the largest that the settings provide for, compiled.
@@ -90,7 +100,7 @@ class Plan:
     rollout_mesh: Mapping[str, int]
     machine: Machine
     lengths: Lengths
-    residents: RunResidents
+    arrays: RunArrays
     process: int
     programs: Sequence[CompiledProgram]
     phases: Sequence[PhaseTime]
@@ -102,16 +112,16 @@ class Plan:
     @cached_property
     def peaks(self) -> dict[str, int]:
         """Most bytes of a device by program, and of the transfer of weights to a rollout with a copy of them."""
-        return {name: self.process + peak for name, peak in self.residents.peaks(self.programs).items()}
+        return {name: self.process + peak for name, peak in self.arrays.peaks(self.programs).items()}
 
     @property
     def peak(self) -> int:
         """Most bytes of a device."""
         return max(self.peaks.values())
 
-    def peak_of(self, group: Residents) -> int:
+    def peak_of(self, group: DeviceArrays) -> int:
         """Return the most bytes of a device of one group."""
-        return max(peak for name, peak in self.peaks.items() if self.residents.of(name) is group)
+        return max(peak for name, peak in self.peaks.items() if self.arrays.of(name) is group)
 
     @property
     def fits(self) -> bool:
@@ -142,7 +152,7 @@ def make_plan(
         load: gives the recipe.
         target: devices, which need not be there.
         tell: shows what is being done.
-        lengths: expected lengths; those of `expected_lengths` if not set.
+        lengths: expected lengths; `expected_lengths(recipe)` if not set.
         show_outline: called with the outline, before the first program is compiled.
 
     Raises:
@@ -171,18 +181,18 @@ def plan_programs(
 
     Args:
         run: programs of shapes on `places`.
-        machine: one of the devices; that of `target` if not set.
+        machine: one of the devices; from `target` if not set.
     """
     machine = machine or _machine_of(recipe, target)
     executables: list[Any] = []  # a run keeps its programs, which are part of its process
     compiled = _compile(run.called(), target, machine, places, tell, executables)
-    residents = residents_of(run).with_programs(_further_programs(run, compiled))
+    arrays = arrays_of(run).with_programs(_further_programs(run, compiled))
     process = process_memory() if machine.platform == "cpu" else 0
     executables.clear()
     tell("counting")
-    phases, overlap, listed = _phase_times(recipe, run, residents, compiled, machine, lengths), None, list[Entry]()
+    phases, overlap, listed = _phase_times(recipe, run, arrays, compiled, machine, lengths), None, list[Entry]()
     if isinstance(recipe, Recipe) and isinstance(run, RLPrograms):
-        overlap = overlap_of(recipe, phases, residents, machine)
+        overlap = overlap_of(recipe, phases, arrays, machine)
         listed = inventory(recipe, run)
     return Plan(
         recipe.name,
@@ -191,7 +201,7 @@ def plan_programs(
         {} if places.rollout is None else dict(places.rollout.shape),
         machine,
         lengths,
-        residents,
+        arrays,
         process,
         compiled,
         phases,
@@ -212,8 +222,9 @@ def outline_for(recipe: Recipe | SFTRecipe, target: Target) -> Outline:
 
 def outline_of(recipe: Recipe | SFTRecipe, run: RunPrograms) -> Outline:
     """Return the outline of a run with these programs."""
-    trained = run.trainer.trainable, run.trainer.opt_state
-    return make_outline(recipe, trained, residents_of(run), _not_counted(recipe, ()))
+    memory = {role: held.most() for role, held in arrays_of(run)._asdict().items() if held}
+    checkpoint = checkpoint_bytes((run.trainer.trainable, run.trainer.opt_state))
+    return Outline(memory, tokens_of_step(recipe), checkpoint, num_checkpoints(recipe), _not_counted(recipe, ()))
 
 
 def programs_of(recipe: Recipe | SFTRecipe, places: Places) -> RunPrograms:
@@ -261,7 +272,7 @@ def _placed_model(recipe: AnyRecipe, place: Mesh | jax.Device) -> tuple[Decoder,
     return place_model(model, place), tokenizer
 
 
-def residents_of(run: RunPrograms) -> RunResidents:
+def arrays_of(run: RunPrograms) -> RunArrays:
     """Return the arrays of the devices of a run with these programs."""
     reference, rollout, synced, lent = False, None, None, 0
     if isinstance(run, RLPrograms):
@@ -270,7 +281,7 @@ def residents_of(run: RunPrograms) -> RunResidents:
         if not run.config.shares_weights:
             rollout, synced = run.cluster.rollout.params, split_trainable(run.cluster.rollout.model)[1]
     trainer = run.trainer
-    return run_residents(trainer.params, trainer.opt_state, run.called(), reference, rollout, synced, lent)
+    return run_arrays(trainer.params, trainer.opt_state, run.called(), reference, rollout, synced, lent)
 
 
 def _further_programs(run: RunPrograms, compiled: Sequence[CompiledProgram]) -> int:
@@ -316,17 +327,17 @@ def _refused_devices(program: Program, target: Target, reason: str) -> RecipeErr
 def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, tell: Tell) -> list[Trial]:
     largest_first = sorted(plan.peaks, key=plan.peaks.__getitem__, reverse=True)
     above = [name for name in largest_first if plan.peaks[name] > plan.machine.memory]
-    further = plan.residents.of("decode").during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
+    further = plan.arrays.of("decode").during.get("decode", {}).get(FURTHER_PROGRAMS, 0)
 
     def peak_with(settings: Sequence[str]) -> int:
         run = programs_of(load(settings), places)
-        residents = residents_of(run).with_programs(further)
+        arrays = arrays_of(run).with_programs(further)
         tell(f"trying {' '.join(settings)}")
-        floor = plan.process + residents.floor
+        floor = plan.process + arrays.floor
         if floor > plan.machine.memory:  # no program can fit
             return floor
         compiled = [compile_program(program, read_text=False) for program in run.called() if program.name in above]
-        return plan.process + max(residents.peaks(compiled).values())
+        return plan.process + max(arrays.peaks(compiled).values())
 
     return search(recipe, above, plan.machine.memory, peak_with)
 
@@ -334,31 +345,20 @@ def _search(plan: Plan, recipe: Recipe | SFTRecipe, load: Load, places: Places, 
 def _phase_times(
     recipe: Recipe | SFTRecipe,
     run: RunPrograms,
-    residents: RunResidents,
+    arrays: RunArrays,
     compiled: Sequence[CompiledProgram],
     machine: Machine,
     lengths: Lengths,
 ) -> list[PhaseTime]:
-    count, rollout_count, actor = mesh_size(recipe.model.mesh), rollout_config(recipe).size, residents.actor
+    count, actor, platform = mesh_size(recipe.model.mesh), arrays.actor, machine.platform
     # The update reads and writes weights and moments, and reads the gradients.
-    trainable = nbytes(run.trainer.trainable)
-    moved = 2 * trainable + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
-    on_cpu, processes = machine.platform == "cpu", run.num_processes if isinstance(run, RLPrograms) else 1
-    sizes = Sizes(
-        actor.always["weights"] * count, moved * count, jnp.dtype(recipe.model.dtype).itemsize,
-        **(_sampling_sizes(run, machine.platform) if isinstance(run, RLPrograms) else {}),
-    )  # fmt: skip
-    shards = math.prod(getattr(recipe.model.mesh, axis) for axis in ("data", "fsdp"))
-    phases = step_phases(recipe, run.model.config, lengths, sizes, shards, not on_cpu, processes)
-    flops = machine.flops[_compute_dtype(recipe, machine.platform)]
-
-    def rates(phase: str) -> Rates:
-        devices = rollout_count if rollout_count and phase == "rollout" else count
-        there = 1 if on_cpu else devices  # virtual devices share one processor
-        return Rates(flops * there, machine.bandwidth * there, machine.link, there)
-
-    by_name = {program.name: program for program in compiled}
-    return [phase_time(phase, by_name, machine, rates(phase.name)) for phase in phases]
+    moved = 2 * nbytes(run.trainer.trainable) + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
+    sampling = _sampling_sizes(run, platform) if isinstance(run, RLPrograms) else {}
+    itemsize = jnp.dtype(recipe.model.dtype).itemsize
+    sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, **sampling)
+    processes = run.num_processes if isinstance(run, RLPrograms) else 1
+    flops = machine.flops[_compute_dtype(recipe, platform)]
+    return step_times(recipe, run.model.config, lengths, sizes, machine, flops, compiled, platform != "cpu", processes)
 
 
 def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:

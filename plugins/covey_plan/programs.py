@@ -62,7 +62,7 @@ class RLPrograms:
         return self.trainer.programs.apply_program()
 
     def prefill(self, prompts: int, length: int) -> Program:
-        """Return the program that prefills so many prompts of `length` tokens."""
+        """Return the program that prefills `prompts` prompts of `length` tokens."""
         return self._engine.programs.prefill_program(self.rollout_params, prompts, length)
 
     def admit(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> Program:
@@ -77,7 +77,7 @@ class RLPrograms:
         return self._engine.programs.decode_program(self.rollout_params, slots, cache_length, config, pause_id)
 
     def scheduler(self) -> Scheduler:
-        """Return the scheduler of a rollout whose prompts are as long as they may be."""
+        """Return the scheduler of a rollout of prompts of the largest length."""
         config, samples = self.config.rollout_config, self.grpo.num_generations
         fraction = -(-self.config.training_config.prompts_per_step // self.num_processes)
         prompts = min(stage_sizes(self.config.training_config, samples).rollout, fraction)

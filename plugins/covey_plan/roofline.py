@@ -14,9 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from covey_plan.compiled import Collective, CompiledProgram
+from covey.config.recipe import Recipe, SFTRecipe
+from covey.models.config import ModelConfig
+from covey_plan.compiled import CompiledProgram
+from covey_plan.hlo import Instruction
+from covey_plan.lengths import Lengths
 from covey_plan.machines import Machine
-from covey_plan.work import BLOCKS_VISITED, GRID_STEP, KERNEL_SHARE, Call, Phase
+from covey_plan.topologies import mesh_size, rollout_config
+from covey_plan.work import BLOCKS_VISITED, GRID_STEP, KERNEL_SHARE, Call, Phase, Sizes, step_phases
 
 CPU_SHARE = 0.4
 """Share of the roofline that a phase reaches on CPUs: 39 to 57 per cent in updates, 56 to 74 in decoding (measured)."""
@@ -24,7 +29,7 @@ CALLS = 8
 STREAMED = 256 * 2**20
 """Number of bytes that are read: more than any cache holds."""
 FEW_STREAMED = 64 * 2**20
-"""The same beside a run: more than the caches of most processors hold."""
+"""The same while a run trains: more than the caches of most processors hold."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,35 @@ def phase_time(phase: Phase, programs: Mapping[str, CompiledProgram], machine: M
     return PhaseTime(phase, moved, compute, memory, link, compiled, sum(parts.values()), parts)
 
 
+def step_times(
+    recipe: Recipe | SFTRecipe,
+    config: ModelConfig,
+    lengths: Lengths,
+    sizes: Sizes,
+    machine: Machine,
+    flops: float,
+    programs: Sequence[CompiledProgram] = (),
+    fixed_shapes: bool = False,
+    processes: int = 1,
+) -> list[PhaseTime]:
+    """Return the seconds of the phases of a step; arguments as for `work.step_phases`, and:
+
+    Args:
+        machine: one of the devices.
+        flops: its peak flops/s with operands of the run's type.
+        programs: compiled ones.
+    """
+    mesh, of_rollout = recipe.model.mesh, rollout_config(recipe).size
+    by_name = {program.name: program for program in programs}
+    times = []
+    for phase in step_phases(recipe, config, lengths, sizes, mesh.data * mesh.fsdp, fixed_shapes, processes):
+        devices = of_rollout if of_rollout and phase.name == "rollout" else mesh_size(mesh)
+        count = 1 if machine.platform == "cpu" else devices  # virtual devices share one processor
+        rates = Rates(flops * count, machine.bandwidth * count, machine.link, count)
+        times.append(phase_time(phase, by_name, machine, rates))
+    return times
+
+
 def _estimated(phase: Phase, calls: Calls, machine: Machine, rates: Rates) -> dict[str, float]:
     """Return the parts of a phase by the compiler's estimates."""
     parts = {program.name: _cycles(program, call) / machine.clock for program, call in calls}
@@ -114,9 +148,9 @@ def _estimated(phase: Phase, calls: Calls, machine: Machine, rates: Rates) -> di
 
 
 def _waited(calls: Calls, machine: Machine, rates: Rates) -> float:
-    """Return the seconds of the collectives that devices wait for: those of their bytes, and of their beginnings."""
+    """Return the seconds of the collectives that devices wait for, by their bytes and their beginnings."""
     return sum(
-        _turns(one, call) * (one.sent / rates.link + one.count * machine.latency + one.hops * machine.hop)
+        _turns(one, call) * (one.sent / rates.link + machine.latency + one.hops * machine.hop)
         for program, call in calls
         for one in program.collectives
         if not one.asynchronous
@@ -134,15 +168,13 @@ def _assumed(
         "links": link / machine.memory_share,
     }
     longest = max(times, key=times.__getitem__)
-    number = sum(_turns(one, call) * one.count for program, call in calls for one in program.collectives)
+    number = sum(_turns(one, call) for program, call in calls for one in program.collectives)
     return {longest: times[longest], "beginning collectives": number * machine.latency}
 
 
-def _turns(one: Collective, call: Call) -> int:
-    """Return the number of turns of a collective's loops in the calls of a program. Those of a loop of unknown length
-    are those of all calls.
-    """
-    return one.turns * (call.turns if call.turns and None in one.loops else call.count)
+def _turns(one: Instruction, call: Call) -> int:
+    """Return how often a collective runs; `call` has the turns of a loop of unknown length, over all calls."""
+    return one.executions * (call.turns if call.turns and None in one.loops else call.count)
 
 
 def _cycles(program: CompiledProgram, call: Call) -> float:
@@ -166,8 +198,8 @@ def machine_peaks(dtype: str = "float32") -> MachinePeaks:
 
 @cache
 def present_rates(dtype: str = "float32") -> MachinePeaks:
-    """Measure the rates of the default device beside all that runs on it now, with small arrays: a model is in its
-    memory. It takes half a second on a processor.
+    """Measure the rates of the default device under its present load, with small arrays: a model is in its memory. It
+    takes half a second on a processor.
     """
     return _rates(dtype, 1024 if jax.default_backend() == "cpu" else 4096, FEW_STREAMED, _usual_seconds)
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey_plan.compiled import CompiledProgram
+from covey_plan.hlo import Instruction, Loops
 from covey_plan.memory import SYNC
 from covey_plan.plan import Plan
 from covey_plan.work import HOST_SLOT, HOST_TURN
@@ -72,13 +73,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """Return mesh and memory of each group of devices: those of the actor, then those of the rollout alone."""
+    """Return mesh and memory of each group of devices: the actor's, then the rollout's own."""
     meshes, process = {"actor": plan.mesh, "rollout": plan.rollout_mesh}, {"process": plan.process}
     return [
         {"role": role, "mesh": dict(meshes[role]),
          "parts": {part: size for part, size in {**process, **arrays.most()}.items() if size},
          "peak": peak, "left": round(plan.machine.memory - peak)}
-        for role, arrays in plan.residents._asdict().items()
+        for role, arrays in plan.arrays._asdict().items()
         if arrays and (peak := plan.peak_of(arrays))
     ]  # fmt: skip
 
@@ -100,10 +101,25 @@ def _program(plan: Plan, program: CompiledProgram) -> dict[str, Any]:
         "temporary": program.temporary,
         "refused": program.refused,
         "compiling": program.compiling,
-        "peak": plan.process + plan.residents.of(program.name).peak(program),
+        "peak": plan.process + plan.arrays.of(program.name).peak(program),
         "kernels": sum(program.kernels),
-        "collectives": [asdict(one) | {"loops": list(one.loops)} for one in program.collectives],
+        "collectives": _by_loop(program.collectives),
     }
+
+
+def _by_loop(collectives: Sequence[Instruction]) -> list[dict[str, Any]]:
+    """Return the collectives of each kind in each loop: their number, and their bytes in a turn of the loop."""
+    groups: dict[tuple[str, Loops, bool], list[Instruction]] = {}
+    for one in collectives:
+        groups.setdefault((one.opcode, one.loops, one.asynchronous), []).append(one)
+    return [
+        {
+            "opcode": opcode, "loops": list(loops), "count": len(group),
+            "bytes": sum(one.bytes for one in group), "sent": sum(one.sent for one in group),
+            "asynchronous": asynchronous, "hops": sum(one.hops for one in group),
+        }
+        for (opcode, loops, asynchronous), group in groups.items()
+    ]  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -146,7 +162,7 @@ def _memory(group: Mapping[str, Any], several: bool) -> Table:
 
 
 def _programs(plan: Mapping[str, Any]) -> Table:
-    """Return the table of programs: of those with one name, that with the highest peak."""
+    """Return the table of programs; of programs with one name, the highest peak."""
     rows: dict[str, Sequence[str]] = {}
     for one in sorted(plan["programs"], key=lambda program: -program["peak"]):
         sizes = [_gb(one[key]) for key in ("temporary", "results", "peak")]

@@ -86,7 +86,7 @@ def check_mesh(config: MeshConfig, rollout: RoleMeshConfig, target: Target) -> N
 
 
 def _smaller(rollout: int, count: int) -> str:
-    """Return a fix for two meshes on `count` devices: the actor on those that a rollout of `rollout` devices leaves, or
+    """Return a fix for two meshes on `count` devices: the actor on the devices that the rollout leaves, or
     a smaller rollout where it leaves none.
     """
     if rollout < count:

@@ -1,8 +1,8 @@
 """Work of a step by phase: flops, bytes read and written, and how often each program runs.
 
-Flops and bytes are those that every implementation must do, counted from the model's shape and the expected lengths;
+Flops and bytes are the least of any implementation, counted from the model's shape and the expected lengths;
 rows are packed as the run packs them, samples enter slots as in a run (`schedule`), and what moves between devices is
-read from the programs. What the kernels of decoding read beyond that, and what the host takes, stands beside it.
+read from the programs. Further reads of the kernels of decoding, and the time of the host, are counted apart.
 
 A multiplication with its addition is two flops, and only products are counted: norms, softmax, rotations and the
 optimizer are not. Every real token goes through every layer, a prompt once for its group; attention counts the pairs
@@ -205,7 +205,7 @@ def _rollout(
 def rollout_timeline(
     recipe: Recipe, prompt: int, completions: Int[np.ndarray, "prompts samples"], at_once: int, fixed_shapes: bool
 ) -> Timeline:
-    """Return the calls of one process that samples these completions, those of `at_once` prompts at a time."""
+    """Return the calls of one process that samples these completions, `at_once` prompts at a time."""
     (prompts, samples), schedule = completions.shape, Timeline()
     for part in np.split(completions, range(at_once, prompts, at_once)):
         requests = [prompt] * len(part), [samples] * len(part)

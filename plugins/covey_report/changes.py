@@ -1,7 +1,7 @@
 """Standard errors of the changes of held-out figures between two evaluations, for reports, boards and the diagnosis.
 
-Both evaluations ask the same prompts. The error is that of the mean difference by prompt, which leaves out how much the
-prompts differ among themselves: it is smaller than that of two independent evaluations.
+Both evaluations ask the same prompts. The error is taken over the differences by prompt, so that differences among
+prompts do not count: it is smaller than for two independent evaluations.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Table of the charts of a report: which metrics share one, in which section, and which are shown first.
 
-Names and units are those of `covey.config.metrics`. A metric in a run's file that no chart names gets one of its own
-in the last section, so that a new metric is never missing.
+Names and units come from `covey.config.metrics`. A metric that no chart names gets a chart in the last section.
 """
 
 import re
@@ -169,7 +168,7 @@ MAIN = {
 """Titles of the main charts by training method; the first `MAIN_COUNT` that were measured stand at the top."""
 MAIN_COUNT = 4
 ROUNDING = {"loss": 1e-6, "kl": 1e-6}
-"""Differences that are rounding alone, by metric, where its scale is 1 and not that of its values."""
+"""Differences that are rounding alone, by metric, where its scale is 1 whatever its values are."""
 AHEAD = "time/rollout_wait"
 """Metric of the runs in which threads sample and score ahead of training."""
 OTHER = "Other metrics"

@@ -22,7 +22,7 @@ MAX_BYTES = 2_600_000
 GROUPS_PER_STEP = 4
 """Number of groups kept of each step where not all fit."""
 TRIED = 16
-"""Number of groups from whose size that of the others is estimated."""
+"""Number of groups from which the mean size of a group is estimated."""
 
 MAX_TOKEN_BYTES = 800_000
 """Maximum size in bytes of the token values of a page, of all runs together; completions have that much less room."""
@@ -109,7 +109,7 @@ def locate(file: Path, unreadable: dict[str, int], known: Sequence[Location] = (
 
     Args:
         known: groups at the beginning of the file that were located before; only what follows them is read. They count
-            for nothing if the file has become shorter, as that of a resumed run does.
+            for nothing if the file has become shorter, as in a resumed run.
     """
     with open_or_empty(file.parent, file.name) as lines:
         groups = list(known) if known and lines.seek(0, SEEK_END) >= known[-1].stop else []
@@ -257,7 +257,7 @@ def _texts(row: Row) -> Sequence[str] | None:
 
 
 def _numbers(values: Any, count: int) -> str:
-    """Return one number per token as JSON; null if there are not so many."""
+    """Return `count` numbers, one per token, as JSON; null if there are fewer."""
     if not isinstance(values, list) or len(values) < count:
         return "null"
     return f"[{','.join(number_json(value, digits=3) for value in values[:count])}]"

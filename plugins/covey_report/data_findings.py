@@ -20,7 +20,7 @@ or that their answer stands in their prompt.
 
 
 def find_problems(summary: "DataSummary") -> list[Finding]:
-    """Return the findings, those for which a run refuses the data first."""
+    """Return the findings; first come reasons for which a run refuses the data."""
     told = [*_malformed(summary), *_missing(summary), *_too_long(summary), *_answers(summary)]
     told += [*_ordered(summary), *_duplicates(summary), *_columns(summary)]
     return [*told, *([_finding(f"{summary.plain:,} {PLAIN[0]}", *PLAIN[1:], level="note")] if summary.plain else [])]

@@ -7,16 +7,8 @@ from typing import Any
 from covey.display import mask_secrets
 from covey.files import replace_file
 from covey_report.page import fill_page
+from covey_report.sections import DATA
 
-SECTIONS = {
-    "overview": "Overview",
-    "diagnosis": "Findings",
-    "rows": "Rows as the model gets them",
-    "lengths": "Lengths",
-    "duplicates": "Duplicates",
-    "columns": "Columns",
-}
-"""Sections of the page: heading by id."""
 HEAD, TAIL = 1500, 500
 """Number of tokens of a long segment that are kept from its beginning and its end."""
 
@@ -25,7 +17,7 @@ def write_data_page(out: Path, summary: Mapping[str, Any]) -> int:
     """Write the page of `DataSummary.to_json` to the file `out`, atomically; return its size in bytes."""
     rows = [row | {"segments": [_shortened(segment) for segment in row["segments"]]} for row in summary["shown"]]
     data = mask_secrets({**summary, "shown": rows})
-    page = fill_page(f"Data of {summary['recipe']}", SECTIONS, data, ("data",))
+    page = fill_page(f"Data of {summary['recipe']}", DATA, data, "data_page")
     replace_file(out, page)
     return len(page)
 

@@ -81,7 +81,7 @@ class DataSummary:
         every: one row in so many was measured.
         lengths: tokens of the training rows; None if there are none.
         plain: number of prompts that are plain text though the model has a chat template, estimated likewise.
-        held_out_over: number of held-out rows that are longer than the limit, estimated from those measured.
+        held_out_over: number of held-out rows that are longer than the limit, estimated from the measured rows.
         duplicates: duplicates, one entry for each of `duplicates.KINDS`.
         answered: column of answers → number of rows whose prompt has the answer, of how many rows, and ends of prompts.
         ordered: column by which the rows are sorted, if the last of them are held out → its first and last value.

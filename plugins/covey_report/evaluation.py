@@ -24,6 +24,14 @@ SAMPLES = 4
 """Number of completions kept per question and evaluation; all of them are counted."""
 
 
+def changes_of(run: RunData, first: RunData | None = None) -> dict[str, Any]:
+    """Return the figures of the evaluations and the trends of training, and as `counts` the numbers of completions and
+    examples of both evaluations with the standard errors of the accuracy.
+    """
+    counts = {name: [run.evaluation(when).get(name) for when in ("before", "after")] for name in COUNTS}
+    return {"figures": figures(run, first), "trends": trends(run), "counts": counts}
+
+
 def figures(run: RunData, first: RunData | None = None) -> list[dict[str, Any]]:
     """Return the metrics of the evaluations before and after training: name, name of the curve, unit, meaning, which
     direction is `better` (1, -1 or 0), both values, and the change with its standard error (None if it is not known).
@@ -70,11 +78,6 @@ def trends(run: RunData) -> dict[str, list[Any]]:
         for name, change in changes.items()
         if change and (early := change.early).last < (late := change.late).first
     }
-
-
-def counts(run: RunData) -> dict[str, Any]:
-    """Return the numbers of completions and examples of both evaluations, and the standard errors of the accuracy."""
-    return {name: [run.evaluation(when).get(name) for when in ("before", "after")] for name in COUNTS}
 
 
 def questions(run: RunData, budget: int, mask: Mask = lambda value: value) -> str:
@@ -126,7 +129,7 @@ def _mean_reward(rows: Sequence[Row]) -> float | None:
 
 
 def _states(was: Any, now: Any, by_verdict: bool) -> tuple[str, str]:
-    """Return the states before and after as words; those of rewards are relative to each other."""
+    """Return the states before and after as words; a reward is better, worse or equal."""
     if by_verdict:
         return was or "not measured", now or "not measured"
     if was is None or now is None:

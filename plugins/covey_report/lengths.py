@@ -1,9 +1,8 @@
 """Histogram and statistics of lengths in tokens, against a limit."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 BINS = 16
 """Number of bars of a histogram that is aimed at."""
@@ -51,10 +50,8 @@ class Lengths(NamedTuple):
     bars: list[Bar]
 
 
-def describe_lengths(counts: "np.ndarray", limit: int) -> Lengths | None:
+def describe_lengths(counts: np.ndarray, limit: int) -> Lengths | None:
     """Describe numbers of tokens, int64 [n]; None if there are none."""
-    import numpy as np
-
     if not counts.size:
         return None
     median, p99 = np.quantile(counts, [0.5, 0.99])
@@ -63,10 +60,8 @@ def describe_lengths(counts: "np.ndarray", limit: int) -> Lengths | None:
     return Lengths(counts.size, mean, float(median), float(p99), longest, over, _bars(counts, limit, float(p99)))
 
 
-def _bars(counts: "np.ndarray", limit: int, p99: float) -> list[Bar]:
+def _bars(counts: np.ndarray, limit: int, p99: float) -> list[Bar]:
     """Return about `BINS` bars of equal width up to a little beyond the 99th percentile."""
-    import numpy as np
-
     low, longest = int(counts.min()), int(counts.max())
     top = min(longest, max(int(1.5 * p99), low))
     width = _round_up(max(1, -(-(top - low + 1) // BINS)))

@@ -10,28 +10,25 @@ import hashlib
 import html
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.resources import files
 from itertools import accumulate, count
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey.config.schema.data import FROM_PYTHON
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
-from covey.monitor.status import FINISHED, RUNNING
 from covey_report import completions, evaluation, marks
 from covey_report.charts import charts_for
 from covey_report.diagnosis import Finding, RunHistory, diagnose
 from covey_report.public import public_runs
-from covey_report.results import as_text, settings_table
+from covey_report.results import settings_table
 from covey_report.run_data import RunData, Series, points_per_series, read_run, reduce_series
+from covey_report.sections import REPORT, Section, asset, elements_of, join_scripts, shown
 from covey_report.texts import script_json, size_of
 
 GENERATOR = '<meta name="generator" content="Covey'
@@ -44,30 +41,6 @@ NO_TEXTS = (
     '"tokens":{"groups":{},"total":0},"questions":{"prompts":[],"rows":[],"judged":true,"changes":[],"total":0}}'
 )
 """Texts of a run on a public page."""
-FACTS = {
-    "model": "model",
-    "data": "data",
-    "data_digest": "data digest",
-    "environment": "environment",
-    "programs": "programs compiled",
-    "best": "best checkpoint",
-}
-"""Entries of the summary that the page shows, with their labels."""
-SECTIONS = {
-    "overview": "Overview",
-    "curves": "Curves",
-    "diagnosis": "Diagnosis",
-    "evaluation": "Before and after",
-    "completions": "Completions",
-    "recipe": "Recipe",
-    "commands": "Commands",
-    "record": "Record",
-}
-"""Sections of a report: heading by id."""
-COMMON = ("elements", "formats", "page", "findings")
-"""Names of the scripts that every page has, in the order in which they are joined."""
-SCRIPTS = ("charts", "overview", "evaluation", "tokens", "completions", "recipe", "main")
-"""Names of the further scripts of a report."""
 
 
 def write_report(
@@ -80,7 +53,7 @@ def write_report(
     """Write the report of the runs in `folders` to the file `out`, atomically; return its size in bytes.
 
     Args:
-        findings: findings on each run; those of its diagnosis when not given.
+        findings: findings on each run; from its diagnosis when not given.
         status: state of the runs; as their folders tell it when not given.
         public: whether prompts, completions, paths and names are left out.
 
@@ -122,30 +95,33 @@ def build_page(runs: Sequence[RunData], findings: Sequence[Sequence[Finding]] = 
     ]
     title = " and ".join(run.name for run in runs[:3]) + (" and others" if len(runs) > 3 else "")
     library, style = asset(f"{UPLOT}.min.js"), asset(f"{UPLOT}.min.css")
-    return fill_page(title, SECTIONS, page_data(runs, findings, unreadable), SCRIPTS, texts, library, style)
+    public = any(run.is_public for run in runs)
+    data = page_data(runs, findings, unreadable)
+    return fill_page(title, REPORT, data, "main", texts=texts, library=library, style=style, public=public)
 
 
 def fill_page(
     title: str,
-    sections: Mapping[str, str],
+    sections: Sequence[Section],
     data: Mapping[str, Any],
-    scripts: Sequence[str],
+    last: str,
     texts: Sequence[str] = (),
     library: str = "",
     style: str = "",
+    public: bool = False,
 ) -> bytes:
     """Return a page in UTF-8.
 
     Args:
         title: title of the page.
-        sections: heading by id of the sections, which the scripts fill.
+        sections: its sections.
         data: data of the page, JSON-serialisable.
-        scripts: names of the page's scripts beside those of `COMMON`.
+        last: name of the script that puts the page together.
         texts: further data as JSON, in elements of their own.
         library, style: script and style of a library.
+        public: whether it is a public page.
     """
-    own = "".join(asset(f"{name}.js") for name in (*COMMON, *scripts))
-    code = [script for script in (library, f"(() => {{\n'use strict';\n{own}}})();\n") if script]
+    code = [script for script in (library, join_scripts(sections, asset(f"{last}.js"), public)) if script]
     style += asset("page.css")
     elements = [f'<script type="application/json" id="texts-{i}">{json}</script>' for i, json in enumerate(texts)]
     content = {
@@ -153,10 +129,7 @@ def fill_page(
         "VERSION": __version__,
         "TITLE": html.escape(printable(title)),
         "STYLE": style,
-        "SECTIONS": "\n".join(
-            f'  <section id="{name}" hidden><h2>{heading}</h2><div class="body"></div></section>'
-            for name, heading in sections.items()
-        ),
+        "SECTIONS": elements_of(shown(sections, public)),
         "DATA": script_json(data),
         "TEXTS": "\n".join(elements),
         "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in code),
@@ -207,12 +180,12 @@ def page_data(
     longest = max((len(run.steps) for run in runs), default=0)
     limit = points_per_series(sum(len(run.series) for run in runs), longest)
     names = dict.fromkeys(name for run in runs for name in _series_of(run))
-    shown, marked = findings_data(runs, findings or [()] * len(runs))
+    listed, marked = findings_data(runs, findings or [()] * len(runs))
     data = {
         "covey": __version__,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "public": any(run.is_public for run in runs),
-        "findings": shown,
+        "findings": listed,
         "charts": charts_for(names, {run.method for run in runs}),
         "settings": settings_table(runs),
         "runs": [
@@ -248,6 +221,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 def _run_data(run: RunData, limit: int, first: RunData | None) -> dict[str, Any]:
     total, measured = run.settings.get("training.max_steps"), _series_of(run)
+    of_sections = (section.data(run, first) for section in shown(REPORT, run.is_public))
     return {
         "recipe": str(run.settings.get("name", "")),
         "method": run.method,
@@ -258,11 +232,7 @@ def _run_data(run: RunData, limit: int, first: RunData | None) -> dict[str, Any]
         "clocks": {name: _points(clock, limit) for name, clock in clocks_of(run).items()},
         "points": limit,
         "series": {name: _points(series, limit) for name, series in measured.items()},
-        "figures": evaluation.figures(run, first),
-        "trends": evaluation.trends(run),
-        "counts": evaluation.counts(run),
-        "facts": facts(run),
-        "commands": [] if run.is_public else commands(run),
+        **{name: value for entries in of_sections for name, value in entries.items()},
     }
 
 
@@ -277,37 +247,6 @@ def _points(series: Series, limit: int) -> list[list[Any]]:
     """Return at most about `limit` points of a series as the page has them: steps and values."""
     reduced = reduce_series(series, limit)
     return [list(reduced.steps), _rounded(reduced.values)]
-
-
-def commands(run: RunData) -> list[list[str]]:
-    """Return the commands that go on from `run`, each with its purpose. Only the script of a run that a script made
-    can load its model and data.
-    """
-    folder, verb = shlex.quote(str(run.path)), "sft" if run.method == "sft" else "train"
-    longer = f" --max-steps {2 * run.steps[-1]}" if run.status == FINISHED and run.steps else ""
-    resume = ["Train it longer" if longer else "Resume it", f"covey {verb} --resume {folder}{longer}"]
-    loads = run.settings.get("data.task") != FROM_PYTHON
-    rows = [
-        (run.status == RUNNING, ["Watch it", f"covey watch {folder}"]),
-        (run.status != RUNNING and loads, resume),
-        (True, ["Compare it with another run", f"covey compare {folder} OTHER"]),
-        (True, ["Compare their curves", f"covey report {folder} OTHER --out comparison.html"]),
-        (loads, ["Export its model", f"covey export {folder} --out exported"]),
-        (True, ["Show it without prompts, completions and paths", f"covey report {folder} --public"]),
-    ]
-    return [row for is_possible, row in rows if is_possible]
-
-
-def facts(run: RunData) -> list[list[str]]:
-    """Return the recorded facts about model, data, machine and programs, as names and texts."""
-    rows: list[list[str]] = []
-    for name, label in FACTS.items():
-        if isinstance(value := run.summary.get(name), Mapping):
-            rows += [[f"{label}: {key}", as_text(entry)] for key, entry in value.items()]
-        elif name in run.summary:
-            source = "a run" if run.is_public else PurePath(str(run.settings.get("model.source"))).name
-            rows.append([label, as_text(value).replace(" of a run,", f" of {source},", name == "model")])
-    return rows
 
 
 def _series_of(run: RunData) -> Mapping[str, Series]:
@@ -327,8 +266,7 @@ def _series_of(run: RunData) -> Mapping[str, Series]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """Return `values` with so many digits that a chart does not show the rounding: five, and more where they differ
-    little.
+    """Return `values` rounded to five digits, or more where they differ little, so that no chart shows the rounding.
 
     >>> _rounded([1.0, 2 / 3]), _rounded([1.0, 0.99998765])
     ([1.0, 0.66667], [1.0, 0.9999877])
@@ -340,8 +278,3 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def asset(name: str) -> str:
-    """Return the text of a file of the page: a script, a style or the page without its content."""
-    return (files("covey_report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The public part of runs: without prompts, completions, paths, names of folders and texts of their users.
 
-Numbers stay, and of texts those that Covey brings: choices of settings, and values of the built-in recipes. All others
+Numbers stay, and texts of Covey: choices of settings, and values of the built-in recipes. All other texts
 are left out, so that nothing depends on recognising a secret.
 """
 

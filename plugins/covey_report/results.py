@@ -1,4 +1,4 @@
-"""Settings of runs beside the defaults and each other, and results of runs.
+"""Settings of runs compared with the defaults and each other, and results of runs.
 
 Every figure that has a standard error brings it. The best of many noisy steps is biased upward, so that it says less
 than the figures of the end.
@@ -25,7 +25,7 @@ HELD_OUT = (
 CURVES = ("reward", "eval/accuracy", "eval/reward", "eval/loss", "loss", "kl", "entropy", "completions/mean_length")
 """Metrics of steps that are compared, in this order."""
 ERRORS = {"reward": "reward_error", "eval/accuracy": "eval/error"}
-"""Map from a metric to that of its standard error."""
+"""Metric → metric of its standard error."""
 
 
 def settings_table(runs: Sequence[RunData]) -> list[dict[str, Any]]:

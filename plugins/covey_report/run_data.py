@@ -152,7 +152,7 @@ def numbers(figures: Any) -> Mapping[str, float]:
 
 
 def default_settings(method: str, algorithm: Any = None) -> Mapping[str, Any]:
-    """Return the default of every setting of a recipe by dotted name; `algorithm` is that of an RL run."""
+    """Return the default of every setting of a recipe by dotted name, for the `algorithm` of an RL run."""
     if method == "sft":
         return flatten(asdict(recipe.SFTRecipe()))
     return flatten(asdict(recipe.Recipe(grpo=PPOConfig()) if algorithm == "ppo" else recipe.Recipe()))
@@ -181,7 +181,7 @@ class Curves:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add a row. One whose step does not ascend is left out."""
+        """Add a row; it is left out if its step does not ascend."""
         step = row.get("step")
         if not is_count(step) or (self.steps and step <= self.steps[-1]):
             return

@@ -1,4 +1,4 @@
-"""Segments of an encoded prompt: the tokens of each message and those of the chat template between them."""
+"""Segments of an encoded prompt: the tokens of each message, and of the chat template between them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,7 +52,7 @@ def _find_messages(text: str, contents: Sequence[str], pieces: Sequence[str]) ->
     Args:
         text: the rendered prompt.
         contents: content of the messages; many templates strip it.
-        pieces: what the template puts before, between and behind them.
+        pieces: texts of the template before, between and after them.
     """
     if len(pieces) != len(contents) + 1 or not text.startswith(pieces[0]):
         return None

@@ -21,7 +21,7 @@ MOST = 0.5
 TOTAL = "total reward"
 """Name of the row of the weighted total. No reward function has a name with a space."""
 LENGTH, EMPTY = "text length", "empty text"
-"""Names of what scores are correlated with beside each other: characters of a completion, and whether it has none."""
+"""Names of two further columns of correlations: the characters of a completion, and whether it has none."""
 EXPLAINED, SAME = 0.9, 0.98
 """Correlations within groups from which one figure explains a reward, and from which two are the same but for their
 scale."""
@@ -44,7 +44,7 @@ class FunctionSignal:
         failed: number of completions for which it failed.
         histogram: number of scores for each value, or from each value up to the next.
         correlations: within groups with the other functions, the length and the emptiness of a completion, by name;
-            those that are not constant.
+            without constant ones.
     """
 
     name: str

@@ -26,7 +26,7 @@ Mask = Callable[[Any], Any]
 ESCAPED = re.compile(
     "[<>&\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\U000e0000-\U000e007f]"
 )
-"""Pattern of characters that are escaped: those of markup, and invisible ones."""
+"""Pattern of characters that are escaped: markup, and invisible characters."""
 
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -122,7 +122,7 @@ def split_turns(text: str, turns: Any) -> list[list[Any]] | None:
 
 
 def _numbers(values: Any, count: int) -> list[float | None]:
-    """Return `count` numbers; None for those that are missing."""
+    """Return `count` numbers; None where one is missing."""
     numbers = [number(value) for value in values[:count]] if isinstance(values, list) else []
     return numbers + [None] * (count - len(numbers))
 
@@ -138,7 +138,7 @@ def script_json(value: Any) -> str:
 
 
 def number_json(value: Any, digits: int = 4) -> str:
-    """Encode a number with so many significant digits; what is no finite number is null.
+    """Encode a number with `digits` significant digits; anything but a finite number is null.
 
     >>> number_json(0.123456), number_json("x"), number_json(1e-7)
     ('0.1235', 'null', '1e-07')

@@ -3,13 +3,13 @@
 A report colours tokens by them. The losses compute log-probs of all tokens but keep only sums, so that the completions
 that are shown are scored once more, by one program, before the updates and after them: the difference is the change of
 probability by the updates alone, without the small difference between sampler and trainer. Nothing of this reaches the
-training: tokens, losses and weights are those of a run without it.
+training: tokens, losses and weights stay the same.
 
 At most `COMPLETIONS` completions of one group are scored, at intervals at which that costs less than 1 % of a step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,7 @@ from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
-    from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
+    from covey.rl.cluster import RLCluster
     from covey.rl.experience import Experience
 
 STEPS = 50
@@ -45,35 +45,6 @@ TOKENS = 512
 """Maximum number of tokens of a completion that are scored, from its beginning."""
 SMALLEST_ROW = 128
 """Length of the shortest row: lengths are powers of two, so that few programs are compiled."""
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """Values of the tokens of one completion, or of its beginning; arrays are [n].
-
-    Attributes:
-        sample: number of the completion in its group.
-        texts: text of each token; see `text.tokenizer.token_texts`.
-        mask: True for the tokens that the model generated; None when it generated all.
-        advantage: advantage of each token, float32.
-        sampler_logps: log-prob that the sampler reported, of the full distribution.
-        logps: log-prob under the policy before the step's updates.
-        change: log-prob after the step's updates minus `logps`.
-        entropy: entropy of the policy before the updates, in nats.
-        kl: estimate of the KL to the reference before the updates, in nats; None without a reference.
-        group: number of its group in the step.
-    """
-
-    sample: int
-    texts: tuple[str, ...]
-    mask: np.ndarray | None
-    advantage: np.ndarray
-    sampler_logps: np.ndarray
-    logps: np.ndarray
-    change: np.ndarray
-    entropy: np.ndarray
-    kl: np.ndarray | None = None
-    group: int = 0
 
 
 def token_values_interval(config: RLTrainingConfig, num_generations: int, total: int) -> int:
@@ -105,9 +76,7 @@ class TokenValuesWriter(Output):
     def step(self, record: StepRecord) -> None:
         if self._every:
             self._scorer.score_again()
-            self._folder.write_rows(
-                run_files.TOKENS, (token_row(record.step, one) for one in self._scorer.values(record.groups))
-            )
+            self._folder.write_rows(run_files.TOKENS, self._scorer.rows(record.step, record.groups))
             self._scorer = TokenScorer(self._learner.cluster, self._learner.algorithm)
 
 
@@ -122,7 +91,7 @@ class TokenScorer:
     def __init__(self, cluster: "RLCluster", algorithm: Algorithm):
         self._cluster, self._algorithm = cluster, algorithm
         self._shown: Shown | None = None
-        self._values: list[TokenValues] = []
+        self._values: list[dict[str, Any]] = []
 
     def score_before(self, x: "Experience") -> None:
         """Score completions of the first experience that has groups, with the weights before the update; later ones are
@@ -139,33 +108,37 @@ class TokenScorer:
         decode, kl = partial(self._cluster.tokenizer.decode, skip_special=False), KLS[self._algorithm.kl]
         for i, (number, completion) in enumerate(zip(shown.numbers, shown.scored.completions, strict=True)):
             count, at = len(completion.tokens), first + number
-            self._values.append(
-                TokenValues(
-                    sample=number,
-                    texts=tuple(token_texts(decode, completion.tokens.tolist())),
-                    mask=completion.mask,
-                    advantage=x.advantages[at][:count].astype(np.float32),
-                    sampler_logps=completion.logps,
-                    logps=logps[i],
-                    change=np.zeros_like(logps[i]),
-                    entropy=entropies[i],
-                    kl=None if x.ref_logps is None else kl(logps[i], x.ref_logps[at][:count]),
-                )
-            )
+            kl_values = {} if x.ref_logps is None else {"kl": np.asarray(kl(logps[i], x.ref_logps[at][:count]))}
+            sampled = {} if completion.mask is None else {"sampled": completion.mask.astype(int)}
+            values = {
+                "texts": token_texts(decode, completion.tokens.tolist()),
+                "advantage": x.advantages[at][:count].astype(np.float32),
+                "sampler_logps": completion.logps,
+                "logps": logps[i],
+                "change": np.zeros_like(logps[i]),
+                "entropy": entropies[i],
+            }
+            self._values.append({"sample": number, **values, **kl_values, **sampled})
 
     def score_again(self) -> None:
-        """Score the completions with the current weights, which are those after the updates."""
+        """Score the completions with the weights after the updates."""
         if self._shown is not None:
             logps, _ = self._cluster.get_token_values(self._shown.rows, self._shown.lengths)
-            both = zip(self._values, logps, strict=True)
-            self._values = [replace(values, change=new - values.logps) for values, new in both]
+            for values, new in zip(self._values, logps, strict=True):
+                values["change"] = new - values["logps"]
 
-    def values(self, groups: Sequence[Group]) -> list[TokenValues]:
-        """Return the values with the number of their group among `groups`, those of the whole step."""
+    def rows(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Return the rows of `tokens.jsonl`; `groups` are those of the whole step.
+
+        A row has step, group and sample, the text of each token, the advantage (one number where all tokens have the
+        same), the log-prob that the sampler reported, the log-prob before the updates and its change by them, the
+        entropy and, with a reference, the KL in nats before them. Values have four significant digits. `sampled` is
+        there only where a tool or an environment inserted tokens.
+        """
         if self._shown is None:
             return []
         shown = [number for number, group in enumerate(groups) if group is self._shown.group]
-        return [replace(values, group=number) for number in shown for values in self._values]
+        return [{"step": step, "group": number, **_rounded(values)} for number in shown for values in self._values]
 
 
 class Shown(NamedTuple):
@@ -218,26 +191,12 @@ def _beginning(completion: Completion) -> Completion:
     )
 
 
-def token_row(step: int, values: TokenValues) -> dict[str, Any]:
-    """Return the row of a completion in `tokens.jsonl`. Values have four significant digits, and lists one value per
-    token; `advantage` is one number where all tokens have the same, and `sampled` is there only where a tool or an
-    environment inserted tokens.
-    """
-    advantages = _rounded(values.advantage)
-    return {
-        "step": step,
-        "group": values.group,
-        "sample": values.sample,
-        "texts": list(values.texts),
-        "advantage": advantages[0] if len(set(advantages)) == 1 else advantages,
-        "sampler_logps": _rounded(values.sampler_logps),
-        "logps": _rounded(values.logps),
-        "change": _rounded(values.change),
-        "entropy": _rounded(values.entropy),
-        **({} if values.kl is None else {"kl": _rounded(values.kl)}),
-        **({} if values.mask is None else {"sampled": values.mask.astype(int)}),
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a completion with four significant digits, and one advantage where all are equal."""
+    floats = {
+        name: [float(f"{value:.4g}") for value in array.tolist()]
+        for name, array in values.items()
+        if isinstance(array, np.ndarray) and array.dtype.kind == "f"
     }
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
+    same = set(floats["advantage"])
+    return {**values, **floats, "advantage": floats["advantage"][0] if len(same) == 1 else floats["advantage"]}

@@ -14,7 +14,7 @@ from covey_plan import advise, plan
 from covey_plan.compiled import CompiledProgram
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, parse_target
-from covey_plan.memory import Residents, RunResidents
+from covey_plan.memory import DeviceArrays, RunArrays
 from covey_plan.roofline import PhaseTime
 from covey_plan.topologies import Places
 from covey_plan.work import Phase
@@ -33,8 +33,8 @@ def made(ready: recipe.Recipe) -> plan.Plan:
     time = PhaseTime(Phase("update", 1, 1, {}, positions=10), 0, 1, 1, 1, None, float(mesh.tp), {})
     peak = 10e9 if mesh.data < 4 else 20e9
     program = CompiledProgram("gradients", 1.0)
-    residents = RunResidents(Residents({"weights": int(peak)}))
-    return plan.Plan("quickstart", parse_target("v5e:2x2"), {}, {}, machine, LENGTHS, residents, 0, [program], [time])
+    arrays = RunArrays(DeviceArrays({"weights": int(peak)}))
+    return plan.Plan("quickstart", parse_target("v5e:2x2"), {}, {}, machine, LENGTHS, arrays, 0, [program], [time])
 
 
 def test_meshes_are_compared_and_the_fastest_is_told(
@@ -42,8 +42,8 @@ def test_meshes_are_compared_and_the_fastest_is_told(
 ) -> None:
     monkeypatch.setattr(advise, "place_on", lambda *_: Places(make_mesh()))
     monkeypatch.setattr(advise, "programs_of", lambda ready, places: ready)
-    floor: Any = lambda ready: RunResidents(Residents({"weights": int(18e9 if ready.model.mesh.data == 2 else 1e9)}))  # noqa: E731
-    monkeypatch.setattr(advise, "residents_of", floor)
+    floor: Any = lambda ready: RunArrays(DeviceArrays({"weights": int(18e9 if ready.model.mesh.data == 2 else 1e9)}))  # noqa: E731
+    monkeypatch.setattr(advise, "arrays_of", floor)
     monkeypatch.setattr(advise, "plan_programs", lambda ready, *_: made(ready))
     told: list[str] = []
     found = advise.advise(load, parse_target("v5e:2x2"), told.append, LENGTHS)

@@ -16,17 +16,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import flatten, make_mesh
 from covey.parallel.programs import abstract
-from covey_plan import command, here, plan, roofline, table
-from covey_plan.compiled import Collective, CompiledProgram, compile_program
+from covey_plan import here, plan, roofline, table
+from covey_plan.compiled import CompiledProgram, compile_program
 from covey_plan.cost import cost_of
+from covey_plan.hlo import Instruction
 from covey_plan.lengths import Lengths
 from covey_plan.machines import MACHINES, parse_target
-from covey_plan.memory import Outline, Residents, RunResidents, nbytes, run_residents
+from covey_plan.memory import DeviceArrays, Outline, RunArrays, nbytes, run_arrays
 from covey_plan.overlap import overlap_of
 from covey_plan.programs import RLPrograms
 from covey_plan.roofline import Rates, phase_time
@@ -115,7 +117,7 @@ def test_a_tiny_recipe_is_planned_end_to_end(capsys: pytest.CaptureFixture[str])
 def ahead_on(made: plan.Plan, new_weights: int) -> None:
     """On accelerators the two sides of this plan run at once: over steps, or in two parts of a step."""
     at_once = ["training.rollout_micro_batch_size=1", "training.train_micro_batch_size=1"]
-    sides = made.phases, made.residents, MACHINES["v5e"]
+    sides = made.phases, made.arrays, MACHINES["v5e"]
     stages = [f"training.{stage}_micro_batch_size=1" for stage in ("ref_logps", "old_logps")]
     now, later = (
         overlap_of(load([*at_once, *stages, *more]), *sides) for more in ((), ["training.off_policy_steps=1"])
@@ -162,7 +164,8 @@ def test_what_follows_from_shapes_is_shown_before_a_program_is_compiled() -> Non
 def test_a_quick_plan_compiles_nothing(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["training.checkpoint_every_n_steps=1", "training.max_to_keep=3", "training.keep_best=eval/accuracy"]
     words = [*SETTINGS, *kept, "training.eval_every_n_steps=1", "model.mesh.fsdp=2"]
-    command.print_plan("quickstart", words, parse_target("cpu"), as_json=as_json, quick=True)
+    flags = [f"--{word}" for word in words]
+    assert main(["plan", "quickstart", "--quick", *(["--json"] if as_json else []), *flags]) == 0
     out = capsys.readouterr().out
     if as_json:
         found = json.loads(out)
@@ -189,10 +192,10 @@ def test_a_rollout_on_other_devices_has_a_copy_of_the_weights() -> None:
     assert isinstance(made, RLPrograms)
     assert made.config.shares_weights
     weights, optimizer, programs = made.trainer.params, made.trainer.opt_state, made.largest()
-    assert "weights of the rollout" not in run_residents(weights, optimizer, programs, False).actor.always
+    assert "weights of the rollout" not in run_arrays(weights, optimizer, programs, False).actor.always
     own = NamedSharding(make_mesh((2,), ("fsdp",), jax.devices()[:2]), PartitionSpec())
     copy = abstract(made.cluster.rollout.params, own)
-    held = run_residents(weights, optimizer, programs, False, copy, copy)
+    held = run_arrays(weights, optimizer, programs, False, copy, copy)
     assert held.rollout is None
     assert held.actor.always["weights of the rollout"] == nbytes(abstract(weights, own)) > held.actor.always["weights"]
     assert held.peaks([])["sync"] == sum(held.actor.always.values()) + nbytes(copy)
@@ -207,7 +210,7 @@ def test_a_rollout_on_accelerators_takes_the_stacks_apart(monkeypatch: pytest.Mo
     )
 
     def twice(made: Any) -> int:
-        return plan.residents_of(made).actor.during["decode"]["weights to sample with"]
+        return plan.arrays_of(made).actor.during["decode"]["weights to sample with"]
 
     runs: Any = [plan.programs_of(load(more, settings), Places(jax.devices()[0])) for more in ((), ahead)]
     layers = nbytes([x for name, x in flatten(runs[0].trainer.params).items() if name.startswith("layers.")])
@@ -235,13 +238,13 @@ def test_processes_sample_their_shares_with_weights_of_their_own() -> None:
 
 
 def test_the_peak_of_a_program_has_what_is_held_while_it_runs() -> None:
-    residents = Residents({"weights": 100, "optimizer": 200}, {"decode": {"KV cache": 50}})
+    arrays = DeviceArrays({"weights": 100, "optimizer": 200}, {"decode": {"KV cache": 50}})
     decode = CompiledProgram("decode", 1.0, arguments=160, results=4, temporary=7)
-    assert residents.peak(decode) == 361
-    assert residents.peak(replace(decode, name="apply")) == 311
-    assert residents.peak(replace(decode, refused=999)) == 999
-    assert residents.peak(replace(decode, compiling=20)) == 370
-    further = RunResidents(residents).with_programs(30)
+    assert arrays.peak(decode) == 361
+    assert arrays.peak(replace(decode, name="apply")) == 311
+    assert arrays.peak(replace(decode, refused=999)) == 999
+    assert arrays.peak(replace(decode, compiling=20)) == 370
+    further = RunArrays(arrays).with_programs(30)
     assert further.peaks([decode, replace(decode, name="apply")]) == {"decode": 391, "apply": 311}
 
 
@@ -342,7 +345,8 @@ def test_seconds_are_those_of_what_binds() -> None:
     v5e = MACHINES["v5e"]
     rates = Rates(197e12, 819e9, v5e.link, 1)
     phase = Phase("rollout", 197e12, 2 * 819e9, {"decode": Call(2, turns=16)})
-    moved = (Collective("all-reduce", (None,), 2, 8, 10), Collective("all-gather", (), 1, 9, 7))
+    exchanged = Instruction("collective-permute", (), 5, (None,))
+    moved = (exchanged, exchanged, Instruction("all-gather", (), 7, ()))
     program = CompiledProgram("decode", 1.0, collectives=moved)
     time = phase_time(phase, {"decode": program}, v5e, rates)
     assert (time.compute, time.memory, time.bound) == (1.0, 2.0, "memory")
@@ -360,7 +364,10 @@ def test_estimates_of_the_compiler_count_turns_and_charge_kernels() -> None:
     summed = {"gradients": program, "reduce": CompiledProgram("reduce", 1.0, cycles=(0, 0))}  # collectives alone
     both = replace(phase, calls=phase.calls | {"reduce": Call(1)})
     assert phase_time(both, summed, v5e, rates).expected == pytest.approx(2 * 4e9 / 1.5e9)
-    moved = tuple(Collective("all-gather", (), 3, 2 * 10**10, 10**10, beside, hops=12) for beside in (True, False))
+    gathered = [
+        Instruction("all-gather", (), 3_809_523_810, (), asynchronous=beside, group=8) for beside in (True, False)
+    ]
+    moved = tuple(3 * gathered)
     waited = phase_time(phase, {"gradients": replace(program, collectives=moved)}, v5e, rates)
     begun = 2 * (3 * v5e.latency + 12 * v5e.hop)
     assert waited.parts["waiting for links"] == pytest.approx(2 * 1e10 / v5e.link + begun)

@@ -512,3 +512,11 @@ function filterCharts(body, text) {
     if (wanted) section.open = found;
   }
 }
+
+function repaint() {
+  readColours();
+  for (const chart of drawn) chart.u.redraw(true, true);
+}
+
+onTheme.push(repaint);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);

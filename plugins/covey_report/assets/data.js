@@ -67,6 +67,3 @@ function showColumns(body) {
     [element('code', {}, readable(column.name)), numeric(whole(column.filled)), numeric(whole(column.lacking)), reader(column)]), { label: 'Columns' }));
   return DATA.columns.length > 0;
 }
-
-byId('subtitle').replaceChildren(...readable([DATA.source, DATA.model, brief(DATA.seconds) + ' s'].join(' · ')));
-showSections({ overview: showSummary, diagnosis: showDiagnosis, rows: showRows, lengths: showLengths, duplicates: showDuplicates, columns: showColumns });

@@ -1,13 +1,6 @@
 // Put the report together.
 
-function repaint() {
-  readColours();
-  for (const chart of drawn) chart.u.redraw(true, true);
-}
-
 DATA.runs.forEach((run, i) => Object.assign(run, JSON.parse(byId('texts-' + i).textContent)));
-onTheme.push(repaint);
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
 
 // On paper every chart that is in an open section is drawn.
 addEventListener('beforeprint', () => {
@@ -17,7 +10,6 @@ addEventListener('beforeprint', () => {
 });
 
 showTop();
-showSections({ overview: showOverview, curves: showCurves, diagnosis: showDiagnosis, evaluation: showEvaluation,
-  completions: showCompletions, recipe: showRecipe, commands: showCommands, record: showRecord });
+showSections();
 addEventListener('hashchange', openAddress);
 openAddress();

@@ -21,10 +21,10 @@ byId('theme').addEventListener('click', () => { theme = THEMES[(THEMES.indexOf(t
 addEventListener('beforeprint', () => { document.documentElement.dataset.theme = 'light'; });  // on paper everything is light
 addEventListener('afterprint', () => setTheme(theme));
 
-// Fill the sections by the functions of their ids, which tell whether there is something to show.
-function showSections(sections) {
+// Fill the sections by their functions, which tell whether there is something to show. The page defines SECTIONS.
+function showSections() {
   setTheme(theme);
-  for (const [id, show] of Object.entries(sections)) {
+  for (const [id, show] of Object.entries(SECTIONS)) {
     const section = byId(id), heading = section.querySelector('h2');
     section.hidden = !show(section.querySelector('.body'));
     if (!section.hidden) byId('contents').append(element('a', { href: '#' + id }, heading.textContent));

@@ -28,20 +28,19 @@ from covey.errors import CoveyError
 from covey.monitor.run_files import SAMPLES
 from covey_report.board.folder import BoardRun, RunsFolder
 from covey_report.completions import MAX_BYTES, encode_groups
-from covey_report.page import COMMON, UPLOT, asset, clocks_of, findings_data, page_data
+from covey_report.page import UPLOT, clocks_of, findings_data, page_data
 from covey_report.run_data import RunData, Series
+from covey_report.sections import BOARD, asset, elements_of, join_scripts
 from covey_report.texts import script_json
 
 ADDRESS, PORT, PORTS = "127.0.0.1", 8421, 20
 """Address and first port of the server, and number of ports that are tried where none is asked for."""
 HOSTS = ("127.0.0.1", "localhost")
-"""Names by which a browser on this machine, or behind a tunnel to it, asks."""
+"""Names of this machine that a request may have, also through a tunnel."""
 MOST_CONNECTIONS, MAX_DIGITS = 64, 16
 """Maximum number of connections at a time, and of digits of a step."""
 MOST_RUNS = 8
 """Maximum number of runs that are shown together: as many as there are colours."""
-SCRIPTS = (*COMMON, "charts", "overview", "tokens", "completions", "recipe")
-"""Names of the report's scripts that the page uses, in the order in which they are joined."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -79,7 +78,7 @@ class Board:
             return _json(page_data([run.data() for run in chosen], [run.findings for run in chosen]))
 
     def points(self, request: Request) -> Response:
-        """Return the points of the chosen runs behind the steps `after`, and the present findings."""
+        """Return the points of the chosen runs after the steps `after`, and the present findings."""
         with self._lock:
             chosen, after = self._chosen(request), request.query_params.getlist("after")
             if len(after) != len(chosen) or not all(map(_is_step, after)):
@@ -162,7 +161,7 @@ def make_server(runs: RunsFolder) -> uvicorn.Server:
 
 
 def _behind(run: RunData, step: int) -> dict[str, Any]:
-    """Return the curves of `run` behind `step`, in the form of a report's data."""
+    """Return the curves of `run` after `step`, in the form of a report's data."""
 
     def points(series: Series) -> list[list[float]]:
         start = bisect_right(series.steps, step)
@@ -185,10 +184,9 @@ def _page_files() -> dict[str, tuple[str, str]]:
     """Return the files of the page by path, each with its type."""
     folder = files("covey_report.board") / "assets"
     own = {name: (folder / f"board.{name}").read_text("utf-8") for name in ("html", "js", "css")}
-    code = "".join([*(asset(f"{name}.js") for name in SCRIPTS), own["js"]])
     return {
-        "/": (own["html"], "text/html"),
-        "/board.js": (f"{asset(f'{UPLOT}.min.js')}\n(() => {{\n'use strict';\n{code}}})();\n", "text/javascript"),
+        "/": (own["html"].replace("@SECTIONS@", elements_of(BOARD)), "text/html"),
+        "/board.js": (f"{asset(f'{UPLOT}.min.js')}\n{join_scripts(BOARD, own['js'])}", "text/javascript"),
         "/board.css": (asset(f"{UPLOT}.min.css") + asset("page.css") + own["css"], "text/css"),
     }
 

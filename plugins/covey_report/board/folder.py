@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from covey.config import recipe
 from covey.errors import CoveyError
@@ -25,6 +25,8 @@ from covey_report.run_data import Curves, RunData, change_errors, read_lines
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""
+MISSING = 0, -1
+"""Date and size of a file that is not there."""
 DIAGNOSIS_SHARE = 0.05
 """Maximum share of the time that the diagnosis of a run takes while the run goes on."""
 COLUMNS = {
@@ -38,20 +40,13 @@ COLUMNS = {
 """Figures of the list: by training method and label, the unit and the names of the figures."""
 
 
-class Stamp(NamedTuple):
-    """Date of the last change of a file in nanoseconds since 1970, and its size in bytes; 0 and −1 if it is missing."""
-
-    changed: int = 0
-    size: int = -1
-
-    @classmethod
-    def of(cls, file: Path) -> "Stamp":
-        """Return the stamp of `file`."""
-        try:
-            stat = os.stat(file, follow_symlinks=False)
-        except OSError:
-            return cls()
-        return cls(stat.st_mtime_ns, stat.st_size)
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Return the date of a file's last change in nanoseconds since 1970, and its size; 0 and −1 if it is missing."""
+    try:
+        stat = os.stat(file, follow_symlinks=False)
+    except OSError:
+        return MISSING
+    return stat.st_mtime_ns, stat.st_size
 
 
 class BoardRun:
@@ -72,7 +67,7 @@ class BoardRun:
         self._watched, self._lines = WatchedRun(folder), NewLines(folder / METRICS)
         self._curves, self._index = Curves(), list[Location]()
         self._settings: Mapping[str, Any] = {}
-        self._stamps = [Stamp()] * 3
+        self._stamps = [MISSING] * 3
         self._unread, self._undiagnosed, self._diagnose_from = True, True, 0.0
         self._figures: dict[str, list[Any]] = {}
         self._change_errors: Mapping[str, float] = {}
@@ -80,11 +75,11 @@ class BoardRun:
     @property
     def changed(self) -> float:
         """Time at which the run wrote last, in seconds since 1970."""
-        return max(stamp.changed for stamp in self._stamps) / 1e9
+        return max(changed for changed, _ in self._stamps) / 1e9
 
     def look(self) -> bool:
         """Look for changes; return whether there are rows to read or to diagnose."""
-        stamps = [Stamp.of(self.folder / name) for name in (METRICS, SUMMARY, HEARTBEAT)]
+        stamps = [stamp_of(self.folder / name) for name in (METRICS, SUMMARY, HEARTBEAT)]
         if stamps != self._stamps or self._watched.state == RUNNING:
             self._watched.read_state()
             self._unread |= stamps[0] != self._stamps[0]
@@ -117,15 +112,15 @@ class BoardRun:
 
     def data(self) -> RunData:
         """Return the run as it was read so far, without answers to held-out prompts. Its curves grow later."""
-        settings, curves, summary = self._settings, self._curves, self._watched.summary()
-        method = str(settings.get("method", "rl"))
-        read = curves.steps, curves.seconds, curves.series, summary
         return RunData(
-            self.name,
-            self.folder,
-            method,
-            settings,
-            *read,
+            name=self.name,
+            path=self.folder,
+            method=str(self._settings.get("method", "rl")),
+            settings=self._settings,
+            steps=self._curves.steps,
+            seconds=self._curves.seconds,
+            series=self._curves.series,
+            summary=self._watched.summary(),
             change_errors=self._change_errors,
             status=self._watched.state,
         )
@@ -138,7 +133,7 @@ class BoardRun:
     def row(self) -> dict[str, Any]:
         """Return the run's row in the list: what it is, how it goes, and what was found."""
         settings, beat, steps = self._settings, self._watched.heartbeat, self._curves.steps
-        state = self._watched.state if self._stamps[0].changed or beat else "not started"
+        state = self._watched.state if self._stamps[0] != MISSING or beat else "not started"
         total = settings.get("training.max_steps")
         return {
             "name": self.name,
@@ -166,7 +161,7 @@ class RunsFolder:
         folder: the folder; it need not exist any more.
 
     Attributes:
-        runs: those that were there at the last look.
+        runs: the runs at the last look.
     """
 
     def __init__(self, folder: Path):
@@ -175,7 +170,7 @@ class RunsFolder:
         self._identities: dict[str, tuple[int, int]] = {}
 
     def look(self) -> bool:
-        """Look at all runs, and read what is new, those that changed last first; return whether more is to be read.
+        """Look at all runs, and read new rows, the last changed run first; return whether more is to be read.
 
         Where there are new runs nothing is read yet: their states are known and shown at once.
         """
@@ -189,7 +184,7 @@ class RunsFolder:
         return bool(waiting)
 
     def _find(self) -> bool:
-        """Add the runs that are new, and forget those that are gone or were replaced; return whether some are new."""
+        """Add new runs, and forget runs that are gone or were replaced; return whether some are new."""
         identities, known = {}, list(self.runs.values())
         for name, path in find_runs(self.folder):
             stat = os.stat(path)
@@ -202,7 +197,7 @@ class RunsFolder:
 
 
 def find_runs(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of the runs in `folder`: itself, or its folders and those one level below. A run may be a
+    """Yield names and paths of the runs in `folder`: itself, or folders up to two levels below. A run may be a
     link, because the user may keep it on another disk; no other link is followed.
     """
     if _is_run(folder):

@@ -1,6 +1,6 @@
 """Execute `covey watch`: show a run from another terminal or machine.
 
-Everything comes from the files of the run folder, which are only read; the view is that of the run's own terminal.
+Everything comes from the files of the run folder, which are only read. The view equals the run's own terminal.
 """
 
 import json
@@ -29,7 +29,7 @@ from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
 INTERVAL = 1.0
 """Seconds between two looks at the files."""
 HISTORY = 15
-"""Number of steps, of those before the command began, that are listed."""
+"""Number of steps before the command began that are listed."""
 
 
 class WatchedProgress(Progress):

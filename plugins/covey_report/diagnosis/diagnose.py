@@ -37,7 +37,7 @@ def diagnose(history: RunHistory) -> list[Finding]:
 
 @np.errstate(all="ignore")  # numbers of any size
 def _matches(history: RunHistory) -> list[Match]:
-    """Return the rules that a run meets, those that are refuted among them."""
+    """Return the rules that a run meets, refuted ones among them."""
     matches = (rule.match(history) for rule in RULES if history.method in rule.methods)
     return [match for match in matches if match]
 
@@ -156,7 +156,7 @@ class LiveDiagnosis:
         self._silent_until: dict[str, int] = {}
 
     def step(self, row: Mapping[str, Any]) -> Sequence[Finding]:
-        """Add the row of a step; return the problems that became certain with it, and those that it withdraws."""
+        """Add the row of a step; return the problems that it makes certain, and the problems that it withdraws."""
         self._rows.append(row)
         n = len(self._rows)
         if n < self._next_length:

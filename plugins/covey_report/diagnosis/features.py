@@ -107,7 +107,7 @@ class RunHistory:
         before: Mapping[str, float] | None = None,
         data: Mapping[str, float] | None = None,
     ) -> "RunHistory":
-        """Return the history of rows of `metrics.jsonl`. A row whose step does not ascend is left out."""
+        """Return the history of rows of `metrics.jsonl`; rows whose step does not ascend are left out."""
         curves = Curves(rows)
         steps = np.array(curves.steps, np.int64)
         return cls(method, settings or {}, steps, _columns(steps, curves.series), before or {}, data=data or {})
@@ -221,7 +221,7 @@ class RunHistory:
         return max(levels) / (size * rounds) if levels and (size := self.num_samples()) else None
 
     def evaluations(self, name: str) -> list[Level]:
-        """Return the figure `name` of every evaluation, those before (step 0) and after training included."""
+        """Return the figure `name` of every evaluation, also before (step 0) and after training."""
         values, errors, samples = (self._evaluated(figure) for figure in (name, "error", "samples"))
         if name != "accuracy":  # a share of completions, whose spread over prompts is not known
             errors = {

@@ -309,7 +309,7 @@ class OpposedParts(NamedTuple):
 def change_between(
     early: Callable[..., Level], levels: Sequence[Level], late: Callable[[Sequence[Level]], Level] = itemgetter(-1)
 ) -> Change | None:
-    """Return the change from the level that `early` takes by its mean to that of `late`; None of a single level."""
+    """Return the change from the level that `early` chooses by its mean to the level of `late`; None of one level."""
     return Change(early(levels, key=lambda level: level.mean), late(levels)) if len(levels) > 1 else None
 
 

@@ -19,9 +19,10 @@ from covey.config.metrics import TABLE
 from covey.errors import CoveyError
 from covey_report.charts import CHARTS, MAIN, OTHER, charts_for
 from covey_report.diagnosis import Finding
-from covey_report.page import commands, facts, page_data, write_report
+from covey_report.page import page_data, write_report
 from covey_report.public import public_runs
 from covey_report.run_data import read_run
+from covey_report.sections import commands, facts
 
 ROOT = Path(__file__).parents[3]
 EMBEDDED = {

@@ -72,15 +72,15 @@ def test_the_first_informative_group_is_scored_before_and_after(groups_of: Calla
     assert cluster.calls == [[1, 6]]
     scorer.score_again()
     assert cluster.calls == [[1, 6]] * 2
-    first, second = scorer.values(groups)
-    assert (first.group, first.sample, second.sample, second.texts) == (1, 0, 1, ("x",) * 6)
-    assert (first.advantage.tolist(), second.advantage.tolist()) == ([1.0], [-1.0] * 6)
-    assert (second.logps.tolist(), second.change.tolist()) == ([-1.0] * 6, [-1.0] * 6)
-    assert second.kl is not None
-    assert len(second.kl) == 6
+    first, second = scorer.rows(7, groups)
+    assert [first[name] for name in ("step", "group", "sample", "advantage")] == [7, 1, 0, 1.0]
+    assert [second[name] for name in ("sample", "texts", "advantage")] == [1, ["x"] * 6, -1.0]
+    assert (second["logps"], second["change"]) == ([-1.0] * 6, [-1.0] * 6)
+    assert len(second["kl"]) == 6
+    assert "sampled" not in second
     idle = TokenScorer(cluster, algorithm)
     idle.score_again()
-    assert (idle.values(groups), len(cluster.calls)) == ([], 2)
+    assert (idle.rows(7, groups), len(cluster.calls)) == ([], 2)
 
 
 def test_completions_with_large_advantages_are_shown_and_long_ones_cut(groups_of: Callable[..., Any]) -> None:

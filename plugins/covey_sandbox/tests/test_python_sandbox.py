@@ -175,10 +175,13 @@ def kernel_abi() -> int:
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
-    """Yield promise, column and content of the cells of the document's table."""
+    """Yield promise, column and content of the cells of the document's table, whose last column is of all versions."""
     text = (ROOT / "docs" / "python-tool.md").read_text("utf-8")
-    for promise, *row in re.findall(r"^\| a program ([^|]*?) " + r"\| ([^|]*?) " * 7 + r"\|$", text, re.MULTILINE):
-        yield from ((promise, column, cell) for column, cell in zip(COLUMNS, row, strict=True))
+    for promise, without, with_it in re.findall(
+        r"^\| a program ([^|]*?) \| ([^|]*?) \| ([^|]*?) \|$", text, re.MULTILINE
+    ):
+        yield promise, COLUMNS[0], without
+        yield from ((promise, column, with_it) for column in COLUMNS[1:])
 
 
 CELLS = tuple(cells())

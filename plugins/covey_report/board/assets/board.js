@@ -3,7 +3,6 @@
 const MOST = 8; // number of runs that can be shown together
 const PAUSE = 2000, HIDDEN_PAUSE = 15000, HURRY = 30; // milliseconds between two looks
 const STATES = { running: 'running', finished: 'finished', stopped: 'stopped', failed: 'failed', dead: 'dead', waiting: 'not started' };
-const SECTIONS = { overview: showOverview, curves: showCurves, diagnosis: showDiagnosis, completions: showBeside, recipe: showRecipe };
 const rows = new Map(); // elements of the list by name of the run
 const list = { runs: [], chosen: [], text: '', state: '' };
 
@@ -270,13 +269,6 @@ async function look() {
   timer = setTimeout(look, pause);
 }
 
-function repaint() {
-  readColours();
-  for (const chart of drawn) chart.u.redraw(true, true);
-}
-
-onTheme.push(repaint);
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaint);
 document.addEventListener('visibilitychange', () => {
   if (document.hidden) return;
   repaint();
