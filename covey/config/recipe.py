@@ -15,16 +15,14 @@ from covey.config import metrics, strict_yaml
 from covey.config.algorithms import PRESETS, algorithm_of, config_for, off_policy_problems
 from covey.config.base import (
     Config,
-    Decisive,
-    Ignored,
     NonNegativeInt,
     PositiveInt,
     Problem,
-    ReadIf,
-    Reported,
-    in_sections,
-    problem_if,
-    unread_settings,
+    UsedWhen,
+    all_contradictions,
+    refuse_if,
+    setting,
+    unused_settings,
 )
 from covey.config.overrides import apply
 from covey.config.schema import (
@@ -52,24 +50,24 @@ RUN_RECIPE = "recipe.yaml"
 """Name of the recipe in a run folder."""
 
 
-class AnyRecipe(Config):
+class AnyRecipe(Config, on_resume="ignore"):
     """Settings that every run has."""
 
-    name: Ignored[str] = "custom"
+    name: str = "custom"
     """Name of the recipe, and of the run folder when --out is not given."""
-    method: Reported[Literal["rl", "sft"]] = "rl"
+    method: Literal["rl", "sft"] = setting("rl", on_resume="report")
     """rl: compare sampled answers (covey train). sft: imitate given ones (covey sft)."""
-    description: Ignored[str] = ""
+    description: str = ""
     """One sentence for the table of recipes."""
-    needs: Ignored[str] = ""
+    needs: str = ""
     """Requirements: weights, data, hardware, memory."""
-    expect: Ignored[str] = ""
+    expect: str = ""
     """Expected result, and the time that it takes."""
-    seed: Decisive[NonNegativeInt] = 0
+    seed: NonNegativeInt = setting(0, on_resume="refuse")
     """Seed of the samples drawn; with the same seed a run repeats exactly."""
-    out: Ignored[str | None] = None
+    out: str | None = None
     """Run folder; runs/<name>-<n> when not set."""
-    tracking: Ignored[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = ()
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics, in addition to the run folder, if their packages are installed."""
     model: ModelOptions = field(default_factory=ModelOptions)
 
@@ -81,27 +79,27 @@ class Recipe(AnyRecipe):
     `PPOConfig` if its algorithm has a critic.
     """
 
-    method: Reported[Literal["rl"]] = "rl"
-    data: Decisive[DataConfig] = field(default_factory=DataConfig)
-    rewards: Reported[tuple[str, ...]] = ()
+    method: Literal["rl"] = setting("rl", on_resume="report")
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: tuple[str, ...] = setting((), on_resume="report")
     """Reward functions by name; their weighted sum is the reward."""
     envs: EnvsConfig = field(default_factory=EnvsConfig)
-    reward_model: Reported[str | None] = None
+    reward_model: str | None = setting(None, on_resume="report")
     """A sequence-classification checkpoint whose score is one more reward; its weight is the last one."""
-    reward_safety: Reported[RewardSafetyConfig] = field(default_factory=RewardSafetyConfig)
-    critic: Reported[str | None] = None
+    reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
+    critic: str | None = setting(None, on_resume="report")
     """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
-    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
-    log_completions: Ignored[bool] = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    log_completions: bool = False
     """Send a table of completions to the trackers as well: prompts, completions and scores leave this machine."""
-    log_completions_every_n_steps: Ignored[PositiveInt] = 10
+    log_completions_every_n_steps: PositiveInt = 10
     """Interval of that table, in updates."""
-    num_completions_to_log: Ignored[PositiveInt] = 16
+    num_completions_to_log: PositiveInt = 16
     """Rows of that table; samples.jsonl always has every completion."""
-    role_to_mesh: Ignored[RoleMeshes] = field(default_factory=RoleMeshes)
+    role_to_mesh: RoleMeshes = field(default_factory=RoleMeshes)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
-    evaluation: Ignored[EvalConfig] = field(default_factory=EvalConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
@@ -117,11 +115,11 @@ class Recipe(AnyRecipe):
 class SFTRecipe(AnyRecipe):
     """One run of supervised training, from the checkpoint it starts with to the evaluation at its end."""
 
-    method: Reported[Literal["sft"]] = "sft"
-    data: Decisive[SFTDataConfig] = field(default_factory=SFTDataConfig)
+    method: Literal["sft"] = setting("sft", on_resume="report")
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
     training: SFTConfig = field(default_factory=SFTConfig)
-    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
-    evaluation: Ignored[SFTEvalConfig] = field(default_factory=SFTEvalConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: SFTEvalConfig = field(default_factory=SFTEvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
@@ -129,7 +127,7 @@ class SFTRecipe(AnyRecipe):
     def contradictions_in_recipe(self) -> Iterable[Problem]:
         """Return a problem for each setting that contradicts one of another section."""
         return [
-            *problem_if(
+            *refuse_if(
                 self.data.task == "first-letter",
                 "data.task",
                 "data.task first-letter has no worked answers to learn from",
@@ -265,7 +263,7 @@ def read_built_in(name: str) -> Recipe | SFTRecipe:
     """Return the built-in recipe `name` as it stands, which may need a setting of the user's, such as a path."""
     document = strict_yaml.read_file(find(name))
     kind: Any = _kind(document)  # one of the two
-    settings: Recipe | SFTRecipe = strict_yaml.validate_tree(kind, document.tree)[0]
+    settings: Recipe | SFTRecipe = strict_yaml.validate_tree(kind, document.tree, kind)[0]
     return settings
 
 
@@ -376,7 +374,7 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
     Raises:
         RecipeError: they do; the error lists all problems.
     """
-    raise_together([problem.error("") for problem in in_sections(recipe, in_recipe=True)])
+    raise_together([problem.error("") for problem in all_contradictions(recipe)])
 
 
 def _rl_contradictions(recipe: Recipe) -> list[Problem]:
@@ -386,13 +384,13 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
     return [
         *_scoring_contradictions(recipe),
         *_algorithm_contradictions(recipe),
-        *problem_if(
+        *refuse_if(
             recipe.log_completions and not recipe.tracking,
             "log_completions",
             "log_completions sends completions to trackers, and tracking names none",
             "false, or a tracker in tracking; samples.jsonl has every completion without either",
         ),
-        *unread_settings(recipe, (OF_TABLE,), "a run without a table of completions"),
+        *unused_settings(recipe, (OF_TABLE,), "a run without a table of completions"),
         *(
             Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
             for name in recipe.reward_safety.on_error_of
@@ -407,31 +405,31 @@ def _scoring_contradictions(recipe: Recipe) -> list[Problem]:
     scored = envs.environment is not None
     scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
     return [
-        *problem_if(
+        *refuse_if(
             not (recipe.rewards or recipe.reward_model or scored),
             "rewards",
             "rewards is empty: with no reward function nothing would be learnt",
             "the name of at least one reward function, or an environment",
         ),
-        *problem_if(
+        *refuse_if(
             scored and rollout.tool != "none",
             "rollout.tool",
             f"rollout.tool is {rollout.tool}, and envs.environment is {envs.environment}",
             "one of them: an environment can calculate",
         ),
-        *problem_if(
+        *refuse_if(
             envs.tools and not scored and rollout.tool != "none",
             "rollout.tool",
             f"rollout.tool is {rollout.tool}, and there are tools in envs.tools",
             "one of them: calculator is one of envs.tools too",
         ),
-        *problem_if(
+        *refuse_if(
             len({*recipe.rewards}) < len(recipe.rewards),
             "rewards",
             "rewards names a function twice",
             "each once; weigh it with grpo.reward_weights",
         ),
-        *problem_if(
+        *refuse_if(
             weights is not None and len(weights) not in (scores, scores - (envs.environment or "").startswith("trl:")),
             "grpo.reward_weights",
             f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
@@ -446,32 +444,32 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
     scored = envs.environment is not None
     return [
         *off_policy_problems(recipe.training.off_policy_steps, grpo, total_steps=recipe.training.max_steps),
-        *problem_if(
+        *refuse_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",
             f"grpo.overlong_buffer is {algorithm.overlong_buffer:g} tokens, and a completion has at most "
             f"{rollout.max_new_tokens}",
             "at most rollout.max_new_tokens; below 1 it is a fraction of them",
         ),
-        *problem_if(
+        *refuse_if(
             recipe.critic is not None and not algorithm.needs_critic,
             "critic",
             f"critic is set, and {grpo.algorithm} has none",
             "null, or grpo.algorithm ppo",
         ),
-        *problem_if(
+        *refuse_if(
             algorithm.needs_critic and not recipe.critic and recipe.model.adapter and recipe.model.quantize != "none",
             "critic",
             "the critic would be a copy of the base, all of it trained, and a quantised base cannot be",
             "a checkpoint for it, or model.quantize none",
         ),
-        *problem_if(
+        *refuse_if(
             rollout.temperature == 0,
             "rollout.temperature",
             "rollout.temperature is 0: all samples of a group would be the same",
             "more than 0",
         ),
-        *problem_if(
+        *refuse_if(
             grpo.credit == "turn" and not (scored or envs.tools),
             "grpo.credit",
             "grpo.credit is turn, and there is no environment: a sample is one turn",
@@ -486,25 +484,25 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
     needed = rollout.max_prompt_length + rollout.max_new_tokens
     of_section = {problem.what for problem in training.contradictions()}
     return [
-        *problem_if(
+        *refuse_if(
             not re.fullmatch(r"\w[\w.-]*", recipe.name),
             "name",
             f"name is {recipe.name!r}",
             "letters, digits, '-', '_' and '.': it names a folder",
         ),
-        *problem_if(
+        *refuse_if(
             data.task in DATA_PATHS and not data.path,
             "data.task",
             f"data.task {data.task} needs data.path, which is not set",
             DATA_PATHS.get(data.task, ""),
         ),
-        *problem_if(
+        *refuse_if(
             rollout.kv_cache_size is not None and rollout.kv_cache_size < needed,
             "rollout.kv_cache_size",
             f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
             f"null, or at least max_prompt_length + max_new_tokens = {needed}",
         ),
-        *problem_if(
+        *refuse_if(
             training.keep_best and not training.checkpoint_every_n_steps,
             "training.keep_best",
             f"training.keep_best is {training.keep_best}, and training.checkpoint_every_n_steps is 0: the last "
@@ -512,7 +510,7 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
             "a training.checkpoint_every_n_steps above 0, or no training.keep_best",
             unread=True,
         ),
-        *problem_if(
+        *refuse_if(
             training.keep_best.startswith("eval/") and not training.eval_every_n_steps,
             "training.keep_best",
             f"training.keep_best is {training.keep_best}, and training.eval_every_n_steps is 0: no step has the metric",
@@ -582,7 +580,7 @@ DEFAULT = "default"
 SECTION = "grpo."
 """Beginning of the names of settings that a preset may set."""
 
-OF_TABLE = ReadIf(
+OF_TABLE = UsedWhen(
     ("log_completions_every_n_steps", "num_completions_to_log"),
     lambda recipe: recipe.log_completions,
     "log_completions true",
