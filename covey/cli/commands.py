@@ -6,15 +6,17 @@ once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from functools import cached_property
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from covey.config import recipe
 from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
+from covey.errors import CoveyError
+from covey.registry import all_offered
 
 ANY = 10_000
 """Largest number of arguments of a command that takes any number."""
@@ -139,7 +141,10 @@ class Commands(Mapping[str, Command]):
 
     @cached_property
     def _all(self) -> dict[str, Command]:
-        offered = {point.name: point.load() for point in entry_points(group="covey.commands")}
+        offered: dict[str, Command] = {}
+        for name, load in all_offered("covey.commands").items():
+            with suppress(CoveyError):  # told when the command is named
+                offered[name] = load()
         rows = self._own | offered
         order: list[str] = []
         for name in (*self._own, ""):
@@ -147,7 +152,14 @@ class Commands(Mapping[str, Command]):
         return {name: rows[name] for name in order if name}
 
     def __getitem__(self, name: str) -> Command:
-        return self._own[name] if name in self._own else self._all[name]
+        """Return a command.
+
+        Raises:
+            KeyError: there is none of this name.
+            CoveyError: the package to which it belongs cannot be imported.
+        """
+        known = self._own if name in self._own else self._all
+        return known[name] if name in known else all_offered("covey.commands")[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)
@@ -303,14 +315,6 @@ Prints a script with which the shell completes commands, settings and their valu
             """\
 examples
   covey completion bash""",
-        ),
-        Command(
-            "doctor", "covey.cli.doctor:doctor", "", "what this machine has, and what is missing",
-            """\
-Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
-and how to get what is missing.""",
-            least=0,
-            most=0,
         ),
     )
 )  # fmt: skip

@@ -131,7 +131,7 @@ class UsedWhen(NamedTuple):
     want: str
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field, setting))
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Config:
     """Base class for dataclasses of settings.
 
@@ -170,7 +170,8 @@ class Config:
     @cache
     def validator(cls) -> TypeAdapter[dict[str, Any]]:
         """Build the validator of keywords of this class, at the first use: a run needs few classes."""
-        keywords: Any = TypedDict(cls.__name__, cls.kinds, total=False)  # type: ignore[misc]  # mypy reads literals only
+        make: Any = TypedDict  # mypy reads literals only
+        keywords = make(cls.__name__, cls.kinds, total=False)
         keywords.__pydantic_config__ = ConfigDict(
             strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True
         )
@@ -195,7 +196,7 @@ def _checked(fill: Any) -> Any:
     """Return the constructor `fill` of a dataclass with checks of its arguments."""
 
     @wraps(fill)
-    def init(self: Config, *args: Any, **keywords: Any) -> None:
+    def init(self: Config, *args: Any, **keywords: Any) -> Any:
         if not (args or keywords):
             return fill(self)  # defaults are valid, and most classes of a run then need no validator
         cls, named = type(self), zip([*self.kinds][: len(args)], args, strict=True)
