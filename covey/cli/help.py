@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from covey.cli.commands import COMMANDS, Command
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, defaults, explanations, without_check
+from covey.config.base import Config, classes_in, explanations
 from covey.config.kinds import describe
 from covey.errors import CoveyError, nearest
 
@@ -223,7 +223,7 @@ def _explain(text: str, kind: Any) -> str:
 def _complete(kind: Any, settings: Config) -> Config:
     """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
     cls = classes_in(kind)[-1]
-    return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
+    return settings if isinstance(settings, cls) else cls.from_checked(vars(settings))
 
 
 def _format_value(value: Any) -> str:

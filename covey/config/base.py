@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache, partial, wraps
 from itertools import islice, pairwise
 from pathlib import Path
@@ -359,9 +359,10 @@ def unused_settings(
         by: the algorithm or the like that does not use it, in the error.
         complete: the settings that the conditions look at; `config` itself when not given.
     """
+    unset = type(config)()
     unused = [(name, row.want) for row in conditions if not row.holds(complete or config) for name in row.names]
     for name, want in unused:
-        default = defaults(type(config)).get(name)
+        default = getattr(unset, name, None)
         value = getattr(config, name, default)
         yield from refuse_if(
             value != default and value is not False,
@@ -370,12 +371,6 @@ def unused_settings(
             f"{'null' if default is None else default}, or {want}",
             unread=True,
         )
-
-
-def defaults(cls: type[Config]) -> dict[str, Any]:
-    """Return the default of each field of `cls` that has one."""
-    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
-    return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def without_check(cls: type[C], values: Mapping[str, Any]) -> C:

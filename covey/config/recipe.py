@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from covey.config import metrics, strict_yaml
-from covey.config.algorithms import PRESETS, algorithm_of, config_for, off_policy_problems
+from covey.config.algorithms import algorithm_of, config_for, off_policy_problems
 from covey.config.base import (
     Config,
     NonNegativeInt,
@@ -293,14 +293,6 @@ def is_from_python(recipe: AnyRecipe) -> bool:
     return isinstance(recipe, Recipe | SFTRecipe) and recipe.data.task == FROM_PYTHON
 
 
-def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return {dotted name: place} of the settings in `overrides` and in the recipe at `source`; a place is the flag of
-    the command line, or file and line.
-    """
-    document = strict_yaml.read_file(find(source))
-    return apply(_kind(document), document, overrides, HIDDEN).places
-
-
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Return the class of the recipe at `source`; only its `method` is read."""
     return _kind(strict_yaml.read_file(find(source)))
@@ -545,38 +537,6 @@ def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[
             )
 
 
-class ResolvedSetting(NamedTuple):
-    """One setting: its dotted name, the value that the run uses, and where that value comes from."""
-
-    name: str
-    value: Any
-    origin: str
-
-
-def resolve_settings(recipe: Recipe | SFTRecipe, places: Mapping[str, str]) -> Iterator[ResolvedSetting]:
-    """Yield every setting of `recipe` in the order of its classes.
-
-    Args:
-        places: where the settings that are not defaults are written, as `places_of` returns it.
-    """
-    for name, value in flatten(asdict(recipe)).items():
-        if name in HIDDEN:
-            continue
-        if value is None and isinstance(recipe, Recipe) and (setting := _from_preset(name, recipe)):
-            yield setting
-        else:
-            yield ResolvedSetting(name, value, places.get(name, DEFAULT))
-
-
-def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
-    """Return the setting `name` as the run's algorithm has it; None if that leaves it unset too."""
-    field, algorithm = name.removeprefix(SECTION), recipe.grpo.algorithm
-    value = vars(algorithm_of(recipe.grpo)).get(field) if name.startswith(SECTION) else None
-    origin = f"preset {algorithm}" if field in PRESETS[algorithm].settings else DEFAULT
-    return None if value is None else ResolvedSetting(name, value, origin)
-
-
-DEFAULT = "default"
 SECTION = "grpo."
 """Beginning of the names of settings that a preset may set."""
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from covey.cli.commands import ChatOptions
 from covey.config import recipe, strict_yaml
 from covey.config.base import classes_in, leaves
-from covey.config.kinds import bounds, without_none
+from covey.config.kinds import without_none
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig, RLTrainingConfig, SFTConfig, SFTDataConfig
 from covey.errors import RecipeError
@@ -341,6 +341,13 @@ def test_the_rollout_follows_the_seed_also_when_the_resolved_recipe_is_run_with_
     again = recipe.parse(recipe.to_yaml(first), ["--seed", "4"])
     assert (again.seed, again.rollout.seed) == (4, 4)
     assert again == dataclasses.replace(first, seed=4)
+
+
+def bounds(kind):
+    """Return the limits of a number, by their class in `annotated_types`."""
+    limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, (Ge, Gt, Le, Lt)) else {}
+    parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
+    return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
 
 
 def settings_of(kind):
