@@ -28,7 +28,6 @@ from covey.config.recipe import (
     is_run,
     kind_of,
     names,
-    section_of,
 )
 from covey.config.schema import HUBS
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
@@ -214,9 +213,7 @@ def check_one_process(command: str) -> None:
 
 def resume_command(run: str | Path) -> str:
     """Return the command that resumes the run at `run`, or the call in the script that began it."""
-    tree = section_of(run, "data").tree
-    data = tree.get("data") if isinstance(tree, dict) else None
-    if isinstance(data, dict) and data.get("task") == FROM_PYTHON:
+    if recipe.read_settings(Path(run)).get("data.task") == FROM_PYTHON:
         return "the script that began it: learner.train(rows, out=...)"
     return f"{COMMANDS[kind_of(run).method]} --resume {run}"
 

@@ -3,17 +3,21 @@
 Everything comes from the table of commands and from the config classes. This module does not import JAX.
 """
 
+import ast
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from functools import cache
+from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.cli.commands import COMMANDS, Command
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, explanations
+from covey.config.base import Config, classes_in
 from covey.config.kinds import describe
 from covey.errors import CoveyError, nearest
 
@@ -213,6 +217,31 @@ def _print_rows(rows: Sequence[Setting]) -> None:
             lines.insert(0, "")
         for left, line in zip_longest([flag], lines, fillvalue=""):
             print(f"{left:{COLUMN}}{line}".rstrip())
+
+
+def explanations(cls: type[Config]) -> dict[str, str]:
+    """Return the string under each field of a class of settings, inherited ones included."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Config):
+            texts |= _in_body(_class_definitions(base.__module__)[base.__qualname__])
+    return texts
+
+
+@cache
+def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax tree of each class in the source of `module`."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _in_body(cls: ast.ClassDef) -> dict[str, str]:
+    return {
+        field.target.id: " ".join(str(after.value.value).split())
+        for field, after in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 def _explain(text: str, kind: Any) -> str:

@@ -74,8 +74,11 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
         line: the command line.
         source: run whose rollout settings are the defaults, if it is one.
     """
-    is_run = source and recipe.is_run(source)
-    document = recipe.section_of(source, "rollout") if is_run else strict_yaml.Document()
+    document = strict_yaml.Document()
+    if source and recipe.is_run(source):
+        document = strict_yaml.read_file(recipe.find(source))
+        if isinstance(document.tree, dict):  # else `build` reports it
+            document.tree = {name: value for name, value in document.tree.items() if name == "rollout"}
     return strict_yaml.build(cls, apply(cls, document, line.settings, recipe.HIDDEN))
 
 

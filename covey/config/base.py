@@ -6,17 +6,14 @@ NumPy scalars are valid as numbers, lists as tuples, and paths as text. `Keyword
 and clusters with the same errors. This module does not import JAX.
 """
 
-import ast
 import inspect
 import os
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, partial, wraps
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import islice
 from threading import RLock
 from typing import (
     Annotated,
@@ -407,31 +404,6 @@ def treatments_on_resume(cls: type[Config]) -> dict[str, OnResume | None]:
     return {
         path: owner.__dataclass_fields__[name].metadata.get("on_resume", owner.on_resume)
         for path, owner, name in settings_in(cls)
-    }
-
-
-def explanations(cls: type[Config]) -> dict[str, str]:
-    """Return the string under each field of a class of settings, inherited ones included."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if issubclass(base, Config):
-            texts |= _in_body(_class_definitions(base.__module__)[base.__qualname__])
-    return texts
-
-
-@cache
-def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
-    """Return the syntax tree of each class in the source of `module`."""
-    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _in_body(cls: ast.ClassDef) -> dict[str, str]:
-    return {
-        field.target.id: " ".join(str(after.value.value).split())
-        for field, after in pairwise(cls.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
 
 

@@ -73,16 +73,18 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     Raises:
         RecipeError: `flag` matches no name, or more than one.
     """
-    name = _name(flag)
-    if name in paths:
-        return name
+    matches = meanings(_name(flag), paths)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, matches))}", fix="write it in full")
+    raise RecipeError(f"there is no setting {flag}", fix=_suggest(_name(flag), paths))
+
+
+def meanings(name: str, paths: Collection[str]) -> list[str]:
+    """Return the dotted names among `paths` that `name` may mean: itself, or those that end so."""
     ending = [path for path in paths if path.endswith(f".{name}")]
-    ending = [path for path in ending if SECOND.isdisjoint(path.removesuffix(name).split("."))]
-    if len(ending) == 1:
-        return ending[0]
-    if ending:
-        raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
-    raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
+    return [name] if name in paths else [p for p in ending if SECOND.isdisjoint(p.removesuffix(name).split("."))]
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:

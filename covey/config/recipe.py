@@ -253,26 +253,14 @@ def load(
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
     """Load a recipe of either kind; arguments and errors are those of `load`."""
-    document = strict_yaml.read_file(find(source))
-    kind: Any = _kind(document)  # one of the two
-    recipe: Recipe | SFTRecipe = _build(document, overrides, kind, of_run=Path(source).is_dir())
-    return recipe
+    kind: Any = kind_of(source)
+    return load(source, overrides, kind)  # type: ignore[no-any-return]
 
 
 def read_built_in(name: str) -> Recipe | SFTRecipe:
     """Return the built-in recipe `name` as it stands, which may need a setting of the user's, such as a path."""
-    document = strict_yaml.read_file(find(name))
-    kind: Any = _kind(document)  # one of the two
-    settings: Recipe | SFTRecipe = strict_yaml.validate_tree(kind, document.tree, kind)[0]
-    return settings
-
-
-def section_of(source: str | Path, section: str) -> strict_yaml.Document:
-    """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
-    document = strict_yaml.read_file(find(source))
-    if isinstance(document.tree, dict):  # else `strict_yaml.build` reports it
-        document.tree = {name: value for name, value in document.tree.items() if name == section}
-    return document
+    kind: Any = kind_of(name)
+    return strict_yaml.validate_tree(kind, strict_yaml.read_file(find(name)).tree, kind)[0]  # type: ignore[no-any-return]
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
@@ -296,14 +284,6 @@ def is_from_python(recipe: AnyRecipe) -> bool:
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Return the class of the recipe at `source`; only its `method` is read."""
     return _kind(strict_yaml.read_file(find(source)))
-
-
-def text_to_copy(source: str | Path) -> str:
-    """Return the text of a recipe for another folder: its first line names the JSON Schema by an absolute path."""
-    path = find(source)
-    text = strict_yaml.text_of(path)
-    relative = re.match(r"# yaml-language-server: \$schema=(\.\S+)", text)
-    return text.replace(relative[1], str((path.parent / relative[1]).resolve()), 1) if relative else text
 
 
 def _kind(document: strict_yaml.Document) -> type[Recipe] | type[SFTRecipe]:
