@@ -1,8 +1,7 @@
 """Checks of a command that need no JAX: paths, models, names of reward functions, and the folder of a new run.
 
-A run makes those of its recipe before it starts and stops at the first mistake. `covey validate` makes all of them and
-lists every mistake. It reads data in local files in full, so that a malformed line or a missing column is found, and of
-models at a path, by JAX, what loading checks.
+A run makes the checks of its recipe before it starts, and stops at the first mistake. `covey validate` makes all checks
+and lists every mistake. It also reads local data in full, and checks models at a path as loading does, which needs JAX.
 """
 
 import json
@@ -68,7 +67,7 @@ class Check(NamedTuple):
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
-    """Refuse a recipe whose model, data or reward functions do not exist.
+    """Refuse a recipe if its model, data or reward functions do not exist.
 
     Raises:
         CoveyError: the subclass that fits.
@@ -180,21 +179,20 @@ def check_source(source: str) -> None:
 
 
 def _command_for(source: str) -> str:
-    """Return the command of the built-in recipe whose default run folder is `source`, or ""."""
+    """Return the command of the built-in recipe with the default run folder `source`, or ""."""
     line = re.compile(rf"^out: {re.escape(source)}\s*(#.*)?$", re.M)  # to parse all takes a quarter of a second
     made_by = (name for name in names() if line.search(find(name).read_text(encoding="utf-8")))
     return next((f"{COMMANDS[kind_of(name).method]} {name}" for name in made_by), "")
 
 
 def has_checkpoint(run: str | Path) -> bool:
-    """Return whether a run folder has a checkpoint to resume from; one in a bucket is not looked for."""
+    """Return whether a run folder has a checkpoint to resume from; a bucket is assumed to have it."""
     folder = folder_below(Path(run), CHECKPOINTS)
     return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
 
 
 def check_one_process(command: str) -> None:
-    """Refuse a command of one process where the environment names several, or asks the cluster: each would do all of
-    the work.
+    """Refuse a command of one process if the environment names several processes or asks the cluster.
 
     Raises:
         CoveyError: it does.
@@ -259,7 +257,7 @@ def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
 
 
 NOT_IMPORTED, DUPLICATES = "not imported", "duplicates"
-"""Subjects of what is no mistake but should be known: names whose modules --no-import leaves out, and equal rows."""
+"""Subjects that are no mistakes: names that --no-import does not import, and equal rows."""
 
 
 def validate(line: Line) -> int:
@@ -314,7 +312,7 @@ def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple
 
 
 def _failures(checks: Iterable[Check]) -> Iterator[tuple[str, CoveyError]]:
-    """Make the checks; yield the subject and the error of those that fail."""
+    """Make the checks; yield subject and error of each failure."""
     for check in checks:
         try:
             check.run()
@@ -323,7 +321,7 @@ def _failures(checks: Iterable[Check]) -> Iterator[tuple[str, CoveyError]]:
 
 
 def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str] | None) -> dict[str, str]:
-    """Read the data if they are local and return their description, and that of their duplicates, by subject.
+    """Read local data; return descriptions of rows and duplicates by subject.
 
     Args:
         loaded: the recipe.

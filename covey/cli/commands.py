@@ -1,8 +1,7 @@
-"""The table of commands. The parser, the help, the completion and the suggestions for mistakes are made from it.
+"""The table of commands. Parser, help, completion and suggestions for mistakes are made from it.
 
-Installed packages add rows to it by entry points of the group `covey.commands`, each a `Command`. A row names its
-function as `module:function`, which is imported when the command is executed, so that help and mistakes are answered at
-once.
+Installed packages add rows by entry points of the group `covey.commands`, each a `Command`. A row names its function as
+`module:function`; it is imported when the command runs, so that help and mistakes are answered at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -169,7 +168,7 @@ class Commands(Mapping[str, Command]):
 
 
 def _append_with_followers(order: list[str], name: str, commands: Mapping[str, Command]) -> None:
-    """Append `name` to `order`, then those of `commands` that follow it, and their followers."""
+    """Append `name` to `order`, then each command that follows it, with its followers."""
     order.append(name)
     for follower in (other.name for other in commands.values() if other.follows == name):
         _append_with_followers(order, follower, commands)

@@ -1,8 +1,7 @@
 """Print the completion script of a shell: `covey completion bash|zsh|fish`.
 
-The scripts are static: they hold the commands, the settings of each and their values, from the table of commands and
-the schema, and start no Python. In bash and zsh a word may be a full name (`--grpo.beta`) or, where no full name begins
-so, the end of one that is unique (`--beta`).
+The scripts hold commands, settings and values, and start no Python. In bash and zsh a word may be a full name
+(`--grpo.beta`) or, where no full name begins so, a unique end of a name (`--beta`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -23,9 +22,9 @@ PATHS = (
     "model.source", "model.adapter", "data.path", "data.test_path", "critic", "reward_model", "out",
     "file", "logs", "workdir",
 )  # fmt: skip
-"""Settings of recipes, and of launch, whose value is a path or may be one."""
+"""Settings of recipes and of launch that take a path."""
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
-"""Settings whose value is the name of a reward function."""
+"""Settings that take the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
 VALUES = {"": (), "N": (), "bash|zsh|fish": SHELLS}
 """Values of placeholders in the usage of any command that stand for no files."""
@@ -53,8 +52,8 @@ def script(shell: str) -> list[str]:
 
 
 def flags_of(command: Command) -> dict[str, Sequence[str]]:
-    """Return the flags of the command's options and settings with their values; none if any value is possible. Before
-    another command they include the options of that which have a value.
+    """Return the flags of the command's options and settings with their values; no values if any is possible. A command
+    that begins another has the valued options of that command too.
     """
     flags: dict[str, Sequence[str]] = {"--help": ()}
     for cls in command.classes:

@@ -1,4 +1,4 @@
-"""Print the help: the overview of all commands, the page of one, and the settings of a command in layers.
+"""Print the help: the overview of all commands, the page of a command, and its settings in layers.
 
 Everything comes from the table of commands and from the config classes. This module does not import JAX.
 """
@@ -61,7 +61,7 @@ COMMON: dict[type[Config], tuple[str, ...]] = {
         "training.eval_every_n_steps", "evaluation.prompts", "evaluation.answers", "seed", "out",
     ),
 }  # fmt: skip
-"""Settings that the first page of a training command shows: those that most runs change."""
+"""Settings on the first page of a training command: most runs change them."""
 
 
 class Setting(NamedTuple):
@@ -73,7 +73,7 @@ class Setting(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One section of settings: its dotted name ("" for those outside all sections), a summary, and its settings."""
+    """One section of settings: its dotted name ("" outside all sections), a summary, and its settings."""
 
     path: str
     summary: str
@@ -250,7 +250,7 @@ def _explain(text: str, kind: Any) -> str:
 
 
 def _complete(kind: Any, settings: Config) -> Config:
-    """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
+    """Return the settings of a section as the widest class that a field of type `kind` may hold."""
     cls = classes_in(kind)[-1]
     return settings if isinstance(settings, cls) else cls.from_checked(vars(settings))
 

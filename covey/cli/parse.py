@@ -11,7 +11,7 @@ from covey.errors import CoveyError, nearest
 
 
 class Line(NamedTuple):
-    """The words behind the name of a command.
+    """The words after the name of a command.
 
     Attributes:
         command: the command.
@@ -72,7 +72,7 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
     Args:
         cls: class of the settings.
         line: the command line.
-        source: run whose rollout settings are the defaults, if it is one.
+        source: a run, which gives the default rollout settings, or a model.
     """
     document = strict_yaml.Document()
     if source and recipe.is_run(source):
@@ -83,7 +83,7 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
 
 
 def before_dashes(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before a bare `--`, behind which every word is positional."""
+    """Return the words before a bare `--`; after it every word is positional."""
     return words[: words.index("--")] if "--" in words else words
 
 

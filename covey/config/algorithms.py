@@ -237,7 +237,7 @@ class Algorithm(PPOConfig):
 
     @cached_property
     def needs_old_logps(self) -> bool:
-        """Whether log-probs before the first update are computed: with one update they are those of the update."""
+        """Whether log-probs before the first update are computed; a single update computes its own."""
         return self.num_iterations > 1
 
     @cached_property
@@ -246,7 +246,7 @@ class Algorithm(PPOConfig):
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
     def contradictions(self) -> Iterable[Problem]:
-        """Skip checks: resolved settings include those that the algorithm does not use."""
+        """Return nothing: resolved settings include settings that the algorithm does not use."""
         return ()
 
 
@@ -257,7 +257,7 @@ class Preset(NamedTuple):
         paper: the publication.
         deviations: differences from the paper; empty if there are none.
         when: use cases.
-        settings: those settings of `GRPOConfig` and `PPOConfig` whose value is not the default.
+        settings: values of `GRPOConfig` and `PPOConfig` that differ from the defaults.
     """
 
     paper: str
@@ -277,7 +277,7 @@ def algorithm_of(config: GRPOConfig) -> Algorithm:
 def config_for(config: GRPOConfig) -> GRPOConfig:
     """Return `config` as the class that has the settings of its algorithm: `PPOConfig` if that has a critic.
 
-    Settings of a critic beside an algorithm without one keep the class too, so that they are refused.
+    Settings of a critic keep `PPOConfig` without a critic too, so that they are refused.
     """
     of_critic = [getattr(config, name, None) for name in PPOConfig.kinds.keys() - GRPOConfig.kinds.keys()]
     are_set = any(value is not None and value is not False for value in of_critic)
@@ -430,4 +430,4 @@ PRESETS: dict[str, Preset] = {
 """Presets by name."""
 
 WITH_RATIO = [name for name, preset in PRESETS.items() if preset.settings.get("surrogate") != "reinforce"]
-"""Names of the presets whose loss has a ratio of policies."""
+"""Names of the presets with a ratio of policies in the loss."""

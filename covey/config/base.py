@@ -65,13 +65,13 @@ OnResume = Literal["refuse", "report", "ignore"]
 """Treatment of a setting that was changed between a run and its resumption (`run.settings`).
 
 refuse: do not resume, because it would be another run. report: resume, and report the change, which acts from the next
-step on. ignore: resume without a word, because the results do not depend on it, or content is compared in place of a
-path. A class of settings names the treatment of its fields, and a field may have its own (`setting`).
+step on. ignore: resume silently, because no result depends on it, or content is compared in place of a path. A class
+names the treatment of its fields, and a field may have its own (`setting`).
 """
 
 
 def setting(default: T, on_resume: OnResume) -> T:
-    """Return a field whose treatment on resume is not its section's."""
+    """Return a field with another treatment on resume than its class has."""
     made: Any = field(default=default, metadata={"on_resume": on_resume})
     return made  # type: ignore[no-any-return]
 
@@ -208,9 +208,9 @@ def _checked(fill: Any) -> Any:
 def check_values(
     cls: type[Config], values: Mapping[str, Any], path: str, unknown: Callable[[type[Config], str, str], Problem]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the settings `values` as the fields of `cls` have them, and a problem for each wrong name or value.
+    """Check `values` by the fields of `cls`; return the values in the types of the fields, and the problems.
 
-    No more problems are returned than an error lists, since to find the nearest name for each of thousands takes long.
+    There are at most as many problems as an error lists, because a search for the nearest name takes time.
 
     Args:
         path: dotted name of the section, in errors.
@@ -313,7 +313,7 @@ def check_keywords(
 def keywords_of(cls: type) -> dict[str, Any] | None:
     """Return the keywords of the constructor of `cls` and their types, in order, with those passed to a base class.
 
-    The result is None if it takes any keyword: a user's own class with `**others`.
+    Return None if it takes any keyword, as a user's own class with `**others` does.
     """
     kinds: dict[str, Any] = {}
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):

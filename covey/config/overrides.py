@@ -23,7 +23,7 @@ def apply(
     """Override the settings of `document` by those in `tokens`, and return it.
 
     Args:
-        cls: class of the settings that may be named, with those of its sections.
+        cls: class of the settings that may be named; its sections count.
         tokens: words of the command line; every one must belong to a setting.
         hidden: dotted names of `cls` that may not be set, each with the reason.
 
@@ -122,4 +122,4 @@ def _value(flag: str, rest: list[str]) -> str:
 
 
 SECOND = {"critic_optimizer", "role_to_mesh"}
-"""Sections that repeat the settings of a more common one, which a name without the section means."""
+"""Sections that repeat the settings of a more common section; a name without its section means the common one."""

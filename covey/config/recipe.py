@@ -106,7 +106,7 @@ class Recipe(AnyRecipe):
         object.__setattr__(self, "grpo", config_for(self.grpo))
 
     def contradictions_in_recipe(self) -> Iterable[Problem]:
-        """Return a problem for each setting that contradicts one of another section."""
+        """Return a problem for each contradiction between sections."""
         environment = [metric_name(self.envs.environment)] if self.envs.environment else []
         scores = [*self.rewards, *(["reward_model"] if self.reward_model else []), *environment]
         return [*_rl_contradictions(self), *_shared_contradictions(self, scores)]
@@ -125,7 +125,7 @@ class SFTRecipe(AnyRecipe):
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
 
     def contradictions_in_recipe(self) -> Iterable[Problem]:
-        """Return a problem for each setting that contradicts one of another section."""
+        """Return a problem for each contradiction between sections."""
         return [
             *refuse_if(
                 self.data.task == "first-letter",
@@ -141,7 +141,7 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 
 def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
-    """Return the names of the built-in recipes of one kind, by default of both."""
+    """Return the names of the built-in recipes, of both kinds by default."""
     return [
         path.stem for path in sorted(BUILT_IN.glob("*.yaml")) if kind is AnyRecipe or _method_line(path) == kind.method
     ]
@@ -201,8 +201,8 @@ def require_run(folder: str | Path) -> None:
 
 
 def chain_of_runs(source: str) -> tuple[list[Path], str]:
-    """Follow `model.source` from run to run; return the runs, the last one first, and the model that the first of them
-    began with. A source that is no run has no runs.
+    """Follow `model.source` from run to run. Return the runs, the latest first, and the model of the earliest run; a
+    source that is no run gives no runs.
 
     Raises:
         RecipeError: the runs name each other.
@@ -308,7 +308,7 @@ def parse(
 def _build(
     document: strict_yaml.Document, overrides: Sequence[str], kind: type[RecipeT], of_run: bool = False
 ) -> RecipeT:
-    """Build a recipe. In that of a run folder (`of_run`), settings that nothing reads are no mistake."""
+    """Build a recipe. In a run folder (`of_run`), unused settings are no mistake."""
     of_file = document.places
     places = apply(kind, document, overrides, HIDDEN).places
     raise_together([RecipeError(f"{key} {HIDDEN[key]}", where=places[key]) for key in HIDDEN if key in places])
@@ -498,11 +498,11 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
 
 
 def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[str, str]) -> Iterator[RecipeError]:
-    """Yield an error for each setting of adapters beside a rank of 0, with which every weight would be trained.
+    """Yield an error for each setting of adapters where the rank is 0, so that every weight would be trained.
 
     Args:
-        places: where all settings are written.
-        of_file: those of the file alone. There the settings may stand beside a rank of 0, as in every run folder.
+        places: places of all settings.
+        of_file: places in the file. A file may have these settings together with a rank of 0, as every run folder does.
     """
     if recipe.model.lora.rank:
         return

@@ -109,7 +109,7 @@ def text_of(path: Path) -> str:
 
 
 def read_file(path: Path) -> Document:
-    """Parse the file at `path`; errors are those of `text_of` and `read`."""
+    """Parse the file at `path`; see `text_of` and `read` for errors."""
     return read(text_of(path), path.name if path.parent == BUILT_IN else str(path))
 
 
@@ -152,9 +152,8 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     """Build the settings `cls`, with those of its sections, from `document`; missing settings keep their defaults.
 
     Args:
-        recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads, or
-            a former one without use, is left out and reported, since an earlier version of Covey may have accepted it:
-            the run did not depend on it.
+        recorded: places of the settings in a run folder, by dotted name. Unused and former settings there are left out
+            and reported, because an earlier version of Covey may have accepted them.
 
     Raises:
         RecipeError: the error lists all wrong names and values; if there are none, all contradictions.
@@ -175,12 +174,11 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
 def validate_tree(
     cls: type[C], tree: Any, root: type[Config], path: str = "", start: C | None = None
 ) -> tuple[C, list[Problem]]:
-    """Return settings of `cls` from a mapping, and its wrong names and values. If there are any, the settings are those
-    of `start`.
+    """Return settings of `cls` from a mapping, and its wrong names and values; with any, the settings are `start`.
 
     Args:
         tree: the mapping; sections are mappings, or None without settings.
-        root: class of the whole recipe, in which wrong names may have their place.
+        root: class of the whole recipe, in which a wrong name is looked for.
         path: dotted name of the section.
         start: values of missing settings, by default those of the class.
     """

@@ -142,7 +142,7 @@ USED_WHEN = (
         "an envs.environment, or envs.tools",
     ),
 )
-"""Settings that a recipe does not read without an environment or tools: all but those two."""
+"""Settings that a recipe uses with an environment or tools alone."""
 
 
 def _numbers(value: Any) -> Iterator[float]:
