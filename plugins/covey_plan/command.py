@@ -86,6 +86,15 @@ its files are read. docs/calibration.md holds plans against published runs.""",
     settings_of=("train", "sft"),
     values={"MACHINE": EXAMPLES},
 )  # fmt: skip
+DOCTOR = Command(
+    "doctor", "covey_plan.doctor:doctor", "", "what this machine has, and what is missing",
+    """\
+Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
+and how to get what is missing.""",
+    least=0,
+    most=0,
+    follows="completion",
+)  # fmt: skip
 
 
 def plan(line: Line) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
-from covey.cli.commands import Command
 from covey.cli.parse import Line
 from covey.display import make_console
 from covey.errors import first_line
@@ -25,17 +24,6 @@ if TYPE_CHECKING:
 GIGABYTE = 1e9
 LEAST_AGREEMENT = 0.99
 """Share of tokens below which more than rounding keeps the trainer from drawing what the sampler drew."""
-
-
-COMMAND = Command(
-    "doctor", "covey_plan.doctor:doctor", "", "what this machine has, and what is missing",
-    """\
-Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
-and how to get what is missing.""",
-    least=0,
-    most=0,
-    follows="completion",
-)  # fmt: skip
 
 
 class Finding(NamedTuple):

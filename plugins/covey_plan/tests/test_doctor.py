@@ -9,8 +9,9 @@ from covey import __version__
 from covey.cli import main as cli
 from covey.cli.parse import Line
 from covey_plan import doctor
+from covey_plan.command import DOCTOR
 
-LINE = Line(doctor.COMMAND, [], {}, [])
+LINE = Line(DOCTOR, [], {}, [])
 
 
 def install_covey(folder, *requirements):
