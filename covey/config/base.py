@@ -196,8 +196,11 @@ def _checked(fill: Any) -> Any:
     def init(self: Config, *args: Any, **keywords: Any) -> Any:
         if not (args or keywords):
             return fill(self)  # defaults are valid, and most classes of a run then need no validator
-        cls, named = type(self), zip([*self.kinds][: len(args)], args, strict=True)
-        values, problems = check_values(cls, dict(named) | keywords, cls.section, _unknown_keyword)
+        cls = type(self)
+        if len(args) > len(cls.kinds):
+            raise TypeError(f"{cls.__name__} takes {len(cls.kinds)} arguments, and {len(args)} were given")
+        given = dict(zip(cls.kinds, args, strict=False)) | keywords
+        values, problems = check_values(cls, given, cls.section, _unknown_keyword)
         raise_together([problem.error(cls.__name__ if problem.key else "") for problem in problems])
         fill(self, **values)
         raise_together([problem.error(cls.__name__) for problem in self.contradictions()])
