@@ -265,7 +265,7 @@ examples
             settings=(ChatOptions,),
         ),
         Command(
-            "validate", "covey.cli.checks:validate", "NAME_OR_YAML",
+            "validate", "covey.cli.validate:validate", "NAME_OR_YAML",
             "check a recipe, its data and its rewards, without running it",
             """\
 Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
