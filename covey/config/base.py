@@ -94,7 +94,7 @@ class Problem(NamedTuple):
         want: values that would be valid.
         fix: how to fix it.
         loc: place of the wrong value within the setting's: positions in lists, names in mappings.
-        unread: whether the only mistake is that nothing reads the setting.
+        unused: whether the only mistake is that nothing reads the setting.
     """
 
     key: str
@@ -102,7 +102,7 @@ class Problem(NamedTuple):
     want: str = ""
     fix: str = ""
     loc: tuple[int | str, ...] = ()
-    unread: bool = False
+    unused: bool = False
 
     def error(self, where: str) -> RecipeError:
         """Return the error that reports the problem at the place `where`."""
@@ -369,7 +369,7 @@ def unused_settings(
             name,
             f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it",
             f"{'null' if default is None else default}, or {want}",
-            unread=True,
+            unused=True,
         )
 
 

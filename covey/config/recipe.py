@@ -480,14 +480,14 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
             f"training.keep_best is {training.keep_best}, and training.checkpoint_every_n_steps is 0: the last "
             "checkpoint is the only one",
             "a training.checkpoint_every_n_steps above 0, or no training.keep_best",
-            unread=True,
+            unused=True,
         ),
         *refuse_if(
             training.keep_best.startswith("eval/") and not training.eval_every_n_steps,
             "training.keep_best",
             f"training.keep_best is {training.keep_best}, and training.eval_every_n_steps is 0: no step has the metric",
             "a training.eval_every_n_steps above 0, or no training.keep_best",
-            unread=True,
+            unused=True,
         ),
         *(
             problem._replace(key=f"training.{problem.key}")

@@ -161,11 +161,11 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     settings, problems = validate_tree(cls, document.tree, cls)
     order = {key: number for number, key in enumerate(document.places)}
     problems = sorted(problems or all_contradictions(settings), key=lambda problem: order.get(problem.key, 0))
-    unread = [p for p in problems if p.unread and document.place(p.key) == recorded.get(p.key)]
-    for problem in unread:
+    unused = [p for p in problems if p.unused and document.place(p.key) == recorded.get(p.key)]
+    for problem in unused:
         _report_left_out(f"{recorded[problem.key]}: {problem.what}: left out")
         document.remove(problem.key)
-    if unread:
+    if unused:
         return build(cls, document, recorded)
     raise_together([problem.error(document.place(problem.key, problem.loc)) for problem in problems])
     return settings
@@ -259,7 +259,7 @@ def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str
         f"{section}.{name}".lstrip("."),
         f"there is no setting {shortened(name)}{inside}",
         fix=fix or nearest(name, cls.kinds),
-        unread=fix.startswith(foreign_names.NO_USE),
+        unused=fix.startswith(foreign_names.NO_USE),
     )
 
 

@@ -306,7 +306,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("old", [True, False])
 def test_every_setting(name: str, old: bool) -> None:
-    x = replace(BASE, **VARIANTS[name])
+    x = Algorithm.from_checked({key: getattr(BASE, key) for key in BASE.kinds} | VARIANTS[name])
     samples = batch(x)
     for dtype in (np.float32, np.float64):
         assert_agree(Oracle(x, samples, beta=0.1, old=old), some_rows(len(samples)), dtype)

@@ -63,7 +63,7 @@ class OptimizerConfig(Config, section="training.optimizer", on_resume="report"):
             "momentum",
             f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it",
             f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1",
-            unread=True,
+            unused=True,
         )
 
 
