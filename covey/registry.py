@@ -1,19 +1,18 @@
 """Objects that a recipe mentions by name: Covey's, those of installed packages, and those of the user's modules.
 
 Covey's own stand in a table from a name to `module:attribute`; a package offers others as entry points of a group, and
-a user's module needs no entry at all. Nothing is imported before its first use. `install_command` and
-`missing_packages` are for what needs a package of an extra, which `import_package` imports. This module imports only
-the standard library and Covey's leaves.
+a user's module needs no entry at all. Nothing is imported before its first use. `import_package` imports a package of
+an extra, which `install_command` installs. This module imports only the standard library and Covey's leaves.
 """
 
 import importlib.metadata
 import os
-import re
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import resolve_name
@@ -96,16 +95,26 @@ def offered(group: str, name: str) -> Any:
     """Return the object that an installed package offers as `name` by the group `group` of entry points.
 
     Raises:
-        CoveyError: no package offers it.
+        CoveyError: no package offers it, or the one that does cannot be imported.
     """
     for point in entry_points(group=group, name=name):
-        return point.load()
+        return _load(point)
     raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
 
 
 def all_offered(group: str) -> dict[str, Callable[[], Any]]:
     """Return functions that load what installed packages offer by the group `group` of entry points, by name."""
-    return {point.name: point.load for point in sorted(entry_points(group=group))}
+    return {point.name: partial(_load, point) for point in sorted(entry_points(group=group))}
+
+
+def _load(point: EntryPoint) -> Any:
+    """Load what a package offers; the error names the package if it cannot be imported."""
+    try:
+        return point.load()
+    except ImportError as error:
+        package = point.module.partition(".")[0]
+        what = f"{point.name} belongs to the package {package}, which cannot be imported: {error}"
+        raise CoveyError(what, fix=install_command(), where=point.group) from error
 
 
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:
@@ -188,23 +197,3 @@ def install_command(extra: str = "") -> str:
     if importlib.metadata.distribution("covey").read_text("direct_url.json") is None:
         return f"pip install {shlex.quote(f'covey{named}')}"
     return f"pip install -e '.{named}' in a clone of Covey"
-
-
-def missing_packages(extra: str) -> list[str]:
-    """Return the packages of `extra` that are not installed, according to the metadata of the installed Covey.
-
-    Raises:
-        PackageNotFoundError: Covey itself is not installed.
-    """
-    marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
-    wanted = [line for line in importlib.metadata.requires("covey") or () if marker.search(line)]
-    return [name for name in map(_package_name, wanted) if not any(importlib.metadata.distributions(name=name))]
-
-
-def _package_name(requirement: str) -> str:
-    """Return the package name of a requirement.
-
-    >>> _package_name("jax[cuda12]>=0.10; extra == 'cuda'")
-    'jax'
-    """
-    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]

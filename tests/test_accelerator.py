@@ -12,9 +12,8 @@ from benchmarks.accelerator import attention, checks, command, restart
 from benchmarks.accelerator.__main__ import run
 from benchmarks.accelerator.checks import CHECKS, Check, Context
 from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
-from covey.cli import doctor
 from covey.config import recipe
-from covey_plan import roofline
+from covey_plan import doctor, roofline
 
 DESCRIBED = {"identity": {"covey": "0.1.0", "platform": "gpu", "device": "a card", "devices": 1}, "machine": {}}
 

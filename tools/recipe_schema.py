@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from covey.cli.help import explanations
 from covey.config import recipe
-from covey.config.base import Config, classes_in, explanations
+from covey.config.base import Config, classes_in
 
 FILE = Path(__file__).parents[1] / "docs" / "recipe.schema.json"
 

@@ -13,10 +13,10 @@ import covey
 from benchmarks import common
 from benchmarks.accelerator.checks import Context
 from benchmarks.accelerator.results import Row
-from covey.cli import doctor
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError
 from covey.parallel.mesh import mesh_from_config
+from covey_plan import doctor
 from covey_plan.compiled import peak_memory
 from covey_plan.machines import CPU, MACHINES, Machine, Target
 from covey_plan.roofline import machine_peaks

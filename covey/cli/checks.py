@@ -1,22 +1,16 @@
 """Checks of a command that need no JAX: paths, models, names of reward functions, and the folder of a new run.
 
-A run makes those of its recipe before it starts and stops at the first mistake. `covey validate` makes all of them and
-lists every mistake. It reads data in local files in full, so that a malformed line or a missing column is found, and of
-models at a path, by JAX, what loading checks.
+A run makes the checks of its recipe before it starts, and stops at the first mistake; `covey validate` makes them all.
 """
 
-import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from covey.cli.parse import Line
 from covey.config import processes, recipe
 from covey.config.recipe import (
     COMMANDS,
@@ -28,11 +22,9 @@ from covey.config.recipe import (
     is_run,
     kind_of,
     names,
-    section_of,
 )
 from covey.config.schema import HUBS
 from covey.config.schema.data import DATA_PATHS, FROM_PYTHON
-from covey.display import echo
 from covey.errors import CoveyError, RecipeError, WeightsError
 from covey.files import check_not_url, folder_below
 from covey.monitor.run_files import CHECKPOINTS
@@ -69,7 +61,7 @@ class Check(NamedTuple):
 
 
 def check_run(recipe: Recipe | SFTRecipe) -> None:
-    """Refuse a recipe whose model, data or reward functions do not exist.
+    """Refuse a recipe if its model, data or reward functions do not exist.
 
     Raises:
         CoveyError: the subclass that fits.
@@ -104,16 +96,6 @@ def _rl_checks(recipe: Recipe) -> Iterator[Check]:
     if envs.environment or envs.tools:
         yield from offered("covey.checks", "envs")(envs)
     yield Check("training", "covey.rl.stage_sizes:stage_sizes", (recipe.training, recipe.grpo.num_generations))
-
-
-def weight_checks(recipe: Recipe | SFTRecipe) -> Iterator[Check]:
-    """Yield the checks of models at a path, which import JAX; weights are not read."""
-    for role in ("model", "critic", "reward_model"):
-        source = recipe.model.source if role == "model" else getattr(recipe, role, None)
-        if source and os.path.exists(os.path.expanduser(source)) and not is_run(source):
-            yield Check(role, "covey.models.loading.weights:check_loadable", (source, role))
-            if role == "model" and recipe.model.adapter:
-                yield Check("adapter", "covey.recipes.load_model:abstract_for", (recipe, "cpu"))
 
 
 def reward_names(recipe: Recipe | SFTRecipe) -> list[str]:
@@ -181,21 +163,20 @@ def check_source(source: str) -> None:
 
 
 def _command_for(source: str) -> str:
-    """Return the command of the built-in recipe whose default run folder is `source`, or ""."""
+    """Return the command of the built-in recipe with the default run folder `source`, or ""."""
     line = re.compile(rf"^out: {re.escape(source)}\s*(#.*)?$", re.M)  # to parse all takes a quarter of a second
     made_by = (name for name in names() if line.search(find(name).read_text(encoding="utf-8")))
     return next((f"{COMMANDS[kind_of(name).method]} {name}" for name in made_by), "")
 
 
 def has_checkpoint(run: str | Path) -> bool:
-    """Return whether a run folder has a checkpoint to resume from; one in a bucket is not looked for."""
+    """Return whether a run folder has a checkpoint to resume from; a bucket is assumed to have it."""
     folder = folder_below(Path(run), CHECKPOINTS)
     return any(folder.glob("*[0-9]")) or (folder / "bucket.json").exists()
 
 
 def check_one_process(command: str) -> None:
-    """Refuse a command of one process where the environment names several, or asks the cluster: each would do all of
-    the work.
+    """Refuse a command of one process if the environment names several processes or asks the cluster.
 
     Raises:
         CoveyError: it does.
@@ -214,9 +195,7 @@ def check_one_process(command: str) -> None:
 
 def resume_command(run: str | Path) -> str:
     """Return the command that resumes the run at `run`, or the call in the script that began it."""
-    tree = section_of(run, "data").tree
-    data = tree.get("data") if isinstance(tree, dict) else None
-    if isinstance(data, dict) and data.get("task") == FROM_PYTHON:
+    if recipe.read_settings(Path(run)).get("data.task") == FROM_PYTHON:
         return "the script that began it: learner.train(rows, out=...)"
     return f"{COMMANDS[kind_of(run).method]} --resume {run}"
 
@@ -259,111 +238,3 @@ def reserve_run_folder(recipe: AnyRecipe) -> Iterator[Path]:
         if created:
             with suppress(OSError):  # not empty
                 path.rmdir()
-
-
-NOT_IMPORTED, DUPLICATES = "not imported", "duplicates"
-"""Subjects of what is no mistake but should be known: names whose modules --no-import leaves out, and equal rows."""
-
-
-def validate(line: Line) -> int:
-    """Execute `covey validate NAME_OR_YAML [--no-import] [--json] [settings]`; return 0, or 2 if something is wrong."""
-    (source,) = line.arguments
-    try:
-        loaded = recipe.load_any(source, line.settings)
-    except CoveyError as error:
-        results, problems = dict[str, str](), list(error.problems) or [error]
-    else:
-        results, problems = run_checks(loaded, "--no-import" not in line.options)
-    if "--json" in line.options:
-        listed = [{name: getattr(problem, name) for name in ("what", "want", "fix", "where")} for problem in problems]
-        echo(json.dumps({"recipe": source, "valid": not problems, "found": results, "problems": listed}))
-    else:
-        _print(results, problems)
-    return 2 if problems else 0
-
-
-def run_checks(loaded: recipe.Recipe | recipe.SFTRecipe, imports: bool) -> tuple[dict[str, str], list[CoveyError]]:
-    """Make every check.
-
-    Args:
-        loaded: the recipe.
-        imports: import the modules of the reward functions, environments and tools that the recipe names, and so
-            execute them.
-
-    Returns:
-        What is right, by subject, and what is wrong.
-    """
-    checks = list(checks_of(loaded))
-    skipped = list(dict.fromkeys(check.name for check in checks if check.executes_module and not imports))
-    failures = list(_failures(check for check in checks if check.name not in skipped))
-    failures += _failures(check for check in weight_checks(loaded) if check.subject not in dict(failures))
-    wrong, problems = {subject for subject, _ in failures}, [error for _, error in failures]
-    unread = ", which is not read here" if loaded.model.source.startswith("hf:") else ""
-    results = {
-        "settings": f"{loaded.name}, for {recipe.COMMANDS[loaded.method]}",
-        "model": loaded.model.source + unread,
-    }
-    results["adapter"] = loaded.model.adapter or ""
-    results["rewards"] = ", ".join(name for name in reward_names(loaded) if name not in skipped)
-    results[NOT_IMPORTED] = ", ".join(skipped)
-    read = partial(_check_data, loaded, None if "rewards" in wrong else skipped)
-    folder: Callable[[], dict[str, str]] = lambda: {"run folder": str(new_run_folder(loaded))}  # noqa: E731
-    for subject, check in (("data", read), ("run folder", folder)):
-        try:
-            results |= {} if subject in wrong else check()
-        except CoveyError as error:
-            problems.append(error)
-    return {subject: text for subject, text in results.items() if text and subject not in wrong}, problems
-
-
-def _failures(checks: Iterable[Check]) -> Iterator[tuple[str, CoveyError]]:
-    """Make the checks; yield the subject and the error of those that fail."""
-    for check in checks:
-        try:
-            check.run()
-        except CoveyError as error:
-            yield check.subject, error
-
-
-def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str] | None) -> dict[str, str]:
-    """Read the data if they are local and return their description, and that of their duplicates, by subject.
-
-    Args:
-        loaded: the recipe.
-        skipped: reward functions whose columns are not checked; None for all of them.
-
-    Raises:
-        CoveyError: the data cannot be read, or lack a column that a reward function needs.
-    """
-    from covey.data import sources  # late, here and below: a mistake in the settings is found without them
-
-    if (loaded.data.path or "").startswith(HUBS):
-        return {"data": f"{loaded.data.path}, which is not read here"}
-    data = sources.load_data(loaded.data)
-    if isinstance(loaded, recipe.Recipe):
-        trains, judged = loaded.rewards, True
-    else:
-        trains, judged = (), bool(loaded.evaluation.answers)
-    if skipped is not None:
-        from covey.rewards import check_columns, check_evaluation_columns
-
-        for rows in (data.train, data.test):
-            check_columns(tuple(name for name in trains if name not in skipped), rows)
-        if judged and not set(skipped).intersection(loaded.evaluation.judges.values()):
-            check_evaluation_columns(loaded.evaluation, data.test)
-    columns = dict.fromkeys(name for row in data.train for name in row)
-    shown = f"{loaded.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
-    from covey.data.duplicates import compare_rows, describe_overlap, describe_repeated
-
-    duplicates = compare_rows(loaded, data.train, data.test)
-    found = filter(None, (describe_repeated(duplicates), describe_overlap(duplicates, len(data.test))))
-    return {"data": f"{shown}; columns {', '.join(columns)}", DUPLICATES: "; ".join(found)}
-
-
-def _print(results: dict[str, str], problems: Sequence[CoveyError]) -> None:
-    for subject, text in results.items():
-        mark = "--" if subject in (NOT_IMPORTED, DUPLICATES) else "ok"
-        unchecked = ", nor are the columns checked that they need" if subject == NOT_IMPORTED else ""
-        echo(f"{mark:<5} {subject:<10} {text}{unchecked}")
-    for problem in problems:
-        echo(str(problem), keep="\n", file=sys.stderr)

@@ -1,20 +1,21 @@
-"""The table of commands. The parser, the help, the completion and the suggestions for mistakes are made from it.
+"""The table of commands. Parser, help, completion and suggestions for mistakes are made from it.
 
-Installed packages add rows to it by entry points of the group `covey.commands`, each a `Command`. A row names its
-function as `module:function`, which is imported when the command is executed, so that help and mistakes are answered at
-once.
+Installed packages add rows by entry points of the group `covey.commands`, each a `Command`. A row names its function as
+`module:function`; it is imported when the command runs, so that help and mistakes are answered at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
 from functools import cached_property
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from covey.config import recipe
 from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
+from covey.errors import CoveyError
+from covey.registry import all_offered
 
 ANY = 10_000
 """Largest number of arguments of a command that takes any number."""
@@ -139,7 +140,10 @@ class Commands(Mapping[str, Command]):
 
     @cached_property
     def _all(self) -> dict[str, Command]:
-        offered = {point.name: point.load() for point in entry_points(group="covey.commands")}
+        offered: dict[str, Command] = {}
+        for name, load in all_offered("covey.commands").items():
+            with suppress(CoveyError):  # told when the command is named
+                offered[name] = load()
         rows = self._own | offered
         order: list[str] = []
         for name in (*self._own, ""):
@@ -147,7 +151,14 @@ class Commands(Mapping[str, Command]):
         return {name: rows[name] for name in order if name}
 
     def __getitem__(self, name: str) -> Command:
-        return self._own[name] if name in self._own else self._all[name]
+        """Return a command.
+
+        Raises:
+            KeyError: there is none of this name.
+            CoveyError: the package to which it belongs cannot be imported.
+        """
+        known = self._own if name in self._own else self._all
+        return known[name] if name in known else all_offered("covey.commands")[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)
@@ -157,7 +168,7 @@ class Commands(Mapping[str, Command]):
 
 
 def _append_with_followers(order: list[str], name: str, commands: Mapping[str, Command]) -> None:
-    """Append `name` to `order`, then those of `commands` that follow it, and their followers."""
+    """Append `name` to `order`, then each command that follows it, with its followers."""
     order.append(name)
     for follower in (other.name for other in commands.values() if other.follows == name):
         _append_with_followers(order, follower, commands)
@@ -254,7 +265,7 @@ examples
             settings=(ChatOptions,),
         ),
         Command(
-            "validate", "covey.cli.checks:validate", "NAME_OR_YAML",
+            "validate", "covey.cli.validate:validate", "NAME_OR_YAML",
             "check a recipe, its data and its rewards, without running it",
             """\
 Checks everything that needs no model: names, values and contradictions of the settings, the paths, every line and the
@@ -303,14 +314,6 @@ Prints a script with which the shell completes commands, settings and their valu
             """\
 examples
   covey completion bash""",
-        ),
-        Command(
-            "doctor", "covey.cli.doctor:doctor", "", "what this machine has, and what is missing",
-            """\
-Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
-and how to get what is missing.""",
-            least=0,
-            most=0,
         ),
     )
 )  # fmt: skip

@@ -1,19 +1,18 @@
 """Print the completion script of a shell: `covey completion bash|zsh|fish`.
 
-The scripts are static: they hold the commands, the settings of each and their values, from the table of commands and
-the schema, and start no Python. In bash and zsh a word may be a full name (`--grpo.beta`) or, where no full name begins
-so, the end of one that is unique (`--beta`).
+The scripts hold commands, settings and values, and start no Python. In bash and zsh a word may be a full name
+(`--grpo.beta`) or, where no full name begins so, a unique end of a name (`--beta`).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, get_origin
 
 from covey.cli.commands import COMMANDS, Command
 from covey.cli.parse import Line
 from covey.config import recipe
 from covey.config.base import leaves
-from covey.config.kinds import without_none
-from covey.config.overrides import resolve
+from covey.config.kinds import choices, without_none
+from covey.config.overrides import meanings
 from covey.errors import CoveyError, nearest
 from covey.rewards.registry import REGISTRY
 
@@ -23,9 +22,9 @@ PATHS = (
     "model.source", "model.adapter", "data.path", "data.test_path", "critic", "reward_model", "out",
     "file", "logs", "workdir",
 )  # fmt: skip
-"""Settings of recipes, and of launch, whose value is a path or may be one."""
+"""Settings of recipes and of launch that take a path."""
 JUDGES = ("rewards", "evaluation.accuracy", "evaluation.partial", "evaluation.format")
-"""Settings whose value is the name of a reward function."""
+"""Settings that take the name of a reward function."""
 SHELLS = ("bash", "zsh", "fish")
 VALUES = {"": (), "N": (), "bash|zsh|fish": SHELLS}
 """Values of placeholders in the usage of any command that stand for no files."""
@@ -43,14 +42,18 @@ def script(shell: str) -> list[str]:
     """Return the lines of the completion script of `shell`."""
     if shell == "fish":
         return [*FISH, *(text for command in COMMANDS.values() for text in _fish(command))]
-    values = {word: words for command in COMMANDS.values() for word, words in _values_by_word(command).items()}
-    text = (BASH if shell == "bash" else ZSH).replace("COMMANDS", _quote(COMMANDS))
-    return text.replace("CASES", "\n".join(_cases(values))).splitlines()
+    words: dict[tuple[str, ...], list[str]] = {}  # words with the same values share a branch of the shell's `case`
+    for command in COMMANDS.values():
+        for word, values in _values_by_word(command).items():
+            words.setdefault(tuple(values), []).append(f"{command.name}:{word}")
+    cases = [f"    {'|'.join(names)}) values='{' '.join(values)}' ;;" for values, names in words.items() if values]
+    text = (BASH if shell == "bash" else ZSH).replace("COMMANDS", f"'{' '.join(COMMANDS)}'")
+    return text.replace("CASES", "\n".join(cases)).splitlines()
 
 
 def flags_of(command: Command) -> dict[str, Sequence[str]]:
-    """Return the flags of the command's options and settings with their values; none if any value is possible. Before
-    another command they include the options of that which have a value.
+    """Return the flags of the command's options and settings with their values; no values if any is possible. A command
+    that begins another has the valued options of that command too.
     """
     flags: dict[str, Sequence[str]] = {"--help": ()}
     for cls in command.classes:
@@ -69,71 +72,40 @@ def values_of(placeholder: str, command: Command) -> Sequence[str]:
     return command.values.get(placeholder, VALUES.get(placeholder, (FILES,)))
 
 
-def _switches(command: Command) -> Sequence[str]:
-    return ("--help", *(option.flag for option in command.options if not option.value))
-
-
-def _arguments(command: Command) -> Sequence[str]:
-    """Return the values of the first argument of a command."""
-    return values_of(command.arguments.partition(" ")[0], command)
-
-
 def _values(path: str, kind: Any) -> Sequence[str]:
     inner = without_none(kind)[0]
-    if get_origin(inner) is tuple:
-        inner = get_args(inner)[0]
-    if get_origin(inner) is Literal:
-        return tuple(map(str, get_args(inner)))
+    if get_origin(inner) is not dict and (words := choices(inner)):
+        return tuple(map(str, words))
     if inner is bool:
         return ("true", "false")
     return (FILES,) if path in PATHS else tuple(REGISTRY.names()) if path in JUDGES else ()
 
 
 def _values_by_word(command: Command) -> dict[str, Collection[str]]:
-    """Return {command:word: values}: the words are the flags and their unique endings, and the kinds of words."""
+    """Return {word: values}: the words are the flags and their unique endings, and the kinds of words."""
     flags = flags_of(command)
-    endings = _unique_endings(flags)
-    kinds = {"arguments": _arguments(command), "full": flags, "short": endings, "switches": _switches(command)}
-    values = kinds | flags | {ending: flags[flag] for ending, flag in endings.items()}
-    return {f"{command.name}:{word}": words for word, words in values.items()}
-
-
-def _unique_endings(flags: Iterable[str]) -> dict[str, str]:
-    """Return {end of a dotted name: the name} for those ends that stand for one setting."""
-    paths = {flag.removeprefix("--").replace("-", "_") for flag in flags}
-    endings = {}
-    for end in {path.rpartition(".")[2] for path in paths if "." in path} - paths:
-        try:
-            endings["--" + end.replace("_", "-")] = "--" + resolve("--" + end, paths).replace("_", "-")
-        except CoveyError:  # several settings end so
-            continue
-    return dict(sorted(endings.items()))
-
-
-def _cases(values: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the branches of a shell's `case` that set `values`; words with the same values share one."""
-    words: dict[tuple[str, ...], list[str]] = {}
-    for word, choices in values.items():
-        if choices:
-            words.setdefault(tuple(choices), []).append(word)
-    return [f"    {'|'.join(names)}) values={_quote(choices)} ;;" for choices, names in words.items()]
-
-
-def _quote(words: Iterable[str]) -> str:
-    return "'" + " ".join(words) + "'"
+    paths = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
+    ends = {path.rpartition(".")[2] for path in paths}.difference(paths)
+    matches = {end: meanings(end, paths) for end in sorted(ends)}
+    endings = {
+        "--" + end.replace("_", "-"): flags[paths[found[0]]] for end, found in matches.items() if len(found) == 1
+    }
+    switches = ["--help", *(option.flag for option in command.options if not option.value)]
+    arguments = values_of(command.arguments.partition(" ")[0], command)
+    return {"arguments": arguments, "full": flags, "short": endings, "switches": switches, **flags, **endings}
 
 
 def _fish(command: Command) -> list[str]:
     """Return the lines of a command in the script for fish."""
-    seen = f"complete -c covey -n '__fish_seen_subcommand_from {command.name}'"
-    summary, arguments = command.summary.replace("'", ""), _arguments(command)
+    seen, words = f"complete -c covey -n '__fish_seen_subcommand_from {command.name}'", _values_by_word(command)
+    summary, arguments = command.summary.replace("'", ""), words["arguments"]
     lines = [f"complete -c covey -n __fish_use_subcommand -a {command.name} -d '{summary}'"]
     if arguments:
         lines.append(f"{seen}{' -F' if FILES in arguments else ''} -a '{_without_files(arguments)}'")
-    for flag, values in flags_of(command).items():
-        kind = "" if flag in _switches(command) else " -r -F" if FILES in values else " -x"
-        words = f" -a '{_without_files(values)}'" if _without_files(values) else ""
-        lines.append(f"{seen} -l {flag[2:]}{kind}{words}")
+    for flag in words["full"]:
+        kind = "" if flag in words["switches"] else " -r -F" if FILES in words[flag] else " -x"
+        offered = f" -a '{_without_files(words[flag])}'" if _without_files(words[flag]) else ""
+        lines.append(f"{seen} -l {flag[2:]}{kind}{offered}")
     return lines
 
 

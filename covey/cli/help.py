@@ -1,19 +1,23 @@
-"""Print the help: the overview of all commands, the page of one, and the settings of a command in layers.
+"""Print the help: the overview of all commands, the page of a command, and its settings in layers.
 
 Everything comes from the table of commands and from the config classes. This module does not import JAX.
 """
 
+import ast
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from functools import cache
+from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.cli.commands import COMMANDS, Command
 from covey.config import recipe, strict_yaml
-from covey.config.base import Config, classes_in, defaults, explanations, without_check
+from covey.config.base import Config, classes_in
 from covey.config.kinds import describe
 from covey.errors import CoveyError, nearest
 
@@ -57,7 +61,7 @@ COMMON: dict[type[Config], tuple[str, ...]] = {
         "training.eval_every_n_steps", "evaluation.prompts", "evaluation.answers", "seed", "out",
     ),
 }  # fmt: skip
-"""Settings that the first page of a training command shows: those that most runs change."""
+"""Settings on the first page of a training command: most runs change them."""
 
 
 class Setting(NamedTuple):
@@ -69,7 +73,7 @@ class Setting(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One section of settings: its dotted name ("" for those outside all sections), a summary, and its settings."""
+    """One section of settings: its dotted name ("" outside all sections), a summary, and its settings."""
 
     path: str
     summary: str
@@ -215,15 +219,40 @@ def _print_rows(rows: Sequence[Setting]) -> None:
             print(f"{left:{COLUMN}}{line}".rstrip())
 
 
+def explanations(cls: type[Config]) -> dict[str, str]:
+    """Return the string under each field of a class of settings, inherited ones included."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Config):
+            texts |= _in_body(_class_definitions(base.__module__)[base.__qualname__])
+    return texts
+
+
+@cache
+def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax tree of each class in the source of `module`."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _in_body(cls: ast.ClassDef) -> dict[str, str]:
+    return {
+        field.target.id: " ".join(str(after.value.value).split())
+        for field, after in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+
+
 def _explain(text: str, kind: Any) -> str:
     values = describe(kind)
     return text + ("" if values.removesuffix(" (or null)") in PLAIN else f" ({values})")
 
 
 def _complete(kind: Any, settings: Config) -> Config:
-    """Return the settings of a section with those of all classes that a field of type `kind` may hold."""
+    """Return the settings of a section as the widest class that a field of type `kind` may hold."""
     cls = classes_in(kind)[-1]
-    return settings if isinstance(settings, cls) else without_check(cls, defaults(cls) | vars(settings))
+    return settings if isinstance(settings, cls) else cls.from_checked(vars(settings))
 
 
 def _format_value(value: Any) -> str:

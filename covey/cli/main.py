@@ -39,7 +39,7 @@ OUTSIDE: dict[int | None, str] = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
 }
-"""Fixes for system errors that are not caused by a bug in Covey; the others keep their traceback."""
+"""Fixes for system errors that no bug in Covey causes; all others keep their traceback."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -98,8 +98,8 @@ def _parse_help(words: Sequence[str]) -> Action:
 
 
 def _report(error: CoveyError) -> int:
-    """Print the error and return the exit code. The process ends here if another one of the run is lost, because JAX's
-    shutdown would wait for that one.
+    """Print the error and return the exit code. The process ends here if another process of the run is lost, because
+    JAX would wait for it at shutdown.
     """
     echo(str(error), keep="\n", file=sys.stderr)
     stopped: Stopped | None = getattr(error, "stopped", None)

@@ -1,8 +1,6 @@
 """Read the words of a command line by the table of commands: arguments, options, and settings of a recipe."""
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from covey.cli.commands import COMMANDS, Command, OptionsT
@@ -13,7 +11,7 @@ from covey.errors import CoveyError, nearest
 
 
 class Line(NamedTuple):
-    """The words behind the name of a command.
+    """The words after the name of a command.
 
     Attributes:
         command: the command.
@@ -34,34 +32,9 @@ class Line(NamedTuple):
             CoveyError: the value is no whole number from 1 up.
         """
         value = self.options.get(flag)
-        if value is not None and not _is_count(value):
+        if value is not None and not is_count(value):
             raise CoveyError(f"{flag} is {value!r}", want="a whole number from 1 up")
         return None if value is None else int(value)
-
-    def positive_number(self, flag: str) -> float | None:
-        """Return the value of the option `flag` as a number above 0; None if it is not given.
-
-        Raises:
-            CoveyError: the value is no such number.
-        """
-        if (text := self.options.get(flag)) is None:
-            return None
-        with suppress(ValueError):
-            if 0 < (value := float(text)) < math.inf:
-                return value
-        raise CoveyError(f"{flag} is {text!r}", want="a number above 0, as in 2.5")
-
-    def whole_numbers(self, flag: str) -> tuple[int, ...]:
-        """Return the value of the option `flag` as whole numbers with commas between them; none if it is not given.
-
-        Raises:
-            CoveyError: one is no whole number from 1 up.
-        """
-        texts = self.options[flag].split(",") if flag in self.options else []
-        if not all(map(_is_count, texts)):
-            want = "a whole number from 1 up, or several with commas between them"
-            raise CoveyError(f"{flag} is {self.options[flag]!r}", want=want)
-        return tuple(map(int, texts))
 
 
 def read_line(command: Command, words: Sequence[str]) -> Line:
@@ -99,15 +72,18 @@ def build_settings(cls: type[OptionsT], line: Line, source: str = "") -> Options
     Args:
         cls: class of the settings.
         line: the command line.
-        source: run whose rollout settings are the defaults, if it is one.
+        source: a run, which gives the default rollout settings, or a model.
     """
-    is_run = source and recipe.is_run(source)
-    document = recipe.section_of(source, "rollout") if is_run else strict_yaml.Document()
+    document = strict_yaml.Document()
+    if source and recipe.is_run(source):
+        document = strict_yaml.read_file(recipe.find(source))
+        if isinstance(document.tree, dict):  # else `build` reports it
+            document.tree = {name: value for name, value in document.tree.items() if name == "rollout"}
     return strict_yaml.build(cls, apply(cls, document, line.settings, recipe.HIDDEN))
 
 
 def before_dashes(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before a bare `--`, behind which every word is positional."""
+    """Return the words before a bare `--`; after it every word is positional."""
     return words[: words.index("--")] if "--" in words else words
 
 
@@ -145,7 +121,7 @@ def _with_dashes(command: Command, flag: str) -> str:
     return option if option in command.flags and not _is_setting(command, flag) else flag
 
 
-def _is_count(text: str) -> bool:
+def is_count(text: str) -> bool:
     """Return whether `text` is a whole number from 1 up."""
     return text.isascii() and text.isdigit() and int(text) > 0
 

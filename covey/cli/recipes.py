@@ -1,6 +1,7 @@
 """Execute `covey recipes`: list the built-in recipes, print one, or copy it to a new file."""
 
 import json
+import re
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -28,7 +29,7 @@ def recipes(line: Line) -> None:
     if "--json" in line.options:
         print(json.dumps(list_recipes()))
     elif line.arguments:
-        echo(recipe.text_to_copy(line.arguments[0]).removesuffix("\n"), keep="\n\t")
+        echo(text_to_copy(line.arguments[0]).removesuffix("\n"), keep="\n\t")
     else:
         show_recipes()
 
@@ -64,13 +65,21 @@ def _about(name: str) -> dict[str, str]:
     return {key: written[key] for key in ABOUT}
 
 
+def text_to_copy(source: str | Path) -> str:
+    """Return the text of a recipe for another folder: its first line names the JSON Schema by an absolute path."""
+    path = recipe.find(source)
+    text = strict_yaml.text_of(path)
+    relative = re.match(r"# yaml-language-server: \$schema=(\.\S+)", text)
+    return text.replace(relative[1], str((path.parent / relative[1]).resolve()), 1) if relative else text
+
+
 def copy_recipe(name: str, file: Path) -> None:
     """Copy the built-in recipe `name` to a new file, and print how to train with it.
 
     Raises:
         CoveyError: the file exists, or its folder does not.
     """
-    text = recipe.text_to_copy(name)
+    text = text_to_copy(name)
     try:
         with file.open("x", encoding="utf-8") as out:  # a file that exists is never replaced
             out.write(text)

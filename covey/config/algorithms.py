@@ -6,13 +6,13 @@ behind the settings are in `losses.advantages` and `losses.policy`. This module 
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Gt
 
 from covey.config.base import (
     Config,
-    Decisive,
     Fraction,
     GroupSize,
     NonNegativeFloat,
@@ -21,10 +21,10 @@ from covey.config.base import (
     PositiveInt,
     Probability,
     Problem,
-    ReadIf,
-    Reported,
-    problem_if,
-    unread_settings,
+    UsedWhen,
+    refuse_if,
+    setting,
+    unused_settings,
     without_check,
 )
 
@@ -53,136 +53,136 @@ else:
 
 def from_preset(default: T) -> T:
     """Return the field of a setting that a preset may set; its value is `default` where the preset does not."""
-    field: Any = dataclasses.field(default=None, metadata={"json_schema_extra": {OTHERWISE: default}})
+    field: Any = dataclasses.field(default=None, metadata={OTHERWISE: default})
     return field  # type: ignore[no-any-return]
 
 
-class GRPOConfig(Config, section="grpo"):
+class GRPOConfig(Config, section="grpo", on_resume="report"):
     """Algorithm: a preset (`PRESETS`), and the settings in which the run differs from it.
 
     A setting that is None has the preset's value; `algorithm_of` returns all of them. Formulas: docs/algorithms.md.
     """
 
-    algorithm: Decisive[AlgorithmName] = "grpo"
+    algorithm: AlgorithmName = setting("grpo", on_resume="refuse")
     """Preset: the settings of a published algorithm."""
-    num_generations: Decisive[GroupSize] = 8
+    num_generations: GroupSize = setting(8, on_resume="refuse")
     """Number of samples for each prompt: the group size G."""
-    num_iterations: Decisive[PositiveInt] = 1
+    num_iterations: PositiveInt = setting(1, on_resume="refuse")
     """Number of updates on each batch of rollouts: μ."""
-    reward_weights: Reported[tuple[float, ...] | None] = None
+    reward_weights: tuple[float, ...] | None = None
     """Weight of each reward function in the total; all 1 when not set. That of a reward model comes last. A function
     with weight 0 is logged only: it counts neither in the total nor in whether an answer was scored.
     """
-    advantage: Reported[FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]]] = (
-        from_preset("group_zscore")
+    advantage: FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]] = from_preset(
+        "group_zscore"
     )
     """Rule that turns rewards into advantages; gae needs a critic."""
-    credit: Reported[Literal["episode", "turn"]] = "episode"
+    credit: Literal["episode", "turn"] = "episode"
     """Reward of a turn in an environment: that of the whole episode, or of the turn and those after it, which is
     compared with what the group's other episodes got from the same turn on.
     """
-    turn_gamma: Reported[Probability] = 1.0
+    turn_gamma: Probability = 1.0
     """credit turn: factor of the rewards of each later turn."""
-    ratio: Reported[FromPreset[Literal["token", "sequence", "sequence_token"]]] = from_preset("token")
+    ratio: FromPreset[Literal["token", "sequence", "sequence_token"]] = from_preset("token")
     """Importance ratio: of each token, of the whole answer (GSPO), or of the answer with the gradient of the token."""
-    surrogate: Reported[FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]]] = from_preset("clip")
+    surrogate: FromPreset[Literal["clip", "dual_clip", "cispo", "reinforce", "sapo"]] = from_preset("clip")
     """Objective at each token, as a function of ratio and advantage."""
-    aggregate: Reported[FromPreset[Literal["sequence_mean", "token_mean", "constant"]]] = from_preset("sequence_mean")
+    aggregate: FromPreset[Literal["sequence_mean", "token_mean", "constant"]] = from_preset("sequence_mean")
     """Mean over answers of their token means, mean over all tokens of the step, or sum over answers × max_new_tokens.
     """
-    epsilon: Reported[FromPreset[Fraction]] = from_preset(0.2)
+    epsilon: FromPreset[Fraction] = from_preset(0.2)
     """Clip range of the ratio below 1, and above 1 unless epsilon_high is set."""
-    epsilon_high: Reported[PositiveFloat | None] = None
+    epsilon_high: PositiveFloat | None = None
     """Clip range of the ratio above 1."""
-    delta: Reported[MoreThanOne | None] = None
+    delta: MoreThanOne | None = None
     """clip, dual_clip: upper bound of the ratio where it is not clipped (two-sided clip, INTELLECT-2); off when not
     set.
     """
-    dual_clip: Reported[FromPreset[MoreThanOne]] = from_preset(3.0)
+    dual_clip: FromPreset[MoreThanOne] = from_preset(3.0)
     """dual_clip: c of Ye et al. (2020); for A < 0 the loss is at most c·|A|."""
-    cap: Reported[FromPreset[PositiveFloat]] = from_preset(5.0)
+    cap: FromPreset[PositiveFloat] = from_preset(5.0)
     """cispo: largest weight of a token."""
-    sapo_positive: Reported[FromPreset[PositiveFloat]] = from_preset(1.0)
+    sapo_positive: FromPreset[PositiveFloat] = from_preset(1.0)
     """sapo: temperature for A > 0."""
-    sapo_negative: Reported[FromPreset[PositiveFloat]] = from_preset(1.05)
+    sapo_negative: FromPreset[PositiveFloat] = from_preset(1.05)
     """sapo: temperature for A ≤ 0."""
-    beta: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
+    beta: FromPreset[NonNegativeFloat] = from_preset(0.0)
     """Weight of the KL to the reference; 0 needs no reference model."""
-    kl: Reported[FromPreset[Literal["k1", "k2", "k3"]]] = from_preset("k3")
+    kl: FromPreset[Literal["k1", "k2", "k3"]] = from_preset("k3")
     """Estimator of the KL (Schulman, 2020). k1 belongs in the reward: as a loss its expected gradient is 0."""
-    kl_in: Reported[FromPreset[Literal["loss", "reward"]]] = from_preset("loss")
+    kl_in: FromPreset[Literal["loss", "reward"]] = from_preset("loss")
     """Use the KL as a term of the loss, or subtract it from the reward."""
-    kl_target: Reported[PositiveFloat | None] = None
+    kl_target: PositiveFloat | None = None
     """KL value toward which beta is adapted (Ziegler et al., 2019); off when not set."""
-    kl_horizon: Reported[FromPreset[PositiveInt]] = from_preset(10_000)
+    kl_horizon: FromPreset[PositiveInt] = from_preset(10_000)
     """Number of samples over which an adapted beta moves."""
-    entropy_bonus: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
+    entropy_bonus: FromPreset[NonNegativeFloat] = from_preset(0.0)
     """Weight of the entropy, which is added to the objective."""
-    correction: Reported[FromPreset[Correction]] = from_preset("none")
+    correction: FromPreset[Correction] = from_preset("none")
     """Treatment of tokens where trainer and sampler disagree: weigh them by exp(logp_trainer − logp_sampler), limited
     to correction_cap (truncate) or left out beyond it (mask), for each token, for each answer, or for each answer by
     the geometric mean of its tokens.
     """
-    correction_cap: Reported[FromPreset[PositiveFloat]] = from_preset(2.0)
+    correction_cap: FromPreset[PositiveFloat] = from_preset(2.0)
     """Largest weight of the correction."""
-    correction_floor: Reported[NonNegativeFloat | None] = None
+    correction_floor: NonNegativeFloat | None = None
     """Smallest weight of the correction; smaller ones are raised to it (truncate) or left out (mask). When not set it
     is 1 / correction_cap for a mask, and 0 for truncation.
     """
-    mask_truncated: Reported[FromPreset[bool]] = from_preset(False)
+    mask_truncated: FromPreset[bool] = from_preset(False)
     """Leave completions that a limit of tokens or of time cut out of the loss."""
-    overlong_buffer: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.0)
+    overlong_buffer: FromPreset[NonNegativeFloat] = from_preset(0.0)
     """Number of tokens before max_new_tokens in which the reward falls linearly (DAPO); below 1 it is a fraction of
     max_new_tokens, 0 is off.
     """
-    overlong_penalty: Reported[FromPreset[NonNegativeFloat]] = from_preset(1.0)
+    overlong_penalty: FromPreset[NonNegativeFloat] = from_preset(1.0)
     """Amount by which the reward has fallen at max_new_tokens."""
-    max_sampling_rounds: Reported[FromPreset[PositiveInt]] = from_preset(1)
+    max_sampling_rounds: FromPreset[PositiveInt] = from_preset(1)
     """Largest number of prompt batches sampled in a step to replace groups of equal rewards (DAPO); 1 replaces none."""
-    reference: Reported[Literal["start", "base"]] = "start"
+    reference: Literal["start", "base"] = "start"
     """Frozen policy of the KL: the model as the run begins, with a loaded adapter, or the base under the adapters."""
-    reference_every_n_updates: Reported[NonNegativeInt] = 0
+    reference_every_n_updates: NonNegativeInt = 0
     """Number of updates after which the reference moves toward the actor (TR-DPO); 0 keeps it."""
-    reference_mixing: Reported[Fraction] = 0.6
+    reference_mixing: Fraction = 0.6
     """Weight α of such a move: reference ← α·actor + (1 − α)·reference."""
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for settings that contradict each other, or that the algorithm does not use."""
         a = algorithm_of(self)
         return [
-            *unread_settings(self, READ_IF, f"{a.name} with these settings", a),
-            *problem_if(
+            *unused_settings(self, USED_WHEN, f"{a.name} with these settings", a),
+            *refuse_if(
                 self.num_generations < 2 and not a.needs_critic,
                 "num_generations",
                 f"grpo.num_generations is {self.num_generations}: an answer needs others to be compared with",
                 "at least 2; one answer a prompt is for grpo.algorithm ppo",
             ),
-            *problem_if(
+            *refuse_if(
                 self.num_generations < 2 and a.max_sampling_rounds > 1,
                 "max_sampling_rounds",
                 "grpo.max_sampling_rounds replaces groups of equal rewards, and groups of one are always equal",
                 "1, or grpo.num_generations of at least 2",
             ),
-            *problem_if(
+            *refuse_if(
                 a.beta and a.kl == "k1" and a.kl_in == "loss",
                 "kl",
                 "grpo.kl is k1 in the loss, where its expected gradient is 0: it would not hold the policy back",
                 "k2 or k3, or grpo.kl_in reward",
             ),
-            *problem_if(
+            *refuse_if(
                 self.num_iterations > 1 and a.surrogate == "reinforce",
                 "num_iterations",
                 f"grpo.num_iterations is {self.num_iterations}, and grpo.surrogate reinforce has no ratio: later "
                 "updates on a batch would take the answers for those of a policy that did not sample them",
                 f"1, or an algorithm with a ratio: {', '.join(WITH_RATIO)}",
             ),
-            *problem_if(
+            *refuse_if(
                 a.correction != "none" and a.smallest_correction > a.correction_cap,
                 "correction_floor",
                 f"grpo.correction_floor is {a.smallest_correction:g}, and grpo.correction_cap {a.correction_cap:g}",
                 "a floor that is not above the cap, such as 0.5 beside 5; without one a mask needs a cap of at least 1",
             ),
-            *problem_if(
+            *refuse_if(
                 self.reward_weights is not None and not any(self.reward_weights),
                 "reward_weights",
                 "grpo.reward_weights are all 0: no answer would be scored",
@@ -194,15 +194,15 @@ class GRPOConfig(Config, section="grpo"):
 class PPOConfig(GRPOConfig):
     """GRPO's settings with PPO's defaults: the preset `ppo`, one sample a prompt."""
 
-    algorithm: Decisive[AlgorithmName] = "ppo"
-    num_generations: Decisive[GroupSize] = 1
-    gamma: Reported[FromPreset[Probability]] = from_preset(1.0)
+    algorithm: AlgorithmName = setting("ppo", on_resume="refuse")
+    num_generations: GroupSize = setting(1, on_resume="refuse")
+    gamma: FromPreset[Probability] = from_preset(1.0)
     """gae: discount."""
-    gae_lambda: Reported[FromPreset[Probability]] = from_preset(0.95)
+    gae_lambda: FromPreset[Probability] = from_preset(0.95)
     """gae: λ."""
-    value_clip: Reported[FromPreset[NonNegativeFloat]] = from_preset(0.2)
+    value_clip: FromPreset[NonNegativeFloat] = from_preset(0.2)
     """ppo: largest distance of a value from that of the rollout within which its loss still falls; 0 is off."""
-    whiten: Reported[FromPreset[bool]] = from_preset(False)
+    whiten: FromPreset[bool] = from_preset(False)
     """gae: shift and scale the advantages of the step to mean 0 and variance 1."""
 
 
@@ -225,28 +225,28 @@ class Algorithm(PPOConfig):
         otherwise = 1 / self.correction_cap if self.correction.endswith("mask") else 0.0
         return otherwise if self.correction_floor is None else self.correction_floor
 
-    @property
+    @cached_property
     def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values."""
         return self.advantage == "gae"
 
-    @property
+    @cached_property
     def needs_reference(self) -> bool:
         """Whether log-probs of a reference model are computed, for the KL in the loss or in the reward."""
         return self.beta > 0
 
-    @property
+    @cached_property
     def needs_old_logps(self) -> bool:
-        """Whether log-probs before the first update are computed: with one update they are those of the update."""
+        """Whether log-probs before the first update are computed; a single update computes its own."""
         return self.num_iterations > 1
 
-    @property
+    @cached_property
     def needs_whole_step(self) -> bool:
         """Whether advantages depend on other groups, so that all completions of the step must be sampled first."""
         return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
 
     def contradictions(self) -> Iterable[Problem]:
-        """Skip checks: resolved settings include those that the algorithm does not use."""
+        """Return nothing: resolved settings include settings that the algorithm does not use."""
         return ()
 
 
@@ -257,7 +257,7 @@ class Preset(NamedTuple):
         paper: the publication.
         deviations: differences from the paper; empty if there are none.
         when: use cases.
-        settings: those settings of `GRPOConfig` and `PPOConfig` whose value is not the default.
+        settings: values of `GRPOConfig` and `PPOConfig` that differ from the defaults.
     """
 
     paper: str
@@ -269,17 +269,22 @@ class Preset(NamedTuple):
 def algorithm_of(config: GRPOConfig) -> Algorithm:
     """Return the preset that `config` names, with the settings that `config` overrides."""
     fields = dataclasses.fields(Algorithm)
-    values = {f.name: f.metadata.get("json_schema_extra", {}).get(OTHERWISE, f.default) for f in fields}
+    values = {f.name: f.metadata.get(OTHERWISE, f.default) for f in fields}
     overrides = {name: value for name, value in vars(config).items() if name in values and value is not None}
     return without_check(Algorithm, {**values, **PRESETS[config.algorithm].settings, **overrides})
 
 
 def config_for(config: GRPOConfig) -> GRPOConfig:
-    """Return `config` as the class that has the settings of its algorithm: `PPOConfig` if that has a critic."""
-    cls = PPOConfig if algorithm_of(config).needs_critic else GRPOConfig
+    """Return `config` as the class that has the settings of its algorithm: `PPOConfig` if that has a critic.
+
+    Settings of a critic keep `PPOConfig` without a critic too, so that they are refused.
+    """
+    of_critic = [getattr(config, name, None) for name in PPOConfig.kinds.keys() - GRPOConfig.kinds.keys()]
+    are_set = any(value is not None and value is not False for value in of_critic)
+    cls = PPOConfig if are_set or algorithm_of(config).needs_critic else GRPOConfig
     if isinstance(config, PPOConfig) == (cls is PPOConfig):
         return config
-    return without_check(cls, {f.name: getattr(config, f.name, f.default) for f in dataclasses.fields(cls)})
+    return cls.from_checked({name: value for name, value in vars(config).items() if name in cls.kinds})
 
 
 def with_correction(config: GRPOConfig, off_policy_steps: int) -> GRPOConfig:
@@ -294,19 +299,19 @@ def off_policy_problems(off_policy_steps: int, config: GRPOConfig, *, total_step
     key = "training.off_policy_steps"
     text = f"{key} is {off_policy_steps}, and "
     problems = [
-        *problem_if(
+        *refuse_if(
             config.num_iterations > 1,
             key,
             f"{text}grpo.num_iterations is {config.num_iterations}: several updates on a batch need the last samples",
             "0, or grpo.num_iterations 1",
         ),
-        *problem_if(
+        *refuse_if(
             algorithm_of(config).needs_critic,
             key,
             f"{text}{config.algorithm} has a critic, which learns the values of the last weights",
             "0, or an algorithm without a critic",
         ),
-        *problem_if(
+        *refuse_if(
             total_steps is not None and off_policy_steps >= total_steps,
             key,
             f"{text}the run has {total_steps} steps: all would train on samples of the initial weights",
@@ -316,30 +321,30 @@ def off_policy_problems(off_policy_steps: int, config: GRPOConfig, *, total_step
     return problems if off_policy_steps else []
 
 
-READ_IF: tuple[ReadIf, ...] = (
-    ReadIf(("credit",), lambda a: not a.needs_critic, "another grpo.advantage than gae, which credits each token"),
-    ReadIf(("turn_gamma",), lambda a: a.credit == "turn", "grpo.credit turn"),
-    ReadIf(("ratio",), lambda a: a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
-    ReadIf(
+USED_WHEN: tuple[UsedWhen, ...] = (
+    UsedWhen(("credit",), lambda a: not a.needs_critic, "another grpo.advantage than gae, which credits each token"),
+    UsedWhen(("turn_gamma",), lambda a: a.credit == "turn", "grpo.credit turn"),
+    UsedWhen(("ratio",), lambda a: a.surrogate != "reinforce", "a grpo.surrogate with a ratio"),
+    UsedWhen(
         ("epsilon", "epsilon_high", "delta"),
         lambda a: a.surrogate in ("clip", "dual_clip"),
         "grpo.surrogate clip or dual_clip",
     ),
-    ReadIf(("dual_clip",), lambda a: a.surrogate == "dual_clip", "grpo.surrogate dual_clip"),
-    ReadIf(("cap",), lambda a: a.surrogate == "cispo", "grpo.surrogate cispo"),
-    ReadIf(("sapo_positive", "sapo_negative"), lambda a: a.surrogate == "sapo", "grpo.surrogate sapo"),
-    ReadIf(
+    UsedWhen(("dual_clip",), lambda a: a.surrogate == "dual_clip", "grpo.surrogate dual_clip"),
+    UsedWhen(("cap",), lambda a: a.surrogate == "cispo", "grpo.surrogate cispo"),
+    UsedWhen(("sapo_positive", "sapo_negative"), lambda a: a.surrogate == "sapo", "grpo.surrogate sapo"),
+    UsedWhen(
         ("kl", "kl_in", "kl_target", "reference", "reference_every_n_updates"),
         lambda a: a.needs_reference,
         "a grpo.beta above 0 to begin with",
     ),
-    ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "a grpo.kl_target"),
-    ReadIf(
+    UsedWhen(("kl_horizon",), lambda a: a.kl_target is not None, "a grpo.kl_target"),
+    UsedWhen(
         ("reference_mixing",), lambda a: a.reference_every_n_updates > 0, "a grpo.reference_every_n_updates above 0"
     ),
-    ReadIf(("correction_cap", "correction_floor"), lambda a: a.correction != "none", "a grpo.correction"),
-    ReadIf(("overlong_penalty",), lambda a: a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
-    ReadIf(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.needs_critic, "grpo.advantage gae"),
+    UsedWhen(("correction_cap", "correction_floor"), lambda a: a.correction != "none", "a grpo.correction"),
+    UsedWhen(("overlong_penalty",), lambda a: a.overlong_buffer > 0, "a grpo.overlong_buffer above 0"),
+    UsedWhen(("gamma", "gae_lambda", "value_clip", "whiten"), lambda a: a.needs_critic, "grpo.advantage gae"),
 )
 """Settings that some algorithms do not read, each with the `Algorithm` that does. All others are always read."""
 
@@ -425,4 +430,4 @@ PRESETS: dict[str, Preset] = {
 """Presets by name."""
 
 WITH_RATIO = [name for name, preset in PRESETS.items() if preset.settings.get("surrogate") != "reinforce"]
-"""Names of the presets whose loss has a ratio of policies."""
+"""Names of the presets with a ratio of policies in the loss."""

@@ -1,4 +1,4 @@
-"""Base class of all settings: frozen dataclasses that pydantic validates, with the errors of this package.
+"""Base class of all settings: frozen dataclasses whose values pydantic checks, with the errors of this package.
 
 A class that derives from `Config` is a dataclass. Its fields have strict types, ranges and choices; unknown keywords
 are refused; `contradictions` compares its fields with each other. One `RecipeError` reports all mistakes of a call.
@@ -6,26 +6,20 @@ NumPy scalars are valid as numbers, lists as tuples, and paths as text. `Keyword
 and clusters with the same errors. This module does not import JAX.
 """
 
-import ast
-import difflib
 import inspect
 import os
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
-from enum import StrEnum
-from functools import cache, partial, reduce
-from itertools import islice, pairwise
-from numbers import Number
-from operator import getitem
-from pathlib import Path
+from dataclasses import Field, dataclass, field, fields
+from functools import cache, partial, wraps
+from itertools import islice
 from threading import RLock
 from typing import (
     Annotated,
     Any,
     ClassVar,
+    Literal,
     NamedTuple,
     Self,
     TypeVar,
@@ -38,11 +32,12 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, SchemaValidator
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from typing_extensions import TypedDict
 
 import covey
 from covey.config import foreign_names
-from covey.config.kinds import bounds, choices, describe
+from covey.config.kinds import choices, describe
 from covey.errors import MAX_LISTED, RecipeError, nearest, raise_together
 
 MAX_INT = 2**31 - 1
@@ -66,24 +61,19 @@ Decay = Annotated[float, Ge(0), Lt(1)]
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
 
+OnResume = Literal["refuse", "report", "ignore"]
+"""Treatment of a setting that was changed between a run and its resumption (`run.settings`).
 
-class OnResume(StrEnum):
-    """Treatment of a setting that was changed between a run and its resumption (`run.settings`).
-
-    Every setting of a recipe has one, beside its type. That of a section holds for its settings that have none.
-    """
-
-    DECISIVE = "decisive"
-    """Refuse to resume: it would be another run."""
-    REPORTED = "reported"
-    """Resume, and report the change, which acts from the next step on."""
-    IGNORED = "ignored"
-    """Resume without a word: the results do not depend on it, or content is compared in place of a path."""
+refuse: do not resume, because it would be another run. report: resume, and report the change, which acts from the next
+step on. ignore: resume silently, because no result depends on it, or content is compared in place of a path. A class
+names the treatment of its fields, and a field may have its own (`setting`).
+"""
 
 
-Decisive = Annotated[T, OnResume.DECISIVE]
-Reported = Annotated[T, OnResume.REPORTED]
-Ignored = Annotated[T, OnResume.IGNORED]
+def setting(default: T, on_resume: OnResume) -> T:
+    """Return a field with another treatment on resume than its class has."""
+    made: Any = field(default=default, metadata={"on_resume": on_resume})
+    return made  # type: ignore[no-any-return]
 
 
 def shortened(value: Any) -> str:
@@ -104,8 +94,7 @@ class Problem(NamedTuple):
         want: values that would be valid.
         fix: how to fix it.
         loc: place of the wrong value within the setting's: positions in lists, names in mappings.
-        basic: whether the name or the type is wrong, so that the settings cannot be compared with each other.
-        unread: whether the only mistake is that nothing reads the setting.
+        unused: whether the only mistake is that nothing reads the setting.
     """
 
     key: str
@@ -113,44 +102,30 @@ class Problem(NamedTuple):
     want: str = ""
     fix: str = ""
     loc: tuple[int | str, ...] = ()
-    basic: bool = False
-    unread: bool = False
+    unused: bool = False
 
     def error(self, where: str) -> RecipeError:
         """Return the error that reports the problem at the place `where`."""
         return RecipeError(self.what, want=self.want, fix=self.fix, where=where)
 
 
-def problem_if(wrong: object, key: str, what: str, want: str = "", **more: Any) -> tuple[Problem, ...]:
-    """Return the problem of the setting `key` alone if `wrong` is true, else nothing."""
+def refuse_if(wrong: object, key: str, what: str, want: str = "", **more: Any) -> tuple[Problem, ...]:
+    """Return the problem of the setting `key` if `wrong` is true, else nothing."""
     return (Problem(key, what, want, **more),) if wrong else ()
 
 
-class ReadIf(NamedTuple):
-    """Condition under which settings are read.
+class UsedWhen(NamedTuple):
+    """Condition under which settings are used.
 
     Attributes:
         names: the settings.
-        holds: whether an object of settings reads them.
-        want: what makes it read them.
+        holds: whether an object of settings uses them.
+        want: what makes it use them.
     """
 
     names: tuple[str, ...]
     holds: Callable[[Any], bool]
     want: str
-
-
-class Wording(NamedTuple):
-    """Parts of errors that differ between Python and recipes.
-
-    Attributes:
-        show: converts a wrong value to text.
-        unknown_name: returns the problem of a name that a class of settings does not have, by the class, the dotted
-            name of its section and the name.
-    """
-
-    show: Callable[[Any], str]
-    unknown_name: Callable[[type["Config"], str, str], Problem]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -159,57 +134,51 @@ class Config:
 
     Attributes:
         section: dotted name of the recipe section with these settings.
-        unset: meaning of None in the fields of the base class; "" if those fields are as in the base class.
+        on_resume: treatment of changes in a resumed run; None for settings of no recipe.
         kinds: type of each field, with its range.
+        classes: all classes of settings.
     """
 
     section: ClassVar[str] = ""
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-
-    unset: ClassVar[str] = ""
+    on_resume: ClassVar[OnResume | None] = None
     kinds: ClassVar[dict[str, Any]]
-    __signature__: ClassVar[inspect.Signature]
-    _set_defaults: ClassVar[Callable[..., None]]
+    classes: ClassVar[list[type["Config"]]] = []
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def __init_subclass__(cls, section: str | None = None, unset: str = "", **others: Any) -> None:
-        """Make the class a dataclass.
-
-        Args:
-            section: dotted name of its section; by default that of its base class.
-            unset: meaning of None in fields of the base class, which are None here by default: one sentence.
-        """
+    def __init_subclass__(cls, section: str | None = None, on_resume: OnResume | None = None, **others: Any) -> None:
+        """Make the class a dataclass; it has section and treatment of its base class where it names none."""
         super().__init_subclass__(**others)
-        cls.section, cls.unset = cls.section if section is None else section, unset
-        if unset:
-            _make_optional(cls)
+        cls.section = cls.section if section is None else section
+        cls.on_resume = on_resume or cls.on_resume
         dataclass(frozen=True)(cls)
-        cls.__signature__ = inspect.signature(cls)
-        cls._set_defaults, cls.__init__ = cls.__init__, Config.__init__  # type: ignore[method-assign]
-        names, hints = cls.__dataclass_fields__, get_type_hints(cls, include_extras=True)
-        cls.kinds = {name: kind for name, kind in hints.items() if name in names}
+        cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
+        hints = get_type_hints(cls, include_extras=True)
+        cls.kinds = {each.name: hints[each.name] for each in fields(cls)}
+        Config.classes.append(cls)
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        if len(args) > len(self.kinds):
-            raise TypeError(f"{type(self).__name__} takes {len(self.kinds)} arguments, and {len(args)} were given")
-        if not (args or keywords):
-            return self._set_defaults()  # defaults are valid, and most classes of a run then need no validator
-        _, problems = validate(type(self), dict(zip(self.kinds, args, strict=False)) | keywords, IN_PYTHON, self)
-        raise_together([p.error(type(self).__name__ if p.key in self.kinds else "") for p in problems])
+    @classmethod
+    def from_checked(cls, values: Mapping[str, Any]) -> Self:
+        """Make an object with values that have been checked; other fields have their defaults."""
+        settings = object.__new__(cls)
+        cls.__init__.__wrapped__(settings, **values)  # type: ignore[attr-defined]
+        return settings
 
     @classmethod
     @cache
-    def validator(cls) -> SchemaValidator:
-        """Build the validator of this class and its sections, at the first use: a run needs few classes."""
+    def validator(cls) -> TypeAdapter[dict[str, Any]]:
+        """Build the validator of keywords of this class, at the first use: a run needs few classes."""
+        make: Any = TypedDict  # mypy reads literals only
+        keywords = make(cls.__name__, cls.kinds, total=False)
+        keywords.__pydantic_config__ = ConfigDict(
+            strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True
+        )
         with _without_plugins():
-            return TypeAdapter(cls).validator  # type: ignore[return-value]  # a plugin's, without which it is built
+            return TypeAdapter(keywords)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of this class, which also accepts a mapping, unless validation is strict."""
-        schema = handler(source)
-        handler.resolve_ref_schema(schema).update(strict=False)  # type: ignore[attr-defined]
-        return schema
+        """Take objects of this class, as the value of a section."""
+        return core_schema.is_instance_schema(cls)
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for each setting that contradicts another of this object."""
@@ -220,115 +189,70 @@ class Config:
         return ()
 
 
-def validate(
-    cls: type[C], values: Mapping[str, Any], wording: Wording, new: C | None = None
-) -> tuple[C, list[Problem]]:
-    """Return settings of `cls` with `values`, and everything that is wrong with them.
+def _checked(fill: Any) -> Any:
+    """Return the constructor `fill` of a dataclass with checks of its arguments."""
 
-    A section may be a mapping; its missing settings are those that the section has by default. Wrong names and types
-    come first; without any, the settings are compared with each other even if some are out of their range.
+    @wraps(fill)
+    def init(self: Config, *args: Any, **keywords: Any) -> Any:
+        if not (args or keywords):
+            return fill(self)  # defaults are valid, and most classes of a run then need no validator
+        cls = type(self)
+        if len(args) > len(cls.kinds):
+            raise TypeError(f"{cls.__name__} takes {len(cls.kinds)} arguments, and {len(args)} were given")
+        given = dict(zip(cls.kinds, args, strict=False)) | keywords
+        values, problems = check_values(cls, given, cls.section, _unknown_keyword)
+        raise_together([problem.error(cls.__name__ if problem.key else "") for problem in problems])
+        fill(self, **values)
+        raise_together([problem.error(cls.__name__) for problem in self.contradictions()])
+
+    return init
+
+
+def check_values(
+    cls: type[Config], values: Mapping[str, Any], path: str, unknown: Callable[[type[Config], str, str], Problem]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Check `values` by the fields of `cls`; return the values in the types of the fields, and the problems.
+
+    There are at most as many problems as an error lists, because a search for the nearest name takes time.
 
     Args:
-        new: object whose fields are set; its sections must be objects.
+        path: dotted name of the section, in errors.
+        unknown: returns the problem of a name that a class does not have, by class, section and name.
     """
-    complete = _complete(cls, values, defaults(cls))
-    unchecked = _unchecked(cls, complete)
+    errors: dict[str, ErrorDetails] = {}
     try:
-        settings = cls.validator().validate_python(
-            ArgsKwargs((), complete), strict=None if new is None else True, self_instance=new
-        )
-        problems = []
+        return cls.validator().validate_python({name: _plain(value) for name, value in values.items()}), []
     except ValidationError as error:
-        settings, problems = unchecked, list(_translate(cls, error, values, wording))
-    if not any(problem.basic for problem in problems):
-        wrong = {problem.key for problem in problems}
-        problems += [p for p in in_sections(unchecked) if p.key not in wrong]
-    return settings, problems
+        for entry in error.errors(include_url=False):
+            errors.setdefault(str(entry["loc"][0]), entry)
+    return {}, [
+        _wrong_value(cls, name, path, entry, values[name]) if name in cls.kinds else unknown(cls, path, name)
+        for name, entry in islice(errors.items(), MAX_LISTED + 1)
+    ]
 
 
-def in_sections(settings: Config, in_recipe: bool = False, prefix: str = "") -> Iterator[Problem]:
-    """Yield the contradictions of each section of `settings` and of the settings themselves, or those in a recipe."""
+def _wrong_value(cls: type[Config], name: str, path: str, error: ErrorDetails, value: Any) -> Problem:
+    """Return the problem of the `value` of the setting `name` that pydantic refuses by `error`."""
+    key, kind, fix = f"{path}.{name}".lstrip("."), cls.kinds[name], _nearest_choice(cls.kinds[name], error["input"])
+    want = _names_of_classes(kind) or describe(kind)
+    if error["type"].startswith(("greater", "less")):
+        want = error["msg"].removeprefix("Input should be ")
+    if error["input"] is None and getattr(cls, name, None) == "":
+        fix = 'write "" for none'
+    return Problem(key, f"{key} is {'nothing' if value is None else shortened(value)}", want, fix, error["loc"][1:])
+
+
+def _unknown_keyword(cls: type[Config], _: str, name: str) -> Problem:
+    return Problem("", f"{cls.__name__} has no keyword {name!r}", fix=suggest(cls, name))
+
+
+def all_contradictions(settings: Config, prefix: str = "") -> Iterator[Problem]:
+    """Yield the contradictions in each section of a recipe, and between its sections."""
     for name in settings.kinds:
         if isinstance(section := getattr(settings, name), Config):
-            yield from in_sections(section, in_recipe, f"{prefix}{name}.")
-    problems = settings.contradictions_in_recipe() if in_recipe else settings.contradictions()
-    yield from (problem._replace(key=prefix + problem.key) for problem in problems)
-
-
-def _complete(cls: type[Config], values: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the settings of `start` that `values` lack, in sections too, and convert values to what pydantic takes."""
-    complete = dict(start)
-    for name, value in values.items():
-        classes = classes_in(cls.kinds.get(name))
-        if classes and (value is None or isinstance(value, dict)):
-            value = _complete(classes[-1], value or {}, vars(start[name]))
-        complete[name] = _plain(value)
-    return complete
-
-
-def _unchecked(cls: type[C], values: Mapping[str, Any]) -> C:
-    """Make an object of `cls` with `values` as they are, its sections included."""
-    sections = {name: classes for name in values if (classes := classes_in(cls.kinds.get(name)))}
-    mappings = {name: sections[name][-1] for name in sections if isinstance(values[name], dict)}
-    return without_check(cls, {**values, **{name: _unchecked(kind, values[name]) for name, kind in mappings.items()}})
-
-
-def _translate(
-    cls: type[Config], error: ValidationError, values: Mapping[str, Any], wording: Wording
-) -> Iterator[Problem]:
-    """Yield a problem for the first error of pydantic in each setting, wrong names and types before ranges.
-
-    No more are yielded than an error lists, since to find the nearest name for each of thousands takes long.
-    """
-    errors: dict[tuple[str, ...], tuple[type[Config], Sequence[int | str], ErrorDetails]] = {}
-    for entry in sorted(error.errors(include_url=False), key=lambda entry: entry["type"] in _RANGES):
-        if place := _split(cls, entry["loc"]):
-            errors.setdefault(place[1], (place[0], place[2], entry))
-    for names, (owner, loc, entry) in islice(errors.items(), MAX_LISTED + 1):
-        *sections, name = names
-        if entry["type"] == "unexpected_keyword_argument":
-            yield wording.unknown_name(owner, ".".join(sections), name)._replace(basic=True)
-            continue
-        key, kind = ".".join(names), owner.kinds[name]
-        what = f"{f'{cls.section}.{key}'.lstrip('.')} is {wording.show(reduce(getitem, names, values))}"
-        if entry["type"] in _RANGES:
-            yield Problem(key, what, _range_in_words(kind, entry))
-        else:
-            yield Problem(
-                key,
-                what,
-                _classes(kind) if entry["type"] == "dataclass_exact_type" else describe(kind),
-                _fix(owner, name, entry),
-                tuple(loc),
-                basic=True,
-            )
-
-
-def _split(
-    cls: type[Config], loc: Sequence[int | str]
-) -> tuple[type[Config], tuple[str, ...], Sequence[int | str]] | None:
-    """Split a place of pydantic into class and dotted name of a setting, and the place in its value.
-
-    Return None for a place in a class of a union that is not the last one: that has all settings of the others.
-    """
-    names: list[str] = []
-    while loc:
-        name, *loc = loc
-        names.append(str(name))
-        classes = classes_in(cls.kinds.get(str(name)))
-        if len(classes) > 1 and loc:
-            branch, *loc = loc
-            if branch != classes[-1].__name__:
-                return None
-        if not classes or not loc:
-            break
-        cls = classes[-1]
-    return cls, tuple(names), loc
-
-
-IN_PYTHON = Wording(
-    shortened, lambda cls, _, name: Problem(name, f"{cls.__name__} has no keyword {name!r}", fix=suggest(cls, name))
-)
+            yield from all_contradictions(section, f"{prefix}{name}.")
+    for problem in (*settings.contradictions(), *settings.contradictions_in_recipe()):
+        yield problem._replace(key=prefix + problem.key)
 
 
 @contextmanager
@@ -348,15 +272,6 @@ PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
 """Variable by which pydantic is told to leave plugins out."""
 _OF_ONE_THREAD = RLock()
 """Lock of the variable, which belongs to the process."""
-
-_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
-
-def _make_optional(cls: type[Config]) -> None:
-    """Declare the fields of the base class of `cls` again, with None as a value and as the default."""
-    for name, kind in cls.kinds.items():
-        cls.__annotations__[name] = kind | None
-        setattr(cls, name, None)
 
 
 class Keywords:
@@ -393,17 +308,16 @@ def check_keywords(
     for name, value in arguments.items():
         classes = classes_in(known.get(name))
         if classes and value is not None and not isinstance(value, classes):
-            errors.append(RecipeError(f"{name} is {shortened(value)}", want=_classes(known[name]), where=callee))
+            want = _names_of_classes(known[name])
+            errors.append(RecipeError(f"{name} is {shortened(value)}", want=want, where=callee))
     raise_together(errors)
 
 
 def keywords_of(cls: type) -> dict[str, Any] | None:
     """Return the keywords of the constructor of `cls` and their types, in order, with those passed to a base class.
 
-    The result is None if it takes any keyword: a user's own class with `**others`.
+    Return None if it takes any keyword, as a user's own class with `**others` does.
     """
-    if issubclass(cls, Config):
-        return cls.kinds
     kinds: dict[str, Any] = {}
     for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
@@ -417,67 +331,46 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
 
 def suggest(cls: type, name: str, more: Iterable[str] = ()) -> str:
     """Return advice about the unknown keyword `name` of `cls`, or of its function with the keywords `more`."""
-    known = [*(keywords_of(cls) or ()), *more]
-    if advice := foreign_names.argument(name) or foreign_names.answer(name, lambda path: _as_keyword(path, cls)):
+    if advice := foreign_names.argument(name) or foreign_names.answer(name, partial(_as_keyword, cls)):
         return advice
-    if owners := list(_owners(name)):
-        return "it belongs elsewhere: " + " or ".join(f"{owner.__name__}({name}=...)" for owner in owners)
-    everywhere = {key for other in _public_classes() for key in keywords_of(other) or ()}
-    for close in difflib.get_close_matches(name, sorted(everywhere.union(known)), n=1):
-        if close not in known:
-            return f"did you mean {next(_owners(close)).__name__}({close}=...)?"
-    return nearest(name, known)
+    if owners := [f"{owner.__name__}({name}=...)" for owner in _public_classes() if name in owner.kinds]:
+        return f"it belongs elsewhere: {' or '.join(owners)}"
+    return nearest(name, [*(keywords_of(cls) or ()), *more])
 
 
-def _owners(name: str) -> Iterator[type]:
-    """Return the classes that take the keyword `name`, except subclasses of another of them."""
-    having = [cls for cls in _public_classes() if name in (keywords_of(cls) or ())]
-    return (cls for cls in having if not any(cls is not other and issubclass(cls, other) for other in having))
-
-
-def _public_classes() -> list[type]:
-    """Return the public classes whose keywords are checked, as far as they are imported."""
-    classes: list[type] = [Config, Keywords]
-    for cls in classes:  # the list grows
-        classes += cls.__subclasses__()
-    public = {*covey.__all__}
-    return [cls for cls in dict.fromkeys(classes) if cls.__name__ in public and not inspect.isabstract(cls)]
-
-
-def _as_keyword(path: str, preferred: type) -> str | None:
+def _as_keyword(preferred: type, path: str) -> str | None:
     """Return the setting `path` of a recipe as a keyword: of the class `preferred` if that has the same section."""
     section, _, name = path.rpartition(".")
-    classes = [cls for cls in _public_classes() if getattr(cls, "section", None) == section]
-    owners = [preferred] if preferred in classes else classes
-    return next((f"{cls.__name__}({name}=...)" for cls in owners if name in (keywords_of(cls) or ())), None)
+    classes = [cls for cls in _public_classes() if cls.section == section]
+    owners = [cls for cls in classes if cls is preferred] or classes
+    return next((f"{cls.__name__}({name}=...)" for cls in owners if name in cls.kinds), None)
 
 
-def unread_settings(
-    config: Config, conditions: Sequence[ReadIf], by: str, complete: Config | None = None
+def _public_classes() -> list[type[Config]]:
+    return [cls for cls in Config.classes if cls.__name__ in covey.__all__]
+
+
+def unused_settings(
+    config: Config, conditions: Sequence[UsedWhen], by: str, complete: Config | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each setting of `config` that was changed and is not read. False is no change.
+    """Yield a problem for each setting of `config` that was changed and is not used. False is no change.
 
     Args:
-        by: the algorithm or the like that does not read it, in the error.
+        by: the algorithm or the like that does not use it, in the error.
         complete: the settings that the conditions look at; `config` itself when not given.
     """
-    unread = [(name, row.want) for row in conditions if not row.holds(complete or config) for name in row.names]
-    for name, want in unread:
-        default = defaults(type(config)).get(name)
+    unset = type(config)()
+    unused = [(name, row.want) for row in conditions if not row.holds(complete or config) for name in row.names]
+    for name, want in unused:
+        default = getattr(unset, name, None)
         value = getattr(config, name, default)
-        yield from problem_if(
+        yield from refuse_if(
             value != default and value is not False,
             name,
             f"{f'{config.section}.{name}'.lstrip('.')} is set, and {by} has no use for it",
             f"{'null' if default is None else default}, or {want}",
-            unread=True,
+            unused=True,
         )
-
-
-def defaults(cls: type[Config]) -> dict[str, Any]:
-    """Return the default of each field of `cls` that has one."""
-    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
-    return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def without_check(cls: type[C], values: Mapping[str, Any]) -> C:
@@ -485,11 +378,6 @@ def without_check(cls: type[C], values: Mapping[str, Any]) -> C:
     settings = object.__new__(cls)
     vars(settings).update(values)
     return settings
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether `value` is data or settings, and not another object such as an optax transformation."""
-    return isinstance(value, (str, bytes, Number, list, Mapping, types.NoneType, Config)) or type(value) is tuple
 
 
 @cache
@@ -500,81 +388,36 @@ def classes_in(kind: Any) -> tuple[type[Config], ...]:
     return (kind,) if isinstance(kind, type) and issubclass(kind, Config) else ()
 
 
-def settings_in(
-    cls: type[Config], prefix: str = "", outer: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the dotted name of every setting in the tree of `cls`, with the types of its sections and of itself."""
+def settings_in(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, type[Config], str]]:
+    """Yield (dotted name, class, name of its field) of every setting in the tree of `cls`, in order."""
     for name, kind in cls.kinds.items():
         if classes := classes_in(kind):
-            yield from settings_in(classes[-1], f"{prefix}{name}.", (*outer, kind))
+            yield from settings_in(classes[-1], f"{prefix}{name}.")
         else:
-            yield prefix + name, (*outer, kind)
+            yield prefix + name, cls, name
 
 
 def leaves(cls: type[Config]) -> dict[str, Any]:
-    """Return the type of every setting in the tree of `cls` by dotted name, in order."""
-    return {path: kinds[-1] for path, kinds in settings_in(cls)}
+    """Return the type of every setting in the tree of `cls` by dotted name."""
+    return {path: owner.kinds[name] for path, owner, name in settings_in(cls)}
 
 
-def on_resume(cls: type[Config]) -> dict[str, OnResume | None]:
-    """Return the treatment of every setting in the tree of `cls` by dotted name, None where it has none."""
+def treatments_on_resume(cls: type[Config]) -> dict[str, OnResume | None]:
+    """Return the treatment of every setting in the tree of `cls` by dotted name."""
     return {
-        path: next(
-            (m for k in reversed(kinds) for m in getattr(k, "__metadata__", ()) if isinstance(m, OnResume)), None
-        )
-        for path, kinds in settings_in(cls)
+        path: owner.__dataclass_fields__[name].metadata.get("on_resume", owner.on_resume)
+        for path, owner, name in settings_in(cls)
     }
 
 
-def explanations(cls: type[Config]) -> dict[str, str]:
-    """Return the string under each field of a class of settings, inherited ones included."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if issubclass(base, Config):
-            inherited = {name: f"{text} {base.unset}" for name, text in texts.items()} if base.unset else texts
-            texts = inherited | _in_body(_class_definitions(base.__module__)[base.__qualname__])
-    return texts
-
-
-@cache
-def _class_definitions(module: str) -> dict[str, ast.ClassDef]:
-    """Return the syntax tree of each class in the source of `module`."""
-    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _in_body(cls: ast.ClassDef) -> dict[str, str]:
-    return {
-        field.target.id: " ".join(str(after.value.value).split())
-        for field, after in pairwise(cls.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
-
-
-def _range_in_words(kind: Any, error: ErrorDetails) -> str:
-    limits = bounds(kind)
-    if error.get("ctx", {}).get("le") != MAX_INT and limits.get(Le) == MAX_INT:
-        del limits[Le]
-    words = {Ge: "at least", Gt: "more than", Le: "at most", Lt: "less than"}
-    return " and ".join(f"{words[limit]} {value}" for limit, value in limits.items())
-
-
-def _classes(kind: Any) -> str:
+def _names_of_classes(kind: Any) -> str:
     return " or ".join(f"{cls.__name__}(...)" for cls in classes_in(kind))
 
 
-def _fix(owner: type[Config], name: str, error: ErrorDetails) -> str:
-    """Return advice about the wrong value of the setting `name` of `owner`; "" if there is none."""
-    if error["input"] is None and defaults(owner).get(name) == "":
-        return 'write "" for none'
-    return _nearest_choice(owner.kinds[name], error)
-
-
-def _nearest_choice(kind: Any, error: ErrorDetails) -> str:
-    """Return the choice nearest to the wrong value of a field of type `kind`; "" if it has no choices."""
+def _nearest_choice(kind: Any, value: Any) -> str:
+    """Return the choice nearest to the wrong `value` of a field of type `kind`; "" if it has no choices."""
     words = [choice for choice in choices(kind) if isinstance(choice, str)]
-    return nearest(error["input"], words) if words and isinstance(error["input"], str) else ""
+    return nearest(value, words) if words and isinstance(value, str) else ""
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Advice about the names of other libraries, and about former names of Covey's own; `foreign_names.toml` holds them.
 
-The errors about an unknown setting or keyword use it: in a recipe, on the command line, in Python. Each of these spells
-our names in its own way (`Spell`). The file is read at the first unknown name.
+Errors about an unknown setting or keyword use it. Recipes, the command line and Python spell our names differently
+(`Spell`). The file is read at the first unknown name.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""Types of settings: the values that a field takes, in words, and the limits of numbers."""
+"""Types of settings: the values that a field takes, in words."""
 
 import types
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import JsonValue
 
 
@@ -32,19 +31,11 @@ def describe(kind: Any) -> str:
     return words + (" (or null)" if optional else "")
 
 
-def bounds(kind: Any) -> dict[type, float]:
-    """Return the limits of a number, by their class in `annotated_types`."""
-    limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, _LIMITS) else {}
-    parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
-    return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
-
-
 def choices(kind: Any) -> Sequence[Any]:
     """Return the choices of a field of type `kind`, or of each part of its value; empty if it has none."""
     parts = get_args(kind)
     return parts if get_origin(kind) is Literal else [choice for part in parts for choice in choices(part)]
 
 
-_LIMITS = (Ge, Gt, Le, Lt)
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 _WORDS[JsonValue] = "text, numbers, true or false, null, lists and mappings"

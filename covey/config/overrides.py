@@ -23,7 +23,7 @@ def apply(
     """Override the settings of `document` by those in `tokens`, and return it.
 
     Args:
-        cls: class of the settings that may be named, with those of its sections.
+        cls: class of the settings that may be named; its sections count.
         tokens: words of the command line; every one must belong to a setting.
         hidden: dotted names of `cls` that may not be set, each with the reason.
 
@@ -73,16 +73,18 @@ def resolve(flag: str, paths: Collection[str]) -> str:
     Raises:
         RecipeError: `flag` matches no name, or more than one.
     """
-    name = _name(flag)
-    if name in paths:
-        return name
+    matches = meanings(_name(flag), paths)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, matches))}", fix="write it in full")
+    raise RecipeError(f"there is no setting {flag}", fix=_suggest(_name(flag), paths))
+
+
+def meanings(name: str, paths: Collection[str]) -> list[str]:
+    """Return the dotted names among `paths` that `name` may mean: itself, or those that end so."""
     ending = [path for path in paths if path.endswith(f".{name}")]
-    ending = [path for path in ending if SECOND.isdisjoint(path.removesuffix(name).split("."))]
-    if len(ending) == 1:
-        return ending[0]
-    if ending:
-        raise RecipeError(f"{flag} could be any of: {', '.join(map(_flag, ending))}", fix="write it in full")
-    raise RecipeError(f"there is no setting {flag}", fix=_suggest(name, paths))
+    return [name] if name in paths else [p for p in ending if SECOND.isdisjoint(p.removesuffix(name).split("."))]
 
 
 def _suggest(name: str, paths: Collection[str]) -> str:
@@ -120,4 +122,4 @@ def _value(flag: str, rest: list[str]) -> str:
 
 
 SECOND = {"critic_optimizer", "role_to_mesh"}
-"""Sections that repeat the settings of a more common one, which a name without the section means."""
+"""Sections that repeat the settings of a more common section; a name without its section means the common one."""

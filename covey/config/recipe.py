@@ -9,22 +9,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from covey.config import metrics, strict_yaml
-from covey.config.algorithms import PRESETS, algorithm_of, config_for, off_policy_problems
+from covey.config.algorithms import algorithm_of, config_for, off_policy_problems
 from covey.config.base import (
     Config,
-    Decisive,
-    Ignored,
     NonNegativeInt,
     PositiveInt,
     Problem,
-    ReadIf,
-    Reported,
-    in_sections,
-    problem_if,
-    unread_settings,
+    UsedWhen,
+    all_contradictions,
+    refuse_if,
+    setting,
+    unused_settings,
 )
 from covey.config.overrides import apply
 from covey.config.schema import (
@@ -52,24 +50,24 @@ RUN_RECIPE = "recipe.yaml"
 """Name of the recipe in a run folder."""
 
 
-class AnyRecipe(Config):
+class AnyRecipe(Config, on_resume="ignore"):
     """Settings that every run has."""
 
-    name: Ignored[str] = "custom"
+    name: str = "custom"
     """Name of the recipe, and of the run folder when --out is not given."""
-    method: Reported[Literal["rl", "sft"]] = "rl"
+    method: Literal["rl", "sft"] = setting("rl", on_resume="report")
     """rl: compare sampled answers (covey train). sft: imitate given ones (covey sft)."""
-    description: Ignored[str] = ""
+    description: str = ""
     """One sentence for the table of recipes."""
-    needs: Ignored[str] = ""
+    needs: str = ""
     """Requirements: weights, data, hardware, memory."""
-    expect: Ignored[str] = ""
+    expect: str = ""
     """Expected result, and the time that it takes."""
-    seed: Decisive[NonNegativeInt] = 0
+    seed: NonNegativeInt = setting(0, on_resume="refuse")
     """Seed of the samples drawn; with the same seed a run repeats exactly."""
-    out: Ignored[str | None] = None
+    out: str | None = None
     """Run folder; runs/<name>-<n> when not set."""
-    tracking: Ignored[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = ()
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics, in addition to the run folder, if their packages are installed."""
     model: ModelOptions = field(default_factory=ModelOptions)
 
@@ -81,34 +79,34 @@ class Recipe(AnyRecipe):
     `PPOConfig` if its algorithm has a critic.
     """
 
-    method: Reported[Literal["rl"]] = "rl"
-    data: Decisive[DataConfig] = field(default_factory=DataConfig)
-    rewards: Reported[tuple[str, ...]] = ()
+    method: Literal["rl"] = setting("rl", on_resume="report")
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: tuple[str, ...] = setting((), on_resume="report")
     """Reward functions by name; their weighted sum is the reward."""
     envs: EnvsConfig = field(default_factory=EnvsConfig)
-    reward_model: Reported[str | None] = None
+    reward_model: str | None = setting(None, on_resume="report")
     """A sequence-classification checkpoint whose score is one more reward; its weight is the last one."""
-    reward_safety: Reported[RewardSafetyConfig] = field(default_factory=RewardSafetyConfig)
-    critic: Reported[str | None] = None
+    reward_safety: RewardSafetyConfig = field(default_factory=RewardSafetyConfig)
+    critic: str | None = setting(None, on_resume="report")
     """ppo: checkpoint of the critic; a copy of the model with a new head when not set."""
-    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
-    log_completions: Ignored[bool] = False
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    log_completions: bool = False
     """Send a table of completions to the trackers as well: prompts, completions and scores leave this machine."""
-    log_completions_every_n_steps: Ignored[PositiveInt] = 10
+    log_completions_every_n_steps: PositiveInt = 10
     """Interval of that table, in updates."""
-    num_completions_to_log: Ignored[PositiveInt] = 16
+    num_completions_to_log: PositiveInt = 16
     """Rows of that table; samples.jsonl always has every completion."""
-    role_to_mesh: Ignored[RoleMeshes] = field(default_factory=RoleMeshes)
+    role_to_mesh: RoleMeshes = field(default_factory=RoleMeshes)
     grpo: GRPOConfig | PPOConfig = field(default_factory=GRPOConfig)
     training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
-    evaluation: Ignored[EvalConfig] = field(default_factory=EvalConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
         object.__setattr__(self, "grpo", config_for(self.grpo))
 
     def contradictions_in_recipe(self) -> Iterable[Problem]:
-        """Return a problem for each setting that contradicts one of another section."""
+        """Return a problem for each contradiction between sections."""
         environment = [metric_name(self.envs.environment)] if self.envs.environment else []
         scores = [*self.rewards, *(["reward_model"] if self.reward_model else []), *environment]
         return [*_rl_contradictions(self), *_shared_contradictions(self, scores)]
@@ -117,19 +115,19 @@ class Recipe(AnyRecipe):
 class SFTRecipe(AnyRecipe):
     """One run of supervised training, from the checkpoint it starts with to the evaluation at its end."""
 
-    method: Reported[Literal["sft"]] = "sft"
-    data: Decisive[SFTDataConfig] = field(default_factory=SFTDataConfig)
+    method: Literal["sft"] = setting("sft", on_resume="report")
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
     training: SFTConfig = field(default_factory=SFTConfig)
-    rollout: Reported[RolloutConfig] = field(default_factory=RolloutConfig)
-    evaluation: Ignored[SFTEvalConfig] = field(default_factory=SFTEvalConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: SFTEvalConfig = field(default_factory=SFTEvalConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
 
     def contradictions_in_recipe(self) -> Iterable[Problem]:
-        """Return a problem for each setting that contradicts one of another section."""
+        """Return a problem for each contradiction between sections."""
         return [
-            *problem_if(
+            *refuse_if(
                 self.data.task == "first-letter",
                 "data.task",
                 "data.task first-letter has no worked answers to learn from",
@@ -143,7 +141,7 @@ RecipeT = TypeVar("RecipeT", Recipe, SFTRecipe)
 
 
 def names(kind: type[AnyRecipe] = AnyRecipe) -> list[str]:
-    """Return the names of the built-in recipes of one kind, by default of both."""
+    """Return the names of the built-in recipes, of both kinds by default."""
     return [
         path.stem for path in sorted(BUILT_IN.glob("*.yaml")) if kind is AnyRecipe or _method_line(path) == kind.method
     ]
@@ -203,8 +201,8 @@ def require_run(folder: str | Path) -> None:
 
 
 def chain_of_runs(source: str) -> tuple[list[Path], str]:
-    """Follow `model.source` from run to run; return the runs, the last one first, and the model that the first of them
-    began with. A source that is no run has no runs.
+    """Follow `model.source` from run to run. Return the runs, the latest first, and the model of the earliest run; a
+    source that is no run gives no runs.
 
     Raises:
         RecipeError: the runs name each other.
@@ -255,26 +253,14 @@ def load(
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
     """Load a recipe of either kind; arguments and errors are those of `load`."""
-    document = strict_yaml.read_file(find(source))
-    kind: Any = _kind(document)  # one of the two
-    recipe: Recipe | SFTRecipe = _build(document, overrides, kind, of_run=Path(source).is_dir())
-    return recipe
+    kind: Any = kind_of(source)
+    return load(source, overrides, kind)  # type: ignore[no-any-return]
 
 
 def read_built_in(name: str) -> Recipe | SFTRecipe:
     """Return the built-in recipe `name` as it stands, which may need a setting of the user's, such as a path."""
-    document = strict_yaml.read_file(find(name))
-    kind: Any = _kind(document)  # one of the two
-    settings: Recipe | SFTRecipe = strict_yaml.validate_tree(kind, document.tree)[0]
-    return settings
-
-
-def section_of(source: str | Path, section: str) -> strict_yaml.Document:
-    """Read one section of the recipe at `source` without checking it; it is empty if the recipe does not have it."""
-    document = strict_yaml.read_file(find(source))
-    if isinstance(document.tree, dict):  # else `strict_yaml.build` reports it
-        document.tree = {name: value for name, value in document.tree.items() if name == section}
-    return document
+    kind: Any = kind_of(name)
+    return strict_yaml.validate_tree(kind, strict_yaml.read_file(find(name)).tree, kind)[0]  # type: ignore[no-any-return]
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
@@ -295,25 +281,9 @@ def is_from_python(recipe: AnyRecipe) -> bool:
     return isinstance(recipe, Recipe | SFTRecipe) and recipe.data.task == FROM_PYTHON
 
 
-def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return {dotted name: place} of the settings in `overrides` and in the recipe at `source`; a place is the flag of
-    the command line, or file and line.
-    """
-    document = strict_yaml.read_file(find(source))
-    return apply(_kind(document), document, overrides, HIDDEN).places
-
-
 def kind_of(source: str | Path) -> type[Recipe] | type[SFTRecipe]:
     """Return the class of the recipe at `source`; only its `method` is read."""
     return _kind(strict_yaml.read_file(find(source)))
-
-
-def text_to_copy(source: str | Path) -> str:
-    """Return the text of a recipe for another folder: its first line names the JSON Schema by an absolute path."""
-    path = find(source)
-    text = strict_yaml.text_of(path)
-    relative = re.match(r"# yaml-language-server: \$schema=(\.\S+)", text)
-    return text.replace(relative[1], str((path.parent / relative[1]).resolve()), 1) if relative else text
 
 
 def _kind(document: strict_yaml.Document) -> type[Recipe] | type[SFTRecipe]:
@@ -338,7 +308,7 @@ def parse(
 def _build(
     document: strict_yaml.Document, overrides: Sequence[str], kind: type[RecipeT], of_run: bool = False
 ) -> RecipeT:
-    """Build a recipe. In that of a run folder (`of_run`), settings that nothing reads are no mistake."""
+    """Build a recipe. In a run folder (`of_run`), unused settings are no mistake."""
     of_file = document.places
     places = apply(kind, document, overrides, HIDDEN).places
     raise_together([RecipeError(f"{key} {HIDDEN[key]}", where=places[key]) for key in HIDDEN if key in places])
@@ -376,7 +346,7 @@ def validate(recipe: Recipe | SFTRecipe) -> None:
     Raises:
         RecipeError: they do; the error lists all problems.
     """
-    raise_together([problem.error("") for problem in in_sections(recipe, in_recipe=True)])
+    raise_together([problem.error("") for problem in all_contradictions(recipe)])
 
 
 def _rl_contradictions(recipe: Recipe) -> list[Problem]:
@@ -386,13 +356,13 @@ def _rl_contradictions(recipe: Recipe) -> list[Problem]:
     return [
         *_scoring_contradictions(recipe),
         *_algorithm_contradictions(recipe),
-        *problem_if(
+        *refuse_if(
             recipe.log_completions and not recipe.tracking,
             "log_completions",
             "log_completions sends completions to trackers, and tracking names none",
             "false, or a tracker in tracking; samples.jsonl has every completion without either",
         ),
-        *unread_settings(recipe, (OF_TABLE,), "a run without a table of completions"),
+        *unused_settings(recipe, (OF_TABLE,), "a run without a table of completions"),
         *(
             Problem("reward_safety.on_error_of", text.format(name), nearest(name, named))
             for name in recipe.reward_safety.on_error_of
@@ -407,31 +377,31 @@ def _scoring_contradictions(recipe: Recipe) -> list[Problem]:
     scored = envs.environment is not None
     scores = scored + len(recipe.rewards) + (recipe.reward_model is not None)
     return [
-        *problem_if(
+        *refuse_if(
             not (recipe.rewards or recipe.reward_model or scored),
             "rewards",
             "rewards is empty: with no reward function nothing would be learnt",
             "the name of at least one reward function, or an environment",
         ),
-        *problem_if(
+        *refuse_if(
             scored and rollout.tool != "none",
             "rollout.tool",
             f"rollout.tool is {rollout.tool}, and envs.environment is {envs.environment}",
             "one of them: an environment can calculate",
         ),
-        *problem_if(
+        *refuse_if(
             envs.tools and not scored and rollout.tool != "none",
             "rollout.tool",
             f"rollout.tool is {rollout.tool}, and there are tools in envs.tools",
             "one of them: calculator is one of envs.tools too",
         ),
-        *problem_if(
+        *refuse_if(
             len({*recipe.rewards}) < len(recipe.rewards),
             "rewards",
             "rewards names a function twice",
             "each once; weigh it with grpo.reward_weights",
         ),
-        *problem_if(
+        *refuse_if(
             weights is not None and len(weights) not in (scores, scores - (envs.environment or "").startswith("trl:")),
             "grpo.reward_weights",
             f"grpo.reward_weights has {len(weights or ())} numbers for {scores} reward functions",
@@ -446,32 +416,32 @@ def _algorithm_contradictions(recipe: Recipe) -> list[Problem]:
     scored = envs.environment is not None
     return [
         *off_policy_problems(recipe.training.off_policy_steps, grpo, total_steps=recipe.training.max_steps),
-        *problem_if(
+        *refuse_if(
             algorithm.overlong_buffer > rollout.max_new_tokens,
             "grpo.overlong_buffer",
             f"grpo.overlong_buffer is {algorithm.overlong_buffer:g} tokens, and a completion has at most "
             f"{rollout.max_new_tokens}",
             "at most rollout.max_new_tokens; below 1 it is a fraction of them",
         ),
-        *problem_if(
+        *refuse_if(
             recipe.critic is not None and not algorithm.needs_critic,
             "critic",
             f"critic is set, and {grpo.algorithm} has none",
             "null, or grpo.algorithm ppo",
         ),
-        *problem_if(
+        *refuse_if(
             algorithm.needs_critic and not recipe.critic and recipe.model.adapter and recipe.model.quantize != "none",
             "critic",
             "the critic would be a copy of the base, all of it trained, and a quantised base cannot be",
             "a checkpoint for it, or model.quantize none",
         ),
-        *problem_if(
+        *refuse_if(
             rollout.temperature == 0,
             "rollout.temperature",
             "rollout.temperature is 0: all samples of a group would be the same",
             "more than 0",
         ),
-        *problem_if(
+        *refuse_if(
             grpo.credit == "turn" and not (scored or envs.tools),
             "grpo.credit",
             "grpo.credit is turn, and there is no environment: a sample is one turn",
@@ -486,38 +456,38 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
     needed = rollout.max_prompt_length + rollout.max_new_tokens
     of_section = {problem.what for problem in training.contradictions()}
     return [
-        *problem_if(
+        *refuse_if(
             not re.fullmatch(r"\w[\w.-]*", recipe.name),
             "name",
             f"name is {recipe.name!r}",
             "letters, digits, '-', '_' and '.': it names a folder",
         ),
-        *problem_if(
+        *refuse_if(
             data.task in DATA_PATHS and not data.path,
             "data.task",
             f"data.task {data.task} needs data.path, which is not set",
             DATA_PATHS.get(data.task, ""),
         ),
-        *problem_if(
+        *refuse_if(
             rollout.kv_cache_size is not None and rollout.kv_cache_size < needed,
             "rollout.kv_cache_size",
             f"rollout.kv_cache_size is {rollout.kv_cache_size}, and a sample may have {needed} tokens",
             f"null, or at least max_prompt_length + max_new_tokens = {needed}",
         ),
-        *problem_if(
+        *refuse_if(
             training.keep_best and not training.checkpoint_every_n_steps,
             "training.keep_best",
             f"training.keep_best is {training.keep_best}, and training.checkpoint_every_n_steps is 0: the last "
             "checkpoint is the only one",
             "a training.checkpoint_every_n_steps above 0, or no training.keep_best",
-            unread=True,
+            unused=True,
         ),
-        *problem_if(
+        *refuse_if(
             training.keep_best.startswith("eval/") and not training.eval_every_n_steps,
             "training.keep_best",
             f"training.keep_best is {training.keep_best}, and training.eval_every_n_steps is 0: no step has the metric",
             "a training.eval_every_n_steps above 0, or no training.keep_best",
-            unread=True,
+            unused=True,
         ),
         *(
             problem._replace(key=f"training.{problem.key}")
@@ -528,11 +498,11 @@ def _shared_contradictions(recipe: "Recipe | SFTRecipe", functions: Sequence[str
 
 
 def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[str, str]) -> Iterator[RecipeError]:
-    """Yield an error for each setting of adapters beside a rank of 0, with which every weight would be trained.
+    """Yield an error for each setting of adapters where the rank is 0, so that every weight would be trained.
 
     Args:
-        places: where all settings are written.
-        of_file: those of the file alone. There the settings may stand beside a rank of 0, as in every run folder.
+        places: places of all settings.
+        of_file: places in the file. A file may have these settings together with a rank of 0, as every run folder does.
     """
     if recipe.model.lora.rank:
         return
@@ -547,42 +517,10 @@ def _unused_lora(recipe: AnyRecipe, places: Mapping[str, str], of_file: Mapping[
             )
 
 
-class ResolvedSetting(NamedTuple):
-    """One setting: its dotted name, the value that the run uses, and where that value comes from."""
-
-    name: str
-    value: Any
-    origin: str
-
-
-def resolve_settings(recipe: Recipe | SFTRecipe, places: Mapping[str, str]) -> Iterator[ResolvedSetting]:
-    """Yield every setting of `recipe` in the order of its classes.
-
-    Args:
-        places: where the settings that are not defaults are written, as `places_of` returns it.
-    """
-    for name, value in flatten(asdict(recipe)).items():
-        if name in HIDDEN:
-            continue
-        if value is None and isinstance(recipe, Recipe) and (setting := _from_preset(name, recipe)):
-            yield setting
-        else:
-            yield ResolvedSetting(name, value, places.get(name, DEFAULT))
-
-
-def _from_preset(name: str, recipe: Recipe) -> ResolvedSetting | None:
-    """Return the setting `name` as the run's algorithm has it; None if that leaves it unset too."""
-    field, algorithm = name.removeprefix(SECTION), recipe.grpo.algorithm
-    value = vars(algorithm_of(recipe.grpo)).get(field) if name.startswith(SECTION) else None
-    origin = f"preset {algorithm}" if field in PRESETS[algorithm].settings else DEFAULT
-    return None if value is None else ResolvedSetting(name, value, origin)
-
-
-DEFAULT = "default"
 SECTION = "grpo."
 """Beginning of the names of settings that a preset may set."""
 
-OF_TABLE = ReadIf(
+OF_TABLE = UsedWhen(
     ("log_completions_every_n_steps", "num_completions_to_log"),
     lambda recipe: recipe.log_completions,
     "log_completions true",

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from covey.config import foreign_names
-from covey.config.base import Config, Problem, Wording, in_sections, leaves, shortened, validate
+from covey.config.base import Config, Problem, all_contradictions, check_values, classes_in, leaves, shortened
 from covey.config.kinds import choices, describe, without_none
 from covey.errors import RecipeError, nearest, raise_together
 from covey.files import check_utf8
@@ -109,7 +109,7 @@ def text_of(path: Path) -> str:
 
 
 def read_file(path: Path) -> Document:
-    """Parse the file at `path`; errors are those of `text_of` and `read`."""
+    """Parse the file at `path`; see `text_of` and `read` for errors."""
     return read(text_of(path), path.name if path.parent == BUILT_IN else str(path))
 
 
@@ -152,32 +152,48 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     """Build the settings `cls`, with those of its sections, from `document`; missing settings keep their defaults.
 
     Args:
-        recorded: places of the settings that a run was made with, by dotted name. One of these that nothing reads, or
-            a former one without use, is left out and reported, since an earlier version of Covey may have accepted it:
-            the run did not depend on it.
+        recorded: places of the settings in a run folder, by dotted name. Unused and former settings there are left out
+            and reported, because an earlier version of Covey may have accepted them.
 
     Raises:
-        RecipeError: the error lists all wrong names and types; if there are none, all other problems.
+        RecipeError: the error lists all wrong names and values; if there are none, all contradictions.
     """
-    if not isinstance(document.tree, dict):
-        raise RecipeError(f"the file is {_show(document.tree)}", want=describe(dict), where=document.place(""))
-    settings, problems = validate_tree(cls, document.tree)
+    settings, problems = validate_tree(cls, document.tree, cls)
     order = {key: number for number, key in enumerate(document.places)}
-    basic = sorted((problem for problem in problems if problem.basic), key=lambda problem: order.get(problem.key, 0))
-    problems = basic or [*problems, *in_sections(settings, in_recipe=True)]
-    unread = [p for p in problems if p.unread and document.place(p.key) == recorded.get(p.key)]
-    for problem in unread:
+    problems = sorted(problems or all_contradictions(settings), key=lambda problem: order.get(problem.key, 0))
+    unused = [p for p in problems if p.unused and document.place(p.key) == recorded.get(p.key)]
+    for problem in unused:
         _report_left_out(f"{recorded[problem.key]}: {problem.what}: left out")
         document.remove(problem.key)
-    if unread:
+    if unused:
         return build(cls, document, recorded)
     raise_together([problem.error(document.place(problem.key, problem.loc)) for problem in problems])
     return settings
 
 
-def validate_tree(cls: type[C], tree: Mapping[str, Any]) -> tuple[C, list[Problem]]:
-    """Return the settings of a document, and the problems of each section; see `base.validate`."""
-    return validate(cls, tree, Wording(_show, partial(_unknown_name, cls)))
+def validate_tree(
+    cls: type[C], tree: Any, root: type[Config], path: str = "", start: C | None = None
+) -> tuple[C, list[Problem]]:
+    """Return settings of `cls` from a mapping, and its wrong names and values; with any, the settings are `start`.
+
+    Args:
+        tree: the mapping; sections are mappings, or None without settings.
+        root: class of the whole recipe, in which a wrong name is looked for.
+        path: dotted name of the section.
+        start: values of missing settings, by default those of the class.
+    """
+    start = start or cls()
+    if not isinstance(tree, dict):
+        return start, [Problem(path, f"{path or 'the file'} is {shortened(tree)}", describe(dict))]
+    given, problems = dict(tree), list[Problem]()
+    for name, value in tree.items():
+        if classes := classes_in(cls.kinds.get(name)):
+            inner = {} if value is None else value
+            where = f"{path}.{name}".lstrip(".")
+            given[name], wrong = validate_tree(classes[-1], inner, root, where, getattr(start, name))
+            problems += wrong
+    values, wrong = check_values(cls, given, path, partial(_unknown_name, root))
+    return (start if problems or wrong else cls.from_checked(vars(start) | values)), [*problems, *wrong]
 
 
 @cache  # a command loads a recipe several times
@@ -243,7 +259,7 @@ def _unknown_name(root: type[Config], cls: type[Config], section: str, name: str
         f"{section}.{name}".lstrip("."),
         f"there is no setting {shortened(name)}{inside}",
         fix=fix or nearest(name, cls.kinds),
-        unread=fix.startswith(foreign_names.NO_USE),
+        unused=fix.startswith(foreign_names.NO_USE),
     )
 
 
@@ -257,11 +273,6 @@ def _nested(name: str, path: str, paths: Iterable[str]) -> str:
         return ""
     *sections, last = name.split(".")
     return f"write it nested, or as {''.join(f'{one}: {{' for one in sections)}{last}: VALUE{'}' * len(sections)}"
-
-
-def _show(value: Any) -> str:
-    """Convert a wrong value of a recipe to text."""
-    return "nothing" if value is None else shortened(value)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -44,8 +44,8 @@ class Answers:
 
 
 def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfig) -> RolloutWorker:
-    """Build a worker for answers to held-out examples: a prompt may be as long as the model and its cache allow beside
-    an answer, whatever `max_prompt_length` is.
+    """Build a worker for answers to held-out examples. A prompt may take the room that an answer leaves in the model
+    and its cache; `max_prompt_length` does not count.
     """
     positions = model.config.max_positions
     answer = min(rollout.max_new_tokens, positions - 1)
@@ -61,7 +61,7 @@ def answering_worker(model: Decoder, tokenizer: Tokenizer, rollout: RolloutConfi
 
 
 def select_answerable(worker: RolloutWorker, examples: Sequence[Row], count: int) -> list[Row]:
-    """Return the first `count` of `examples` whose prompt leaves room for an answer; log the others."""
+    """Return the first `count` examples with room for an answer; log the examples without."""
     answerable: list[Row] = []
     too_long: list[int] = []
     for row in (row for row in examples if row["prompt"]):

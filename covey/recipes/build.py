@@ -115,11 +115,11 @@ def load_value_models(
 ) -> tuple[dict[Role, ValueModel], dict[str, str]]:
     """Load the critic, if the algorithm has one, and the reward model, if the recipe names one.
 
-    A critic that the recipe does not name is the actor's base with a new value head; with adapters if the actor has
-    some.
+    Where the recipe names no critic, it is the actor's base with a new value head, and with adapters if the actor has
+    adapters.
 
     Returns:
-        The models by role, and the origin of each that the recipe names: no resumed run uses another.
+        The models by role, and the origins of the models that the recipe names, which a resumed run compares.
     """
     options, models, origins = recipe.model, dict[Role, ValueModel](), dict[str, str]()
     if recipe.reward_model:
@@ -138,7 +138,7 @@ def load_value_models(
 
 
 def open_environments(config: EnvsConfig) -> AbstractContextManager[ResponderFactory | None]:
-    """Open the runner of the environment or the tools that `config` names; None if it names none.
+    """Open the runner of the environment or the tools in `config`; None without either.
 
     Raises:
         CoveyError: it names one that does not exist, or no installed package runs environments.
@@ -169,7 +169,7 @@ def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Le
 
 
 def role_meshes(recipe: Recipe, actor: Mesh | None) -> dict[Role, Mesh]:
-    """Return the mesh of each role that has one: that of the actor, and what `role_to_mesh` sets beside it.
+    """Return the meshes of the actor and, where `role_to_mesh` sets it, of the rollout.
 
     Raises:
         RecipeError: there are too few devices for both, or the processes would not have whole copies of the weights.

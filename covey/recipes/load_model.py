@@ -150,15 +150,15 @@ def with_absolute_paths(recipe: RecipeT) -> RecipeT:
 
 
 def absolute_path(source: str) -> str:
-    """Return the absolute path of a source that is one; other sources, such as the name of a model, stay."""
+    """Return the absolute path of a source that is a path; the name of a model stays."""
     path = Path(source).expanduser()
     named = source in sources.NAMED_MODELS and not is_run(source)
     return os.path.abspath(path) if not named and os.path.exists(path) else source
 
 
 def available_mesh(config: MeshConfig) -> Mesh | None:
-    """Return the mesh of a recipe over the devices of all processes. Inference does not need it: if devices are
-    missing, fall back to one device, in several processes to one of each, and log it.
+    """Return the mesh of a recipe over the devices of all processes. If devices are missing, log it and return one
+    device of each process, which is enough for inference.
     """
     wanted, there, processes = config.data * config.fsdp * config.tp, len(jax.devices()), jax.process_count()
     if wanted == 1 or (wanted <= there and not wanted % processes):
@@ -177,11 +177,11 @@ def available_own_mesh(config: MeshConfig) -> Mesh | None:
 def load_source(
     options: ModelOptions, source: str, seed: int = 0, mesh: Mesh | None = None, announce: bool = True
 ) -> tuple[Decoder, Tokenizer, str]:
-    """Load the model at `source`, with the adapter that `options` name or with new ones if they configure some; return
-    it with the origin of its weights.
+    """Load the model at `source`, with the adapter or the new adapters of `options`; return it with the origin of its
+    weights.
 
     A run folder gives its trained model with adapters merged into the base. Weights are read directly into their shards
-    on `mesh`; those of a model from scratch that names no seed are drawn from `seed`.
+    on `mesh`. A model from scratch without a seed of its own is drawn from `seed`.
 
     Args:
         announce: log the source.

@@ -97,7 +97,7 @@ def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
 
 
 def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:
-    """Return the functions that score the completions of a run: the environment's reward, if any, and the others."""
+    """Return the functions that score completions: the environment's reward, if any, and the recipe's rewards."""
     name = recipe.envs.environment
     return [*([environment_reward(metric_name(name))] if name else []), *recipe.rewards]
 
@@ -189,5 +189,5 @@ def _echo(text: str) -> None:
 
 
 def _echo_to_stderr(text: str) -> None:
-    """Print a message apart from the output, for commands whose output is the answer alone."""
+    """Print a message to standard error, for commands that print the answer alone."""
     echo(text, keep="\n\t", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Compare the settings of a resumed run with those it was saved with. The recipe in its folder may have been edited: a
 change that makes it another run is refused with a diff; other changes are reported. Which of these it is stands beside
-the type of the setting in its section (`OnResume`).
+the setting in its section (`OnResume` of `config.base`).
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.algorithms import PPOConfig, algorithm_of
-from covey.config.base import OnResume, on_resume, without_check
+from covey.config.base import treatments_on_resume, without_check
 from covey.config.recipe import METHODS, SECTION, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
 from covey.files import file_sha256
@@ -38,8 +38,8 @@ LOCAL_ORIGIN = re.compile(
 
 def settings_of(recipe: AnyRecipe) -> Settings:
     """Return the JSON value of every setting by dotted name, except those that are ignored on resume."""
-    treatments = on_resume(type(recipe))
-    return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] is not OnResume.IGNORED}
+    treatments = treatments_on_resume(type(recipe))
+    return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] != "ignore"}
 
 
 def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str = "") -> dict[str, str]:
@@ -56,9 +56,9 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
         for name, value in saved.items()
         if value != now.get(name)
     }
-    treatments = on_resume(METHODS[now["method"]])
+    treatments = treatments_on_resume(METHODS[now["method"]])
     fixed = _of_saved_arrays(saved, now) if now["method"] == Recipe.method else set()
-    fixed |= {name for name in now if treatments[name] is OnResume.DECISIVE}
+    fixed |= {name for name in now if treatments[name] == "refuse"}
     if refused := [x for name, x in changed.items() if name in fixed]:
         raise ResumeError(
             "these settings are not those that the run was saved with: " + "; ".join(refused),

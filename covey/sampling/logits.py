@@ -7,7 +7,7 @@ what top-k left, then min-p, as in Hugging Face generation. Tokens tied with the
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class SamplingParams(SamplingConfig):
     """
 
     @classmethod
+    @cache
     def from_config(cls, config: SamplingConfig) -> "SamplingParams":
         """Return the settings of the distribution that `config` has among others."""
         return cls(**{setting.name: getattr(config, setting.name) for setting in fields(cls)})

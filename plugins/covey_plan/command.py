@@ -1,8 +1,10 @@
 """Execute `covey plan`: what a run needs on a machine that need not be there. JAX comes after its environment."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +14,7 @@ from rich.status import Status
 
 from covey.cli.checks import check_source
 from covey.cli.commands import JSON, Command, Option
-from covey.cli.parse import Line
+from covey.cli.parse import Line, is_count
 from covey.config import recipe
 from covey.display import make_console
 from covey.errors import CoveyError
@@ -84,6 +86,15 @@ its files are read. docs/calibration.md holds plans against published runs.""",
     settings_of=("train", "sft"),
     values={"MACHINE": EXAMPLES},
 )  # fmt: skip
+DOCTOR = Command(
+    "doctor", "covey_plan.doctor:doctor", "", "what this machine has, and what is missing",
+    """\
+Says what this machine has (Python, JAX and its devices, memory, disk, optional packages),
+and how to get what is missing.""",
+    least=0,
+    most=0,
+    follows="completion",
+)  # fmt: skip
 
 
 def plan(line: Line) -> None:
@@ -91,11 +102,11 @@ def plan(line: Line) -> None:
     [settings]`."""
     if len(chosen := [f for f in ("--quick", "--here", "--advise") if f in line.options]) > 1:
         raise CoveyError(" beside ".join(chosen), want="one of them", fix=f"leave {' and '.join(chosen[1:])} out")
-    prompt, completions = line.whole_number("--prompt-tokens"), line.whole_numbers("--completion-tokens")
+    prompt, completions = line.whole_number("--prompt-tokens"), _whole_numbers(line, "--completion-tokens")
     samples = Path(line.options["--samples"]) if "--samples" in line.options else None
     if samples and completions:
         raise CoveyError("--samples beside --completion-tokens", want="one of them", fix="leave one of them out")
-    price = line.positive_number("--price-per-hour")
+    price = _positive_number(line, "--price-per-hour")
     if price and (without := [flag for flag in ("--quick", "--advise") if flag in line.options]):
         raise CoveyError(
             f"--price-per-hour beside {without[0]}",
@@ -123,6 +134,25 @@ def plan(line: Line) -> None:
         _advise(load, target, lengths, as_json)
     else:
         _plan(load, ready, target, lengths, as_json=as_json, here="--here" in line.options, price=price)
+
+
+def _positive_number(line: Line, flag: str) -> float | None:
+    """Return the value of the option `flag` as a number above 0; None if it is not given."""
+    if (text := line.options.get(flag)) is None:
+        return None
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise CoveyError(f"{flag} is {text!r}", want="a number above 0, as in 2.5")
+
+
+def _whole_numbers(line: Line, flag: str) -> tuple[int, ...]:
+    """Return the value of the option `flag` as whole numbers with commas between them; none if it is not given."""
+    texts = line.options[flag].split(",") if flag in line.options else []
+    if not all(map(is_count, texts)):
+        want = "a whole number from 1 up, or several with commas between them"
+        raise CoveyError(f"{flag} is {line.options[flag]!r}", want=want)
+    return tuple(map(int, texts))
 
 
 def _outline(ready: recipe.Recipe | recipe.SFTRecipe, target: Target, as_json: bool) -> None:

@@ -5,14 +5,17 @@ Nothing is written and no update is made; of the model a dry run reads only the 
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.cli.checks import check_run, new_run_folder
 from covey.cli.parse import Line, missing_argument
-from covey.config import recipe
-from covey.config.recipe import ResolvedSetting, resolve_settings
+from covey.config import recipe, strict_yaml
+from covey.config.algorithms import PRESETS, algorithm_of
+from covey.config.overrides import apply
 from covey.display import echo, show_log
 from covey.errors import CoveyError
 
@@ -22,8 +25,18 @@ if TYPE_CHECKING:
 
 MAX_TOKENS_SHOWN = 48
 """Number of tokens of the first prompt on the terminal; the JSON has all."""
+DEFAULT = "default"
+"""Origin of a setting that nothing sets."""
 LIMITS = "arrays that are held; the temporary memory of the programs comes on top"
 """Description of the memory that is shown."""
+
+
+class ResolvedSetting(NamedTuple):
+    """One setting: its dotted name, the value that the run uses, and where that value comes from."""
+
+    name: str
+    value: Any
+    origin: str
 
 
 def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
@@ -40,7 +53,7 @@ def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
     loaded = recipe.load(source, line.settings, kind)
     check_run(loaded)
     out = new_run_folder(loaded)
-    settings = list(resolve_settings(loaded, recipe.places_of(source, line.settings)))
+    settings = list(resolve_settings(loaded, places_of(source, line.settings)))
     outline, preview = _look_ahead(loaded)
     if "--json" in line.options:
         from covey_plan.preview import preview_to_json
@@ -101,3 +114,34 @@ def _resources(source: str, files: str, outline: "Outline") -> Iterator[str]:
     yield from (f"{name:<10}{line}" for name, line in zip(("memory", ""), memory_lines(outline), strict=False))
     yield f"          {LIMITS}: covey plan {source} compiles them and gives the peak"
     yield from (files, f"          {disk_line(outline)}", "nothing was written")
+
+
+def resolve_settings(loaded: recipe.Recipe | recipe.SFTRecipe, places: Mapping[str, str]) -> Iterator[ResolvedSetting]:
+    """Yield every setting of `loaded` in the order of its classes.
+
+    Args:
+        places: where the settings that are not defaults are written, as `places_of` returns it.
+    """
+    for name, value in recipe.flatten(asdict(loaded)).items():
+        if name in recipe.HIDDEN:
+            continue
+        if value is None and isinstance(loaded, recipe.Recipe) and (setting := _from_preset(name, loaded)):
+            yield setting
+        else:
+            yield ResolvedSetting(name, value, places.get(name, DEFAULT))
+
+
+def _from_preset(name: str, loaded: recipe.Recipe) -> ResolvedSetting | None:
+    """Return the setting `name` as the run's algorithm has it; None if that leaves it unset too."""
+    field, algorithm = name.removeprefix(recipe.SECTION), loaded.grpo.algorithm
+    value = vars(algorithm_of(loaded.grpo)).get(field) if name.startswith(recipe.SECTION) else None
+    origin = f"preset {algorithm}" if field in PRESETS[algorithm].settings else DEFAULT
+    return None if value is None else ResolvedSetting(name, value, origin)
+
+
+def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Return {dotted name: place} of the settings in `overrides` and in the recipe at `source`; a place is the flag of
+    the command line, or file and line.
+    """
+    document = strict_yaml.read_file(recipe.find(source))
+    return apply(recipe.kind_of(source), document, overrides, recipe.HIDDEN).places

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from covey import recipes
-from covey.config.base import defaults
 from covey.config.recipe import OF_TABLE, Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
 from covey.recipes.build import build
@@ -31,7 +30,7 @@ PHASES = {"rollout": SAMPLING, "logps": ("score",), "update": ("gradients", "app
 def overrides(recipe: Recipe | SFTRecipe) -> list[str]:
     """Return the settings that shorten a run of `recipe` to `STEPS` steps and a small evaluation."""
     never = ["training.eval_every_n_steps=0", "training.checkpoint_every_n_steps=0"]
-    table = [f"{name}={defaults(Recipe)[name]}" for name in ("log_completions", *OF_TABLE.names)]
+    table = [f"{name}={getattr(Recipe, name)}" for name in ("log_completions", *OF_TABLE.names)]
     of_kind = ["evaluation.answers=0"] if isinstance(recipe, SFTRecipe) else table
     return [f"training.max_steps={STEPS}", "tracking=[]", "evaluation.prompts=4", *never, *of_kind]
 

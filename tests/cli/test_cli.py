@@ -6,14 +6,14 @@ import re
 import subprocess
 import sys
 import types
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from covey import __version__
-from covey.cli import doctor
 from covey.cli import main as cli
-from covey.cli.commands import COMMANDS, GenerateOptions
+from covey.cli.commands import COMMANDS, Commands, GenerateOptions
 from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.processes import PEER_LOST
@@ -266,34 +266,12 @@ def test_output_without_unicode_shows_escapes(monkeypatch):
     assert b"\\u03bc" in written.getvalue()  # μ
 
 
-def install_covey(folder, *requirements):
-    """Installs a Covey with these requirements in front of the one that is there."""
-    info = folder / f"covey-{__version__}.dist-info"
-    info.mkdir()
-    lines = ["Metadata-Version: 2.4", "Name: covey", f"Version: {__version__}"]
-    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {one}" for one in requirements)]) + "\n")
-
-
-@pytest.mark.slow
-def test_doctor_looks_at_every_package_of_an_extra(capsys, monkeypatch, tmp_path):
-    """The trap: the first package of an extra is there, the second is not, and all is said to be well."""
-    requirements = "numpy>=2; extra == 'hub'", "made-up[x]>=1; extra == 'hub'", "numpy; extra == 'math'"
-    install_covey(tmp_path, "jax>=0.10", *requirements)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "jax" in shown
-    assert re.search(r"^warn  hub .*: without made-up\n +fix: pip install -e .*\[hub\]", shown, re.M)
-    assert re.search(r"^ok    math ", shown, re.M)
-    assert re.search(r"^ok    sampler +(\d+) of \1 tokens", shown, re.M)
-    assert list(doctor.EXTRAS) == sorted(doctor.EXTRAS)
-
-
-@pytest.mark.slow
-def test_doctor_survives_a_broken_jax(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", None)
-    assert cli.main(["doctor"]) == 2
-    assert "does not work" in capsys.readouterr().out
+def test_a_command_of_a_package_that_cannot_be_imported_is_answered_with_the_package(capsys, monkeypatch):
+    point = EntryPoint("gone", "no_such_package.command:GONE", "covey.commands")
+    monkeypatch.setattr("covey.registry.entry_points", lambda **_: [point])
+    assert "gone belongs to the package no_such_package, which cannot be imported" in refused(capsys, "gone", "x")
+    assert "there is no command 'gne'" in refused(capsys, "gne", "x")
+    assert set(Commands(COMMANDS._own.values())) == set(COMMANDS._own)  # the overview has the others
 
 
 @pytest.mark.parametrize(("name", "value"), [("JAX_NUM_PROCESSES", "2"), ("COVEY_DISTRIBUTED", "auto")])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from covey.config import recipe
-from covey.config.algorithms import PRESETS, READ_IF, algorithm_of
-from covey.config.base import IN_PYTHON, Problem, ReadIf, validate
+from covey.config.algorithms import PRESETS, USED_WHEN, algorithm_of
+from covey.config.base import Problem, UsedWhen
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
 
@@ -77,19 +77,19 @@ def test_a_setting_that_would_do_nothing_is_refused_with_what_would_use_it(
         recipe.parse(SMALL, words)
 
 
-ALWAYS_READ = {
+ALWAYS_USED = {
     "algorithm", "num_generations", "num_iterations", "reward_weights", "advantage", "surrogate", "aggregate", "beta",
     "entropy_bonus", "correction", "mask_truncated", "overlong_buffer", "max_sampling_rounds",
 }  # fmt: skip
 
 
-def test_every_setting_is_read_always_or_under_a_named_condition() -> None:
-    conditional = [name for condition in READ_IF for name in condition.names]
-    assert sorted([*ALWAYS_READ, *conditional]) == sorted(PPOConfig.kinds)
+def test_every_setting_is_used_always_or_under_a_named_condition() -> None:
+    conditional = [name for condition in USED_WHEN for name in condition.names]
+    assert sorted([*ALWAYS_USED, *conditional]) == sorted(PPOConfig.kinds)
 
 
-@pytest.mark.parametrize("condition", READ_IF, ids=lambda condition: condition.names[0])
-def test_a_condition_holds_for_some_algorithm_and_not_for_another(condition: ReadIf) -> None:
+@pytest.mark.parametrize("condition", USED_WHEN, ids=lambda condition: condition.names[0])
+def test_a_condition_holds_for_some_algorithm_and_not_for_another(condition: UsedWhen) -> None:
     configs = [GRPOConfig(name) for name in PRESETS if name != "ppo"] + [
         PPOConfig(), GRPOConfig(surrogate="dual_clip"), GRPOConfig(credit="turn"), GRPOConfig(kl_target=0.1),
         GRPOConfig(reference_every_n_updates=1), GRPOConfig(correction="token_mask"),
@@ -104,7 +104,7 @@ def test_an_off_switch_that_nothing_reads_is_no_mistake() -> None:
 
 def problems(settings: dict[str, Any]) -> list[Problem]:
     """What is wrong with settings of any algorithm, as in a recipe."""
-    return validate(PPOConfig, vars(GRPOConfig()) | settings, IN_PYTHON)[1]
+    return list(PPOConfig.from_checked(vars(GRPOConfig()) | settings).contradictions())
 
 
 def test_a_second_update_without_a_ratio_is_refused_with_what_has_one() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.schema import EnvsConfig
-from covey.config.schema.envs import READ_IF
+from covey.config.schema.envs import USED_WHEN
 from covey.errors import RecipeError
 
 
@@ -47,5 +47,5 @@ def test_settings_without_what_they_are_for_are_a_mistake() -> None:
 
 
 def test_every_setting_of_an_environment_has_its_condition() -> None:
-    conditional = [name for condition in READ_IF for name in condition.names]
+    conditional = [name for condition in USED_WHEN for name in condition.names]
     assert sorted([*conditional, "environment", "tools"]) == sorted(EnvsConfig.kinds)

@@ -14,8 +14,8 @@ from pydantic import JsonValue
 
 from covey.cli.commands import ChatOptions
 from covey.config import recipe, strict_yaml
-from covey.config.base import IN_PYTHON, classes_in, leaves, validate
-from covey.config.kinds import bounds, without_none
+from covey.config.base import classes_in, leaves
+from covey.config.kinds import without_none
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig, RLTrainingConfig, SFTConfig, SFTDataConfig
 from covey.errors import RecipeError
@@ -267,16 +267,27 @@ def test_an_override_does_not_hide_a_broken_section():
 # --- ranges and contradictions
 
 
-def test_all_problems_come_in_one_error_each_with_its_place():
-    text = SMALL + "rollout:\n  top_p: 0\n  kv_cache_size: 3\ndata: {task: gsm8k}\n"
+def test_all_contradictions_come_in_one_error_each_with_its_place():
+    text = SMALL + "rollout:\n  kv_cache_size: 3\ndata: {task: gsm8k}\n"
     message = refused(text, "--reward-weights", "1,2", "--num-generations=1")
-    assert message.startswith("5 problems")
+    assert message.startswith("4 problems")
     for part in (
-        "r.yaml:4: rollout.top_p is 0\n  wanted: more than 0 and at most 1",
-        "r.yaml:5: rollout.kv_cache_size is 3, and a sample may have 768 tokens",
-        "r.yaml:6: data.task gsm8k needs data.path",
+        "r.yaml:4: rollout.kv_cache_size is 3, and a sample may have 768 tokens",
+        "r.yaml:5: data.task gsm8k needs data.path",
         "--reward-weights: grpo.reward_weights has 2 numbers for 1 reward functions",
         "--num-generations: grpo.num_generations is 1: an answer needs others",
+    ):
+        assert part in message
+
+
+def test_values_out_of_their_range_come_first_in_one_error_with_wrong_names_and_types():
+    text = SMALL + "rollout:\n  top_p: 0\n  kv_cache_size: 3\ndata: {tsk: gsm8k}\n"
+    message = refused(text, "--num-generations=1.5")
+    assert message.startswith("3 problems")
+    for part in (
+        "r.yaml:4: rollout.top_p is 0\n  wanted: greater than 0",
+        "r.yaml:6: there is no setting 'tsk' in data\n  fix: did you mean 'task'?",
+        "--num-generations: grpo.num_generations is 1.5\n  wanted: a whole number",
     ):
         assert part in message
 
@@ -301,7 +312,8 @@ def test_single_problems(override, part):
 
 def read_back(settings):
     """The settings that are read from a recipe that was written, and what is wrong with them."""
-    return validate(type(settings), strict_yaml.read(recipe.to_yaml(settings), "r.yaml").tree, IN_PYTHON)
+    tree = strict_yaml.read(recipe.to_yaml(settings), "r.yaml").tree
+    return strict_yaml.validate_tree(type(settings), tree, type(settings))
 
 
 def test_defaults_lie_within_their_ranges():
@@ -331,6 +343,13 @@ def test_the_rollout_follows_the_seed_also_when_the_resolved_recipe_is_run_with_
     assert again == dataclasses.replace(first, seed=4)
 
 
+def bounds(kind):
+    """Return the limits of a number, by their class in `annotated_types`."""
+    limits = {type(kind): getattr(kind, type(kind).__name__.lower())} if isinstance(kind, (Ge, Gt, Le, Lt)) else {}
+    parts = (*get_args(kind), *getattr(kind, "__metadata__", ()))
+    return limits | {limit: value for part in parts for limit, value in bounds(part).items()}
+
+
 def settings_of(kind):
     """Values of a field of type `kind` in its range; of a class, those of them that do not contradict each other."""
     if classes := classes_in(kind):
@@ -346,7 +365,7 @@ def settings_of(kind):
 
 def agreeing(cls, drawn):
     """Settings as drawn, without those that contradict others."""
-    while problems := validate(cls, drawn, IN_PYTHON, object.__new__(cls))[1]:
+    while problems := list(cls.from_checked(drawn).contradictions()):
         kept = {name: value for name, value in drawn.items() if name not in {problem.key for problem in problems}}
         drawn = kept if len(kept) < len(drawn) else {}
     return cls(**drawn)
@@ -541,6 +560,6 @@ def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run
     with pytest.raises(RecipeError, match=r"^4 problems") as caught:
         recipe.load(tmp_path / "recipe.yaml")
     unread = re.findall(r"yaml:\d: (\S+) is", str(caught.value))
-    assert unread == ["grpo.kl", "grpo.reference_mixing", "momentum", "envs.timeout"]
+    assert unread == ["grpo.kl", "grpo.reference_mixing", "envs.timeout", "momentum"]
     with pytest.raises(RecipeError, match=r"^--grpo\.kl: grpo\.kl is set, and .*\n.*$"):
         recipe.load(tmp_path, ["--grpo.kl", "k1"])

@@ -41,7 +41,7 @@ from covey import (
 from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.config import recipe
-from covey.config.base import in_sections, without_check
+from covey.config.base import all_contradictions, without_check
 from covey.config.metrics import CLOCKS
 from covey.config.recipe import load_any
 from covey.errors import RecipeError, ResumeError, Stopped, WeightsError
@@ -436,7 +436,7 @@ def test_the_settings_of_each_recipe_get_the_same_verdicts_in_a_script(
         pytest.importorskip("covey_envs")
     for setting, value in [("seed", 5), *WRONG] if plays else [("seed", 5), *WRONG[:-2]]:
         section, tried = setting.partition(".")[0], changed(ready, setting, value)
-        problems = [problem.what for problem in in_sections(tried, in_recipe=True) if problem.key.startswith(section)]
+        problems = [problem.what for problem in all_contradictions(tried) if problem.key.startswith(section)]
         verdict = script_verdict(tried)
         assert bool(problems) == bool(verdict), (setting, problems, verdict)
         assert all(what in verdict for what in problems), (setting, verdict)
@@ -500,7 +500,7 @@ def test_a_supervised_recipe_and_a_script_get_the_same_verdicts(name: str) -> No
     ready = recipe.read_built_in(name)
     for setting, value in (("keep_best", ""), ("keep_best", "loss"), ("keep_best", "eval/loss"), ("show", ("reward",))):
         tried = changed(ready, f"training.{setting}", value)
-        problems = [p.what for p in in_sections(tried, in_recipe=True) if p.key.startswith("training")]
+        problems = [p.what for p in all_contradictions(tried) if p.key.startswith("training")]
         with pytest.raises(RecipeError) if problems else nullcontext() as error:
             SFTLearner(model="scratch:arithmetic-tiny@1", config=tried.training)
         assert all(what in str(error.value) for what in problems)

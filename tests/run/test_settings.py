@@ -9,7 +9,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
-from covey.config.base import OnResume, leaves, on_resume, without_check
+from covey.config.base import leaves, treatments_on_resume, without_check
 from covey.config.kinds import choices, without_none
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import GRPOConfig, PPOConfig
@@ -77,16 +77,16 @@ def test_what_makes_another_run_is_still_refused() -> None:
 
 @pytest.mark.parametrize("cls", [Recipe, SFTRecipe])
 def test_every_setting_says_what_a_change_of_it_does_to_a_resumed_run(cls: type[Recipe | SFTRecipe]) -> None:
-    """Beside its type, or beside that of its section: `Decisive`, `Reported` or `Ignored`."""
-    treatments = on_resume(cls)
+    """At the setting, or for all settings of its section."""
+    treatments = treatments_on_resume(cls)
     assert [name for name in leaves(cls) if treatments[name] is None] == []
 
 
 def test_the_treatment_beside_a_setting_comes_before_that_of_its_section() -> None:
-    treatments = on_resume(Recipe)
-    assert treatments["data.train_fraction"] == treatments["model.lora.alpha"] == OnResume.DECISIVE
-    assert treatments["data.path"] == treatments["evaluation.temperature"] == OnResume.IGNORED
-    assert treatments["rollout.temperature"] == treatments["training.actor_optimizer.b1"] == OnResume.REPORTED
+    treatments = treatments_on_resume(Recipe)
+    assert treatments["data.train_fraction"] == treatments["model.lora.alpha"] == "refuse"
+    assert treatments["data.path"] == treatments["evaluation.temperature"] == "ignore"
+    assert treatments["rollout.temperature"] == treatments["training.actor_optimizer.b1"] == "report"
     assert "data.path" not in settings_of(RL)
 
 
@@ -122,7 +122,7 @@ def test_each_setting_that_is_changed_is_refused_or_told_by_its_name(ready: Reci
     assert len(now) > 40
     for name in now.keys() - {"method"}:
         then = now | {name: settings_of(with_value(ready, name, other(kinds[name], value_of(ready, name))))[name]}
-        if on_resume(type(ready))[name] is OnResume.DECISIVE or name in ("critic", "grpo.reference_every_n_updates"):
+        if treatments_on_resume(type(ready))[name] == "refuse" or name in ("critic", "grpo.reference_every_n_updates"):
             with pytest.raises(ResumeError, match=f"{name} was "):
                 told(then, now)
         else:
@@ -144,7 +144,7 @@ MOMENTUM = "training.actor_optimizer.momentum"
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "plain": (
         ["grpo.beta=0.1"],
-        [name for name in ARRAYS if on_resume(Recipe)[name] is not OnResume.DECISIVE and name != MOMENTUM],
+        [name for name in ARRAYS if treatments_on_resume(Recipe)[name] != "refuse" and name != MOMENTUM],
     ),
     "no reference": (["grpo.beta=0"], ["grpo.beta"]),
     "adapting": (["grpo.beta=0.1", "grpo.kl_target=0.1"], ["grpo.beta", "grpo.kl_target", "grpo.kl_horizon"]),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Final, Literal
 
-from covey.config.base import Config, Fraction, Ignored, NonNegativeInt, Problem
+from covey.config.base import Config, Fraction, NonNegativeInt, Problem, setting
 
 HUBS = ("hf:", "tfds:")
 """Beginnings of a `data.path` that is no path."""
@@ -21,7 +21,7 @@ DATA_PATHS = {
 """Values of `data.path` by task, for the tasks that read it."""
 
 
-class DataConfig(Config, section="data"):
+class DataConfig(Config, section="data", on_resume="refuse"):
     """Source of the prompts."""
 
     task: TaskName = "first-letter"
@@ -29,11 +29,11 @@ class DataConfig(Config, section="data"):
     `path`. guess and wordle are for the environments of these names, long-sums for the tool calculator. A run that a
     script made with `train(..., out=)` has python: only the script has its data.
     """
-    path: Ignored[str | None] = None
+    path: str | None = setting(None, on_resume="ignore")
     """A .jsonl, .json, .csv, .tsv or .parquet file; a folder with train and test of one kind (train.jsonl and
     test.jsonl), or main_train.csv and main_test.csv; hf:org/name, in full hf:org/name/config@revision; or tfds:name.
     """
-    test_path: Ignored[str | None] = None
+    test_path: str | None = setting(None, on_resume="ignore")
     """The held-out file beside a file. Without it the last tenth of `path` is held out."""
     prompt_column: str = "prompt"
     """jsonl: the column that holds the prompt (text, or a list of chat messages)."""

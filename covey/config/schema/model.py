@@ -10,15 +10,13 @@ from annotated_types import Ge
 from covey.config.base import (
     Config,
     Decay,
-    Decisive,
-    Ignored,
     Int,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Problem,
-    Reported,
-    problem_if,
+    refuse_if,
+    setting,
 )
 from covey.errors import nearest
 
@@ -26,7 +24,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 """Names that a projection has in some family."""
 
 
-class LoRAConfig(Config, section="model.lora"):
+class LoRAConfig(Config, section="model.lora", on_resume="refuse"):
     """Low-rank adapters (Hu et al., 2021): W + (alpha / rank)·A·B on the named projections."""
 
     rank: NonNegativeInt = 0
@@ -42,7 +40,7 @@ class LoRAConfig(Config, section="model.lora"):
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for adapters without any target."""
-        return problem_if(
+        return refuse_if(
             self.rank > 0 and not self.targets,
             "targets",
             "model.lora.targets is empty: nothing would be trained",
@@ -55,7 +53,7 @@ class LoRAConfig(Config, section="model.lora"):
         return [Problem("targets", f"model.lora.targets has no {t!r}", nearest(t, LORA_TARGETS)) for t in unknown]
 
 
-class MeshConfig(Config, section="model.mesh"):
+class MeshConfig(Config, section="model.mesh", on_resume="ignore"):
     """Devices as a grid, those of all processes together; 1 along every axis is one device of each process."""
 
     data: PositiveInt = 1
@@ -66,7 +64,7 @@ class MeshConfig(Config, section="model.mesh"):
     """Number of parts into which each matrix product is split."""
 
 
-class RoleMeshConfig(Config, section="role_to_mesh.rollout"):
+class RoleMeshConfig(Config, section="role_to_mesh.rollout", on_resume="ignore"):
     """Devices of a role beside those of model.mesh, all processes counted; 0 along every axis is none of its own."""
 
     data: NonNegativeInt = 0
@@ -83,66 +81,66 @@ class RoleMeshConfig(Config, section="role_to_mesh.rollout"):
         return math.prod(size or 1 for size in axes) if any(axes) else 0
 
 
-class RoleMeshes(Config, section="role_to_mesh"):
+class RoleMeshes(Config, section="role_to_mesh", on_resume="ignore"):
     """Meshes of roles with devices of their own; the other roles are on model.mesh."""
 
     rollout: RoleMeshConfig = field(default_factory=RoleMeshConfig)
 
 
-class ModelOptions(Config, section="model"):
+class ModelOptions(Config, section="model", on_resume="refuse"):
     """Checkpoint to start with, and its types in memory and in computation."""
 
-    source: Ignored[str] = "smollm2-135m"
+    source: str = setting("smollm2-135m", on_resume="ignore")
     """A name (smollm2-135m), a Hugging Face folder, a .gguf file, hf:org/name[@revision], the folder of a run, or a
     model made from scratch (scratch:arithmetic-tiny; its weights are drawn from the run's seed).
     """
-    dtype: Decisive[Literal["float32", "bfloat16"]] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in memory."""
-    compute_dtype: Decisive[Literal["auto", "float32", "bfloat16"]] = "float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Type of the operands of matrix products; they always accumulate in float32. auto chooses bfloat16 where the
     device multiplies it in hardware, else float32; the run folder records the choice.
     """
-    remat: Reported[bool] = True
+    remat: bool = setting(True, on_resume="report")
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    remat_keeps: Reported[Literal["nothing", "products"]] = "products"
+    remat_keeps: Literal["nothing", "products"] = setting("products", on_resume="report")
     """Activations that a recomputed layer keeps: the results of its projections, which are nearly all of the work, or
     nothing.
     """
-    quantize: Decisive[Literal["none", "int8", "nf4"]] = "none"
+    quantize: Literal["none", "int8", "nf4"] = "none"
     """Storage of the frozen projections under adapters: as they are, 8 bits with one scale for each column, or 4 bits
     with one scale for each block (QLoRA, Dettmers et al., 2023). Embeddings, norms and heads stay in dtype.
     """
-    quantize_block: Decisive[Annotated[Int, Ge(2)]] = 64
+    quantize_block: Annotated[Int, Ge(2)] = 64
     """nf4: number of inputs of a projection with a common scale; even, and a divisor of the inputs of each."""
-    adapter: Ignored[str | None] = None
+    adapter: str | None = setting(None, on_resume="ignore")
     """Folder of a PEFT adapter (adapter_config.json), which is put on the model and trained on; lora.rank is then 0,
     since the adapter has its own.
     """
-    lora: Decisive[LoRAConfig] = field(default_factory=LoRAConfig)
-    mesh: Ignored[MeshConfig] = field(default_factory=MeshConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for settings of adapters and quantisation that exclude each other."""
         return [
-            *problem_if(
+            *refuse_if(
                 self.adapter and self.lora.rank,
                 "adapter",
                 f"model.lora.rank is {self.lora.rank}, and model.adapter brings its own",
                 "model.lora.rank 0 beside an adapter",
             ),
-            *problem_if(
+            *refuse_if(
                 self.quantize != "none" and not (self.lora.rank or self.adapter),
                 "quantize",
                 f"model.quantize is {self.quantize} without adapters, and a quantised base cannot be trained",
                 "none; or adapters: a model.lora.rank above 0, or model.adapter",
             ),
-            *problem_if(
+            *refuse_if(
                 self.quantize != "nf4" and self.quantize_block != ModelOptions.quantize_block,
                 "quantize_block",
                 f"model.quantize_block is {self.quantize_block}, and model.quantize is {self.quantize}",
                 f"model.quantize nf4; else {ModelOptions.quantize_block}, its default",
             ),
-            *problem_if(
+            *refuse_if(
                 self.quantize_block % 2,
                 "quantize_block",
                 f"model.quantize_block is {self.quantize_block}",

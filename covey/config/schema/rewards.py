@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import Literal
 
-from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Problem, problem_if
+from covey.config.base import Config, NonNegativeFloat, NonNegativeInt, Problem, refuse_if
 
 OnRewardError = Literal["raise", "none", "value"]
 
 
-class RewardSafetyConfig(Config, section="reward_safety"):
+class RewardSafetyConfig(Config, section="reward_safety", on_resume="report"):
     """Treatment of reward functions that raise, hang, die or return anything but a finite number."""
 
     workers: NonNegativeInt = 0
@@ -36,7 +36,7 @@ class RewardSafetyConfig(Config, section="reward_safety"):
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for a timeout without workers."""
-        return problem_if(
+        return refuse_if(
             self.timeout and not self.workers,
             "timeout",
             f"reward_safety.timeout is {self.timeout:g}, and reward_safety.workers is 0",

@@ -7,17 +7,16 @@ from typing import Literal
 
 from covey.config.base import (
     Config,
-    Decisive,
     Fraction,
     GroupSize,
-    Ignored,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Probability,
     Problem,
-    problem_if,
+    refuse_if,
+    setting,
     without_check,
 )
 
@@ -39,20 +38,20 @@ class SamplingConfig(Config):
     """
 
 
-class RolloutConfig(SamplingConfig, section="rollout"):
+class RolloutConfig(SamplingConfig, section="rollout", on_resume="report"):
     """Sampling of completions."""
 
     max_prompt_length: PositiveInt = 256
     """Largest length of a prompt in tokens; training.too_long says what happens to a longer one."""
     max_new_tokens: PositiveInt = 512
     """Largest number of tokens of a completion, the stop token included."""
-    seed: Decisive[Int] = 0
+    seed: Int = setting(0, on_resume="refuse")
     """Seed of the noise; in a recipe the run's seed."""
-    slots: Ignored[PositiveInt] = 32
+    slots: PositiveInt = setting(32, on_resume="ignore")
     """Number of completions decoded side by side."""
     decode_chunk: PositiveInt = 8
     """Number of decode steps between two checks for finished slots."""
-    kv_cache_size: Ignored[Int | None] = None
+    kv_cache_size: Int | None = setting(None, on_resume="ignore")
     """Largest number of tokens in a slot's cache; max_prompt_length + max_new_tokens when not set."""
     tool: Literal["none", "calculator"] = "none"
     """calculator: the text that the model writes between the first two of tool_markers is calculated, and the result is
@@ -66,9 +65,21 @@ class RolloutConfig(SamplingConfig, section="rollout"):
         return without_check(type(self), vars(self) | {"seed": seed})
 
 
-class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when not set."):
+class EvalConfig(Config, section="evaluation", on_resume="ignore"):
     """Evaluation before, during and after training."""
 
+    temperature: NonNegativeFloat | None = None
+    """Divides the logits; 0 is greedy. The rollout's when not set."""
+    top_p: Fraction | None = None
+    """Keep the smallest set of most likely tokens whose probabilities add up to at least this; 1 is off. The rollout's
+    when not set.
+    """
+    top_k: NonNegativeInt | None = None
+    """Number of most likely tokens to keep; 0 is off. The rollout's when not set."""
+    min_p: Probability | None = None
+    """Keep tokens that have at least this fraction of the probability of the most likely one (Nguyen et al., 2024,
+    arXiv:2407.01082); 0 is off. The rollout's when not set.
+    """
     prompts: NonNegativeInt = 100
     """Number of held-out prompts; 0 means all."""
     during_prompts: NonNegativeInt | None = None
@@ -98,13 +109,13 @@ class EvalConfig(SamplingConfig, section="evaluation", unset="The rollout's when
         twice = [name for name in SamplingConfig.kinds if self.preset and getattr(self, name) is not None]
         text = f"is set, and evaluation.preset {self.preset} sets it too"
         return [
-            *problem_if(
+            *refuse_if(
                 self.pass_k > self.samples,
                 "pass_k",
                 f"evaluation.pass_k is {self.pass_k}, and {self.samples} completions of each prompt are sampled",
                 f"at most {self.samples}, or an evaluation.samples of {self.pass_k}",
             ),
-            *problem_if(
+            *refuse_if(
                 self.pass_k and not self.accuracy,
                 "pass_k",
                 "evaluation.pass_k is set, and nothing says what is right",

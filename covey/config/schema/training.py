@@ -11,26 +11,23 @@ from covey.config import metrics
 from covey.config.base import (
     Config,
     Decay,
-    Decisive,
     Fraction,
-    Ignored,
     Int,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Problem,
-    Reported,
-    is_plain,
-    problem_if,
+    refuse_if,
+    setting,
 )
 from covey.files import IN_BUCKET
 
 
-class OptimizerConfig(Config, section="training.optimizer"):
+class OptimizerConfig(Config, section="training.optimizer", on_resume="report"):
     """AdamW (Loshchilov & Hutter, 2019), or Muon (Jordan et al., 2024) for matrices, with warm-up and decay."""
 
-    kind: Decisive[Literal["adamw", "muon"]] = "adamw"
+    kind: Literal["adamw", "muon"] = setting("adamw", on_resume="refuse")
     """Optimizer of the matrices of the layers; all other weights always use AdamW."""
     learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate; of the matrices alone where other weights have their own."""
@@ -65,89 +62,89 @@ class OptimizerConfig(Config, section="training.optimizer"):
 
     def contradictions(self) -> Iterable[Problem]:
         """Return a problem for a momentum without Muon."""
-        return problem_if(
+        return refuse_if(
             self.kind != "muon" and self.momentum != OptimizerConfig.momentum,
             "momentum",
             f"momentum is {self.momentum:g}, and the optimizer {self.kind} does not use it",
             f"kind muon, or {OptimizerConfig.momentum}, the default; adamw has b1",
-            unread=True,
+            unused=True,
         )
 
 
 Optimizer = Annotated[
-    OptimizerConfig, WrapValidator(lambda value, validate: validate(value) if is_plain(value) else value)
+    OptimizerConfig, WrapValidator(lambda value, validate: value if hasattr(value, "init") else validate(value))
 ]
 """Settings of an optimizer; in Python also an optax transformation."""
 
 
-class RLTrainingConfig(Config, section="training"):
+class RLTrainingConfig(Config, section="training", on_resume="report"):
     """Duration, batch sizes and intervals of the training."""
 
-    max_steps: Reported[PositiveInt | None] = None
+    max_steps: PositiveInt | None = None
     """Number of optimizer steps (rollout batches × num_iterations); when not set, the data times num_epochs."""
-    num_epochs: Reported[PositiveInt] = 1
+    num_epochs: PositiveInt = 1
     """Number of passes over the training data when max_steps is not set."""
-    prompts_per_step: Decisive[PositiveInt] = 8
+    prompts_per_step: PositiveInt = setting(8, on_resume="refuse")
     """Number of prompts in a rollout batch, over all processes: P. Each is sampled num_generations times."""
-    too_long: Reported[Literal["error", "drop", "truncate"]] = "error"
+    too_long: Literal["error", "drop", "truncate"] = "error"
     """Treatment of a prompt longer than rollout.max_prompt_length: refuse the run, leave out its row, or cut off its
     beginning (in a chat the beginning of the longest message), in training and evaluation. summary.json counts rows
     left out and cut.
     """
-    actor_optimizer: Reported[Optimizer] = field(default_factory=OptimizerConfig)
-    critic_optimizer: Reported[Optimizer] = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    actor_optimizer: Optimizer = field(default_factory=OptimizerConfig)
+    critic_optimizer: Optimizer = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     """ppo: optimizer of the critic."""
-    rollout_micro_batch_size: Reported[PositiveInt | None] = None
+    rollout_micro_batch_size: PositiveInt | None = None
     """Number of prompts (× num_generations samples) sampled at a time; the whole step when not set."""
-    ref_logps_micro_batch_size: Reported[PositiveInt | None] = None
+    ref_logps_micro_batch_size: PositiveInt | None = None
     """Number of prompts (× num_generations samples) whose reference log-probs and values are computed at a time."""
-    old_logps_micro_batch_size: Reported[PositiveInt | None] = None
+    old_logps_micro_batch_size: PositiveInt | None = None
     """Number of prompts (× num_generations samples) whose old log-probs are computed at a time."""
-    train_micro_batch_size: Reported[PositiveInt | None] = None
+    train_micro_batch_size: PositiveInt | None = None
     """Number of prompts (× num_generations samples) whose gradients are accumulated at a time; the whole step when not
     set.
     """
-    off_policy_steps: Decisive[NonNegativeInt] = 0
+    off_policy_steps: NonNegativeInt = setting(0, on_resume="refuse")
     """k: step t trains on samples of the weights after step max(t − 1 − k, 0), which a thread draws while earlier steps
     train; 0 trains on samples of the last weights. Where k is not 0, grpo.correction is token_truncate if it is not
     set.
     """
-    eval_every_n_steps: Ignored[NonNegativeInt] = 0
+    eval_every_n_steps: NonNegativeInt = setting(0, on_resume="ignore")
     """Held-out evaluation during training; 0 leaves it to before and after."""
-    checkpoint_every_n_steps: Ignored[NonNegativeInt] = 0
+    checkpoint_every_n_steps: NonNegativeInt = setting(0, on_resume="ignore")
     """Checkpoints during training; one is always written at the end."""
-    max_to_keep: Ignored[PositiveInt] = 4
+    max_to_keep: PositiveInt = setting(4, on_resume="ignore")
     """Number of checkpoints kept."""
-    checkpoint_path: Ignored[str] = ""
+    checkpoint_path: str = setting("", on_resume="ignore")
     """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
     in the run folder. When not set, the checkpoints are in the run folder.
     """
-    keep_best: Reported[str] = ""
+    keep_best: str = ""
     """A metric, such as eval/accuracy: the checkpoint with its best value is kept beside the latest."""
-    skip_nonfinite: Reported[NonNegativeInt] = 0
+    skip_nonfinite: NonNegativeInt = 0
     """Number of updates whose loss or gradient is not finite that may be left out before the run stops; the batch of
     each is saved in the folder bad/. An update left out counts as a step of the run, the schedule and the dropout.
     """
-    watchdog_seconds: Ignored[NonNegativeFloat] = 1800.0
+    watchdog_seconds: NonNegativeFloat = setting(1800.0, on_resume="ignore")
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
-    token_values_every_n_steps: Ignored[NonNegativeInt | None] = None
+    token_values_every_n_steps: NonNegativeInt | None = setting(None, on_resume="ignore")
     """Interval of the steps at which the tokens of one group (of 8 completions, and 512 tokens of each, at most) are
     scored before and after the update, so that the report can colour them; 0 is never. When not set, it is the shortest
     at which this costs less than 1 % of a step, and at most 50 steps of the run. It changes no result.
     """
-    token_agreement: Ignored[bool] = True
+    token_agreement: bool = setting(True, on_resume="ignore")
     """Measure sampling/token_agreement in each step's first update. Without truncation it costs less than 1 % of a
     step; with top_k, top_p or min_p the logits are computed once more, for about 5 %. It changes no result.
     """
-    show: Ignored[tuple[str, ...]] = ("kl",)
+    show: tuple[str, ...] = setting(("kl",), on_resume="ignore")
     """Metrics on the progress line, besides the reward; docs/metrics.md lists them all."""
-    packing: Reported[Literal["groups", "dense"]] = "groups"
+    packing: Literal["groups", "dense"] = "groups"
     """groups: the prompt once, followed by its completions. dense: one sample in a row (the oracle)."""
-    row_length: Reported[PositiveInt] = 768
+    row_length: PositiveInt = 768
     """Largest length of a row in tokens; shorter rows are used where they suffice, and a longer sample makes a longer
     one.
     """
-    max_tokens_per_micro_batch: Reported[PositiveInt] = 1024
+    max_tokens_per_micro_batch: PositiveInt = 1024
     """Largest number of tokens in one forward-backward pass, in whole rows and at least one for each device; a larger
     micro-batch is split. It changes speed and memory, never the gradient.
     """
@@ -159,55 +156,55 @@ class RLTrainingConfig(Config, section="training"):
         return [*metrics.unlogged(self.show, self.keep_best, metrics.RL), *_unusable(self.checkpoint_path)]
 
 
-class SFTConfig(Config, section="training"):
+class SFTConfig(Config, section="training", on_resume="report"):
     """Duration, batch sizes and intervals of supervised training."""
 
-    max_steps: Reported[PositiveInt | None] = None
+    max_steps: PositiveInt | None = None
     """Number of optimizer steps; when not set, the data times num_epochs."""
-    num_epochs: Reported[PositiveInt] = 1
+    num_epochs: PositiveInt = 1
     """Number of passes over the training data when max_steps is not set."""
-    batch_size: Decisive[PositiveInt] = 16
+    batch_size: PositiveInt = setting(16, on_resume="refuse")
     """Number of examples in an optimizer step."""
-    optimizer: Reported[Optimizer] = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
-    completion_only: Reported[bool] = True
+    optimizer: Optimizer = field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5))
+    completion_only: bool = True
     """Learn the completions only; otherwise the prompts too."""
-    max_length: Reported[Annotated[Int, Ge(2)]] = 1024
+    max_length: Annotated[Int, Ge(2)] = 1024
     """Largest length of an example in tokens, prompt and completion together."""
-    too_long: Reported[Literal["error", "drop", "truncate"]] = "error"
+    too_long: Literal["error", "drop", "truncate"] = "error"
     """Treatment of a longer example: refuse the run, leave the example out, or cut off its end, and with it the stop
     token. summary.json counts examples left out and cut.
     """
-    packing: Reported[bool] = True
+    packing: bool = True
     """Put several short examples into one row, where none sees another; otherwise one in a row. The gradient is the
     same.
     """
-    row_length: Reported[PositiveInt] = 768
+    row_length: PositiveInt = 768
     """Largest length of a row in tokens; shorter rows are used where they suffice, and a longer example makes a longer
     one.
     """
-    max_tokens_per_micro_batch: Reported[PositiveInt] = 1024
+    max_tokens_per_micro_batch: PositiveInt = 1024
     """Largest number of tokens in one forward-backward pass, in whole rows and at least one for each device; gradients
     are accumulated over the step. It changes speed and memory, never the gradient.
     """
-    eval_every_n_steps: Ignored[NonNegativeInt] = 0
+    eval_every_n_steps: NonNegativeInt = setting(0, on_resume="ignore")
     """Held-out loss during training; 0 leaves it to before and after."""
-    checkpoint_every_n_steps: Ignored[NonNegativeInt] = 0
+    checkpoint_every_n_steps: NonNegativeInt = setting(0, on_resume="ignore")
     """Checkpoints during training; one is always written at the end."""
-    max_to_keep: Ignored[PositiveInt] = 4
+    max_to_keep: PositiveInt = setting(4, on_resume="ignore")
     """Number of checkpoints kept."""
-    checkpoint_path: Ignored[str] = ""
+    checkpoint_path: str = setting("", on_resume="ignore")
     """gs://BUCKET/FOLDER for the checkpoints, where each run has a folder named as its run folder; the other files stay
     in the run folder. When not set, the checkpoints are in the run folder.
     """
-    keep_best: Reported[str] = ""
+    keep_best: str = ""
     """A metric, such as eval/loss: the checkpoint with its best value is kept beside the latest."""
-    skip_nonfinite: Reported[NonNegativeInt] = 0
+    skip_nonfinite: NonNegativeInt = 0
     """Number of updates whose loss or gradient is not finite that may be left out before the run stops; the batch of
     each is saved in the folder bad/. An update left out counts as a step of the run, the schedule and the dropout.
     """
-    watchdog_seconds: Ignored[NonNegativeFloat] = 1800.0
+    watchdog_seconds: NonNegativeFloat = setting(1800.0, on_resume="ignore")
     """Duration of a phase in seconds after which the stack of every thread is written to stacks.txt; 0 is never."""
-    show: Ignored[tuple[str, ...]] = ("perplexity",)
+    show: tuple[str, ...] = setting(("perplexity",), on_resume="ignore")
     """Metrics on the progress line, besides the loss; docs/metrics.md lists them all."""
 
     def contradictions(self) -> Iterable[Problem]:
@@ -217,7 +214,7 @@ class SFTConfig(Config, section="training"):
 
 def _unusable(checkpoint_path: str) -> Iterable[Problem]:
     """Return the problem of a path to which no checkpoints can be written."""
-    return problem_if(
+    return refuse_if(
         checkpoint_path and not IN_BUCKET.fullmatch(checkpoint_path),
         "checkpoint_path",
         f"training.checkpoint_path is {checkpoint_path!r}",

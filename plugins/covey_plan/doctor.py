@@ -1,7 +1,9 @@
 """Execute `covey doctor`: check this machine. Each finding is one line, ok or warn; a warning names the fix."""
 
+import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, entry_points
@@ -14,7 +16,7 @@ from covey.cli.parse import Line
 from covey.display import make_console
 from covey.errors import first_line
 from covey.models.loading.cache import cache_folder
-from covey.registry import install_command, missing_packages
+from covey.registry import install_command
 
 if TYPE_CHECKING:
     from covey.rl.agreement import Agreement
@@ -136,6 +138,26 @@ def _extras() -> Iterator[Finding]:
             yield Finding(extra, f"{purpose}: without {', '.join(lacking)}", f"{install_command(extra)} if you need it")
         else:
             yield Finding(extra, purpose)
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Return the packages of `extra` that are not installed, according to the metadata of the installed Covey.
+
+    Raises:
+        PackageNotFoundError: Covey itself is not installed.
+    """
+    marker = re.compile(rf"""extra\s*==\s*['"]{re.escape(extra)}['"]""")
+    wanted = [line for line in importlib.metadata.requires("covey") or () if marker.search(line)]
+    return [name for name in map(_package_name, wanted) if not any(importlib.metadata.distributions(name=name))]
+
+
+def _package_name(requirement: str) -> str:
+    """Return the package name of a requirement.
+
+    >>> _package_name("jax[cuda12]>=0.10; extra == 'cuda'")
+    'jax'
+    """
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 EXTRAS = {
