@@ -54,8 +54,6 @@ ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
 """Advice for a script whose settings are not those of the run in its folder."""
 SHOWN = {"rl": {"headline": "reward", "answers": SAMPLES}, "sft": {"headline": "loss", "answers": AFTER}}
 """Method of a run → the metric that is shown first, and the file that the last message names."""
-STEP_FILES = {"rl": (METRICS, SAMPLES), "sft": (METRICS,)}
-"""Method of a run → names of the files that get lines at each step."""
 
 
 @dataclass

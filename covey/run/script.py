@@ -24,7 +24,7 @@ from covey.parallel import processes
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import fingerprint
 from covey.run.folder import RunFolder, create_folder, reopen_folder
-from covey.run.saved_run import STEP_FILES, ReadyRun, RunResources, train_in_folder
+from covey.run.saved_run import ReadyRun, RunResources, train_in_folder
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _open(learner: Any, recipe: Recipe | SFTRecipe, out: Path) -> AbstractContex
         )
     if not resuming and in_use:
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
-    return reopen_folder(out, recipe, STEP_FILES[recipe.method]) if resuming else create_folder(out, recipe)
+    return reopen_folder(out, recipe) if resuming else create_folder(out, recipe)
 
 
 def warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:

@@ -222,7 +222,7 @@ def test_a_run_folder_that_is_a_link_is_followed(folder: Path, tmp_path: Path, c
     (tmp_path / "link").symlink_to(folder)
     replace_file(tmp_path / "link" / SUMMARY, b"{}")
     with MetricsWriter(tmp_path / "link", resume_at=1) as writer:
-        writer.step({"step": 2})
+        writer.rows("metrics.jsonl", [{"step": 2}])
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     with take_lock(tmp_path / "link" / "checkpoints"):
         assert is_locked(folder / "checkpoints")

@@ -368,7 +368,7 @@ def little_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(writer: MetricsWriter) -> None:
     for step in range(5000):
-        writer.step({"step": step, "text": "x" * 1000})
+        writer.rows("metrics.jsonl", [{"step": step, "text": "x" * 1000}])
 
 
 def test_a_full_disk_names_its_bytes_and_keeps_what_was_there(little_disk: Path) -> None:
