@@ -8,13 +8,9 @@ from covey.registry import all_offered
 
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
-TOKENS = "tokens.jsonl"
 BEFORE, AFTER = "before.jsonl", "after.jsonl"
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
-REPORT = "report.html"
-TRACKING = "tracking-id"
 CHECKPOINTS, BAD, MODEL = "checkpoints", "bad", "model"
-TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 class RunFile(NamedTuple):
@@ -51,7 +47,6 @@ RUN_FILES = (
         per_step=True,
         group_rows="covey.monitor.writer:group_rows",
     ),
-    RunFile(TOKENS, "values of the tokens of some completions", optional=True, per_step=True),
     RunFile(BEFORE, "held-out completions before training", optional=True),
     RunFile("before-standard.jsonl", "the same, sampled by the preset standard", optional=True),
     RunFile("before-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
@@ -59,15 +54,11 @@ RUN_FILES = (
     RunFile("after-standard.jsonl", "the same, sampled by the preset standard", optional=True),
     RunFile("after-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
     RunFile(SUMMARY, "results, versions, devices, and where the first weights came from", "always"),
-    RunFile(REPORT, "curves, the recipe, and prompts with completions, also held-out ones", "unless --no-report"),
     RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
     RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
     RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
     RunFile(MODEL, "config and tokenizer of the model, whose weights are in checkpoints", is_folder=True),
     RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),
-    RunFile(TRACKING, "identifier of the run for trackers", optional=True),
-    RunFile(TENSORBOARD, "metrics for TensorBoard", optional=True, is_folder=True),
-    RunFile(WANDB, "metrics for Weights & Biases", optional=True, is_folder=True),
 )
 """Covey's own files and folders in a run folder, in the order of documents and commands."""
 

@@ -69,7 +69,7 @@ def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, resource
         recipe: the checked recipe.
         data: its data.
         mesh: the devices to train on; the default device when not given.
-        resources: folder, display, trackers and signal handler of the run.
+        resources: folder, display and signal handler of the run.
     """
     make = build_rl if isinstance(recipe, Recipe) else build_sft
     return make(recipe, data, mesh, resources)  # type: ignore[arg-type]  # each gets its own kind

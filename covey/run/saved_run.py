@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,6 @@ from covey.monitor.progress import Progress
 from covey.monitor.record import StepLines, StepRecord
 from covey.monitor.run_files import AFTER, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import STOPPED
-from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
 from covey.parallel import processes
 from covey.parallel.processes import PeerLostError
@@ -70,7 +69,6 @@ class RunResources:
     progress: Progress
     phase: Callable[[str], None]
     compile_counter: CompileCounter
-    trackers: Trackers
     signals: SignalHandler
     stack: ExitStack
     started: float = field(default_factory=time.monotonic)
@@ -106,7 +104,7 @@ class ReadyRun(NamedTuple):
 
 @contextmanager
 def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
-    """Open the watchdog, trackers and signal handler of a run; they are closed in the reverse order."""
+    """Open the watchdog and signal handler of a run; they are closed in the reverse order."""
     with ExitStack() as stack:
         watched = folder.path if folder.writes else None
         watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))
@@ -120,10 +118,8 @@ def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Prog
                 release_free_memory()
 
         stack.enter_context(show_log(phase, progress.message))
-        tracked = Tracked(folder.path, asdict(recipe), folder.resume_at)
-        trackers = stack.enter_context(Trackers(recipe.tracking if folder.writes else (), tracked))
         signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
-        yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
+        yield RunResources(folder, progress, phase, compile_counter, signals, stack)
 
 
 def console_of_process() -> Console | None:
@@ -167,7 +163,7 @@ class SavedRun(Outputs):
 
     Args:
         recipe: the checked recipe; that of a script's run has the learner's settings.
-        resources: folder, display, trackers and signal handler of the run.
+        resources: folder, display and signal handler of the run.
         ready: the learner and its data.
 
     Attributes:
@@ -294,7 +290,6 @@ class SavedRun(Outputs):
         """
         record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
         self.folder.write_step(record)
-        self._track(record)
         self.progress.step(record.metrics, SampleLine.of(record.groups))
         super().step(record)
         self._tell("step", record)
@@ -306,22 +301,11 @@ class SavedRun(Outputs):
             self._tell("end", STOPPED)
             raise Stopped(name)
 
-    def _track(self, record: StepRecord) -> None:
-        """Send a step to the trackers."""
-        recipe, table = self.recipe, list[Any]()
-        if isinstance(recipe, Recipe):
-            due = recipe.log_completions and record.due(recipe.log_completions_every_n_steps)
-            table = [record.groups if due else (), recipe.num_completions_to_log]
-        self.resources.trackers.log(record.step, record.metrics, *table)
-
     def evaluation(self, name: str, measured: Measured) -> None:
-        """Show an evaluation, write its completions, and send its metrics to the trackers."""
+        """Show an evaluation, write its completions, and tell the outputs."""
         self.progress.evaluation(name, measured.metrics, SampleLine.of(measured.shown))
         for ending, (groups, correct) in measured.answers.items():
             self.folder.write_answers(f"{name}{ending}", groups, correct)
-        self.resources.trackers.log(
-            self.learner.step, {f"eval/{what}": value for what, value in measured.metrics.items()}
-        )
         self._tell("evaluation", name, measured.metrics)
 
     def end(self) -> None:

@@ -14,7 +14,8 @@ from covey.config.base import Config
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.files import has_file
-from covey.monitor.run_files import REPORT, RunFile, run_files
+from covey.monitor.run_files import RunFile, run_files
+from covey_report.run_files import REPORT
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -17,7 +17,7 @@ from covey.data.loader import fit_prompts
 from covey.data.rows import count_plain
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
-from covey.monitor.run_files import TOKENS, run_files
+from covey.monitor.run_files import run_files
 from covey.recipes.build import load_data, prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
@@ -26,6 +26,7 @@ from covey.sft.batch import encode_example, fit
 from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+from covey_report.run_files import TOKENS
 from covey_report.token_values import token_values_interval
 
 

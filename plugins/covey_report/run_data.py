@@ -19,9 +19,10 @@ from covey.config import recipe
 from covey.config.recipe import flatten, read_settings
 from covey.config.schema import PPOConfig
 from covey.files import is_count, number, open_or_empty, parse_line
-from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY, TOKENS
+from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import FINISHED, read_object, read_state
 from covey_report.changes import errors_of_changes
+from covey_report.run_files import TOKENS
 
 Row = Mapping[str, Any]
 

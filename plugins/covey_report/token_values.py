@@ -19,7 +19,6 @@ from covey.config.algorithms import Algorithm
 from covey.config.recipe import Recipe
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.losses.policy import KLS
-from covey.monitor import run_files
 from covey.monitor.record import StepRecord, is_due
 from covey.packing.rows import Rows, pack
 from covey.parallel import processes
@@ -28,6 +27,7 @@ from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import power_of_two
 from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
+from covey_report.run_files import TOKENS as TOKENS_FILE
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
@@ -106,7 +106,7 @@ class TokenValuesWriter(Output):
         if self._every:
             self._scorer.score_again()
             self._folder.write_rows(
-                run_files.TOKENS, (token_row(record.step, one) for one in self._scorer.values(record.groups))
+                TOKENS_FILE, (token_row(record.step, one) for one in self._scorer.values(record.groups))
             )
             self._scorer = TokenScorer(self._learner.cluster, self._learner.algorithm)
 

@@ -16,8 +16,7 @@ from covey.cli.commands import COMMANDS
 from covey.cli.main import main
 from covey.errors import ResumeError
 from covey.files import open_below, replace_file
-from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
-from covey.monitor.trackers import Tracked
+from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.run.folder import model_folder, read_summary
 from covey.run.watchdog import Watchdog
@@ -35,6 +34,15 @@ def watch(run: Path, once: bool) -> int:
 
 def write_report(out: Path, runs: list[Path]) -> int:
     return int(pytest.importorskip("covey_report.page").write_report(out, runs))
+
+
+def track(run: Path) -> None:
+    pytest.importorskip("covey_trackers.trackers").Tracked(run, {}).identity()
+
+
+def write_tokens(run: Path) -> None:
+    pytest.importorskip("covey_report.run_files")
+    MetricsWriter(run, resume_at=1)
 
 
 @pytest.fixture
@@ -58,11 +66,11 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("checkpoints/lock", lambda run: take_lock(run / "checkpoints").close()),
     ("metrics.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
     ("samples.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
-    ("tokens.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
+    ("tokens.jsonl", write_tokens),
     ("after.jsonl", lambda run: write_answers(run, "after", [])),
     ("bad/00000007.jsonl", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
     ("bad/00000007.npz", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
-    (TRACKING, lambda run: Tracked(run, {}).identity()),
+    ("tracking-id", track),
     ("model/tokenizer.json", model_folder),
 ]
 

@@ -23,8 +23,9 @@ from covey.errors import STOPPED, CoveyError
 from covey.files import is_count, number
 from covey.monitor.formats import SampleLine, duration
 from covey.monitor.progress import Progress
-from covey.monitor.run_files import AFTER, REPORT, SAMPLES
+from covey.monitor.run_files import AFTER, SAMPLES
 from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
+from covey_report.run_files import REPORT
 
 INTERVAL = 1.0
 """Seconds between two looks at the files."""
