@@ -1,7 +1,7 @@
 """Follow the progress of a run and show it.
 
 In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: the `Status` of the run, and lines
-on the display that fits the console (`displays`). The headline metric is the reward in
+on the display that fits the console (`display`). The headline metric is the reward in
 reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
 training.
 """
@@ -19,10 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from covey.display import BESIDE, make_console, printable
-from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
+from covey.monitor.display import LogDisplay
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
+from covey.registry import all_offered
 
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
@@ -64,9 +65,9 @@ class Progress:
         self._phase, self._count, self._compiling, self._program, self._updates = "", (0, 0), 0, "", 1
         self._thread = threading.current_thread()
         self._ahead: dict[str, tuple[threading.Thread, str]] = {}
-        view = StatusView(self.status, headline, self._values)
-        drawn = self.console.is_terminal or self.console.is_jupyter
-        self.display = (LiveDisplay if drawn else LogDisplay)(self.console, view, headline, show)
+        kind = "notebook" if self.console.is_jupyter else "terminal" if self.console.is_terminal else "log"
+        display = all_offered("covey.displays").get(kind, lambda: LogDisplay)()
+        self.display: LogDisplay = display(self.console, self.status, headline, show, self._values)
 
     def __enter__(self) -> "Progress":
         self.display.open()
@@ -141,10 +142,6 @@ class Progress:
             tokens_per_second=row.get("tokens_per_second", 0.0),
             memory=self._memory(),
         )
-
-    def show_status(self) -> None:
-        """Print the current state once."""
-        self.console.print(self.display.view.still())
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
         """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer. Its phase

@@ -9,7 +9,6 @@ from covey.registry import all_offered
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
 BEFORE, AFTER = "before.jsonl", "after.jsonl"
-HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 CHECKPOINTS, BAD, MODEL = "checkpoints", "bad", "model"
 
 
@@ -54,8 +53,6 @@ RUN_FILES = (
     RunFile("after-standard.jsonl", "the same, sampled by the preset standard", optional=True),
     RunFile("after-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
     RunFile(SUMMARY, "results, versions, devices, and where the first weights came from", "always"),
-    RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
-    RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
     RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
     RunFile(MODEL, "config and tokenizer of the model, whose weights are in checkpoints", is_folder=True),
     RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from covey.errors import NumbersError
-from covey.monitor.record import Observer, StepLines, StepRecord
+from covey.monitor.display import StepLines
+from covey.monitor.record import Observer, StepRecord
 from covey.monitor.writer import Correct
 from covey.types import Group
 

@@ -28,11 +28,11 @@ from covey.display import show_log
 from covey.errors import NumbersError, Stopped
 from covey.files import require_entry
 from covey.models.config import ModelConfig
+from covey.monitor.display import StepLines
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
-from covey.monitor.record import StepLines, StepRecord
+from covey.monitor.record import StepRecord
 from covey.monitor.run_files import AFTER, METRICS, SAMPLES, SUMMARY
-from covey.monitor.status import STOPPED
 from covey.monitor.writer import read_rows
 from covey.parallel import processes
 from covey.parallel.processes import PeerLostError
@@ -43,7 +43,6 @@ from covey.run.observers import CompileCounter, memory_in_use
 from covey.run.outputs import Measured, Output, Outputs
 from covey.run.settings import check_same_settings, check_same_weights, settings_of
 from covey.run.signals import SignalHandler
-from covey.run.watchdog import Watchdog
 from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
@@ -60,7 +59,7 @@ class RunResources:
     """Resources that a run holds open from its start to its end.
 
     Attributes:
-        phase: function that begins a phase in the progress display, the watchdog and the compile counter.
+        phase: function that begins a phase in the progress display, the watchers and the compile counter.
         stack: closes further contexts when the run ends.
         started: time at which they were opened, on the monotonic clock.
     """
@@ -104,14 +103,17 @@ class ReadyRun(NamedTuple):
 
 @contextmanager
 def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
-    """Open the watchdog and signal handler of a run; they are closed in the reverse order."""
+    """Open what a run holds open, closed in the reverse order. Packages offer watchers, such as a watchdog, by the
+    entry points `covey.watchers`: functions of (recipe, folder, function that returns the `Status`) that return a
+    context manager with a method `phase(name)`.
+    """
+    offers = all_offered("covey.watchers")
     with ExitStack() as stack:
-        watched = folder.path if folder.writes else None
-        watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))
+        watchers = [stack.enter_context(load()(recipe, folder, progress.status)) for load in offers.values()]
         compile_counter = stack.enter_context(CompileCounter(progress.compiling))
 
         def phase(name: str) -> None:
-            for listener in (progress, watchdog, compile_counter):
+            for listener in (progress, *watchers, compile_counter):
                 listener.phase(name)
             if name == "update":  # the phase that needs the most memory, and that donates what a save reads
                 folder.saves.wait_until_read()
@@ -186,7 +188,7 @@ class SavedRun(Outputs):
         self.outputs: dict[str, Output] = {}
 
     def phase(self, name: str) -> None:
-        """Show a phase that begins, and begin it in the watchdog and the compile counter."""
+        """Show a phase that begins, and begin it in the watchers and the compile counter."""
         self.resources.phase(name)
 
     def advance(self, done: int, total: int) -> None:
@@ -298,7 +300,7 @@ class SavedRun(Outputs):
             self.save()
         if name:
             self.folder.saves.wait()
-            self._tell("end", STOPPED)
+            self._tell("end", "stopped")
             raise Stopped(name)
 
     def evaluation(self, name: str, measured: Measured) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from covey.config.base import Keywords
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import ModelOptions
-from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord
+from covey.monitor.display import make_step_lines
+from covey.monitor.record import History, Observer, OnBadBatch, StepRecord
 from covey.parallel import processes
 from covey.run import loop
 from covey.run.outputs import Measured, Outputs
@@ -46,7 +47,7 @@ class Trainee(Keywords, ABC):
         on_phase: Callable[[str], None],
         on_bad_batch: OnBadBatch,
     ):
-        standard = [StepLines(show)] if processes.here().is_first else []
+        standard = [make_step_lines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
         self.step, self.outputs, self.initial_weights = 0, Outputs([]), ""

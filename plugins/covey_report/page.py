@@ -25,7 +25,6 @@ from covey.config.schema.data import FROM_PYTHON
 from covey.display import mask_secrets, printable, secret_mask
 from covey.errors import CoveyError
 from covey.files import is_count, number, open_below, replace_file
-from covey.monitor.status import FINISHED, RUNNING
 from covey_report import completions, evaluation, marks
 from covey_report.charts import charts_for
 from covey_report.diagnosis import Finding, RunHistory, diagnose
@@ -33,6 +32,7 @@ from covey_report.public import public_runs
 from covey_report.results import as_text, settings_table
 from covey_report.run_data import RunData, Series, points_per_series, read_run, reduce_series
 from covey_report.texts import script_json, size_of
+from covey_status.watched_run import FINISHED, RUNNING
 
 GENERATOR = '<meta name="generator" content="Covey'
 """Text in the head of every report, by which one is recognised."""

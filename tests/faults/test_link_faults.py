@@ -16,13 +16,13 @@ from covey.cli.commands import COMMANDS
 from covey.cli.main import main
 from covey.errors import ResumeError
 from covey.files import open_below, replace_file
-from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY
+from covey.monitor.run_files import SUMMARY
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.run.folder import model_folder, read_summary
-from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import FolderStore, is_locked, take_lock
 
+HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()
 
@@ -34,6 +34,10 @@ def watch(run: Path, once: bool) -> int:
 
 def write_report(out: Path, runs: list[Path]) -> int:
     return int(pytest.importorskip("covey_report.page").write_report(out, runs))
+
+
+def watchdog(run: Path, limit: float) -> Any:
+    return pytest.importorskip("covey_status.watchdog").Watchdog(run, limit)
 
 
 def track(run: Path) -> None:
@@ -111,7 +115,7 @@ def test_a_file_is_not_replaced_through_a_link_at_its_draft(folder: Path, mine: 
 )
 def test_a_heartbeat_is_not_written_through_a_link(folder: Path, mine: Path, draft: str) -> None:
     (folder / draft).symlink_to(mine)
-    with Watchdog(folder, 0):
+    with watchdog(folder, 0):
         pass
     assert mine.read_text() == SECRET
     assert json.loads((folder / HEARTBEAT).read_text())["ended"] == "finished"
@@ -120,7 +124,7 @@ def test_a_heartbeat_is_not_written_through_a_link(folder: Path, mine: Path, dra
 
 def test_stacks_are_not_written_through_a_link(folder: Path, mine: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / STACKS).symlink_to(mine)
-    with Watchdog(folder, 1e-9):
+    with watchdog(folder, 1e-9):
         pass
     assert mine.read_text() == SECRET
     assert "stacks.txt cannot be written" in caplog.text

@@ -24,8 +24,10 @@ from covey.files import is_count, number
 from covey.monitor.formats import SampleLine, duration
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import AFTER, SAMPLES
-from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
+from covey.monitor.status import Status
 from covey_report.run_files import REPORT
+from covey_status.terminal import StatusView
+from covey_status.watched_run import DEAD, FINISHED, RUNNING, WatchedRun
 
 INTERVAL = 1.0
 """Seconds between two looks at the files."""
@@ -77,6 +79,10 @@ class WatchedProgress(Progress):
         samples = self._samples_by_step()
         for row in rows:
             self.step(row, samples.get(int(row["step"]), ()))
+
+    def show_status(self) -> None:
+        """Print the current state once."""
+        self.console.print(StatusView(self.status, self.headline, self._values, moving=False))
 
     def print_state(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print the state as a line of JSON if it is new."""

@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from covey.monitor.displays import StatusView, StepTable
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.status import Status
+from covey_status.terminal import StatusView, StepTable
 
 ROW = {"step": 37, "reward": 1.375, "reward_error": 0.0625, "kl": 0.0123, "step_time": 12.5, "tokens_per_second": 58.0}
 ROW |= {"frac_reward_zero_std": 0.125, "completions/mean_length": 31.0, "completions/clipped_ratio": 0.02}
@@ -124,19 +124,3 @@ def test_a_run_on_a_terminal_keeps_its_history_and_no_line_wraps(width: int) -> 
     assert [line.split()[0] for line in lines if "/200" in line] == [f"{step}/200" for step in range(1, 8)]
     assert sum(line.startswith("  best") for line in lines) == 2
     assert max(map(cell_len, lines)) <= width
-
-
-def test_the_status_counts_time_left_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
-    progress = Progress(10, Console(file=io.StringIO()), memory=lambda: 5)
-    progress.seconds_before = 50.0
-    progress.step(ROW | {"step": 1, "step_time": 60.0, "time/compile": 50.0})
-    now = 104.0
-    progress.phase("update")
-    now = 107.0
-    status = progress.status()
-    assert (status.step, status.total, status.phase, status.phase_seconds) == (1, 10, "update", 3.0)
-    assert (status.seconds, status.left, status.memory) == (57.0, 9 * 10.0 - 7.0, 5)
-    now = 150.0  # a step that compiles for long takes no more of the time left than another
-    assert progress.status().left == 8 * 10.0
