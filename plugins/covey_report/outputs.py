@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -72,22 +72,21 @@ class FindingsLog(Output):
     """Log the findings of the diagnosis: a problem once it is certain while the run trains, its withdrawal if it is
     refuted, and all findings at the end.
 
-    The first process logs, from the rows that it writes; in a resumed run the rows so far are read. A diagnosis that
-    fails is logged once, and the run goes on without it.
+    The first process logs, from the rows that it writes; in a resumed run the rows so far are read.
     """
 
     def begin(self, run: SavedRun, summary: Mapping[str, Any]) -> None:
-        self._folder, self._failed = run.folder, False
+        self._folder = run.folder
         before, data = (numbers(summary.get(name)) for name in ("before", "data"))
         rows = list(read_lines(run.folder.path / METRICS, {})) if run.folder.resuming and run.folder.writes else []
         self._live = LiveDiagnosis(run.recipe.method, flatten(asdict(run.recipe)), before, rows, data)
 
     def step(self, record: StepRecord) -> None:
-        for finding in self._safely(lambda: self._live.step(record.metrics)):
+        for finding in self._live.step(record.metrics) if self._folder.writes else ():
             log.warning(f"step {record.step}: {describe(finding)}")
 
     def end(self, status: str) -> Mapping[str, str]:
-        for finding in self._safely(self._last_findings):
+        for finding in self._last_findings() if self._folder.writes else ():
             level = logging.INFO if finding.level == NOTE else logging.WARNING
             log.log(level, f"diagnosis: {describe(finding)}")
             for line in finding.samples:
@@ -98,16 +97,6 @@ class FindingsLog(Output):
         """Return the findings on the finished run, as its report has them."""
         history = RunHistory.of(read_run(self._folder.path))
         return [*self._live.end(history), *diagnose(history)]
-
-    def _safely(self, judge: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-        if not self._folder.writes or self._failed:
-            return []
-        try:
-            return judge()
-        except Exception as error:  # a diagnosis is a by-product, and the run goes on without it
-            self._failed = True
-            log.warning(f"the diagnosis failed: {type(error).__name__}: {error}; the run goes on without it")
-            return []
 
 
 def describe(finding: Finding) -> str:

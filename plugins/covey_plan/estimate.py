@@ -5,7 +5,6 @@ seconds by the work of a step (`work`) at the assumed share of this machine's ra
 second; bytes of arrays. None of the run's programs is compiled for it.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,6 @@ from covey_plan.work import Sizes, step_phases
 
 ROWS_READ, WIDTH = 64, 60
 """Number of rows whose lengths stand for all, and of characters of a line."""
-log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 
 class Expectation(NamedTuple):
@@ -64,15 +62,12 @@ class Estimate(Output):
     def begin(self, run: SavedRun, summary: Mapping[str, Any]) -> None:
         if run.folder.resuming or is_from_python(run.recipe):
             return
-        try:
-            needs = expect(run, (summary["before"] or {}).get("mean_length"))
-            for line in in_words(needs, run):
-                run.progress.message(line)
-        except Exception as error:  # an estimate is a by-product, and the run goes on without it
-            log.warning(f"time and memory could not be estimated: {type(error).__name__}: {error}")
+        needs = estimate(run, (summary["before"] or {}).get("mean_length"))
+        for line in in_words(needs, run):
+            run.progress.message(line)
 
 
-def expect(run: SavedRun, sampled: float | None = None) -> Expectation:
+def estimate(run: SavedRun, sampled: float | None = None) -> Expectation:
     """Return the expected needs of a run that is set up.
 
     Args:
