@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -54,25 +53,6 @@ SHOWN = {"rl": {"headline": "reward", "answers": SAMPLES}, "sft": {"headline": "
 """Method of a run → the metric that is shown first, and the file that the last message names."""
 
 
-@dataclass
-class RunResources:
-    """Resources that a run holds open from its start to its end.
-
-    Attributes:
-        phase: function that begins a phase in the progress display, the watchers and the compile counter.
-        stack: closes further contexts when the run ends.
-        started: time at which they were opened, on the monotonic clock.
-    """
-
-    folder: RunFolder
-    progress: Progress
-    phase: Callable[[str], None]
-    compile_counter: CompileCounter
-    signals: SignalHandler
-    stack: ExitStack
-    started: float = field(default_factory=time.monotonic)
-
-
 class ReadyRun(NamedTuple):
     """A learner and its data, ready for the loop.
 
@@ -101,36 +81,13 @@ class ReadyRun(NamedTuple):
     former_origin: Callable[[], str] = str
 
 
-@contextmanager
-def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
-    """Open what a run holds open, closed in the reverse order. Packages offer watchers, such as a watchdog, by the
-    entry points `covey.watchers`: functions of (recipe, folder, function that returns the `Status`) that return a
-    context manager with a method `phase(name)`.
-    """
-    offers = all_offered("covey.watchers")
-    with ExitStack() as stack:
-        watchers = [stack.enter_context(load()(recipe, folder, progress.status)) for load in offers.values()]
-        compile_counter = stack.enter_context(CompileCounter(progress.compiling))
-
-        def phase(name: str) -> None:
-            for listener in (progress, *watchers, compile_counter):
-                listener.phase(name)
-            if name == "update":  # the phase that needs the most memory, and that donates what a save reads
-                folder.saves.wait_until_read()
-                release_free_memory()
-
-        stack.enter_context(show_log(phase, progress.message))
-        signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
-        yield RunResources(folder, progress, phase, compile_counter, signals, stack)
-
-
 def console_of_process() -> Console | None:
     """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
     return None if processes.here().is_first else Console(quiet=True)
 
 
 def train_in_folder(
-    recipe: Recipe | SFTRecipe, folder: RunFolder, make: Callable[[RunResources], ReadyRun]
+    recipe: Recipe | SFTRecipe, folder: RunFolder, make: Callable[["SavedRun"], ReadyRun]
 ) -> dict[str, Any]:
     """Train in an open folder what `make` returns; return the content of `summary.json`. A recipe's run that is
     finished is not made; a script's is, because its learner gets the weights.
@@ -141,11 +98,10 @@ def train_in_folder(
             with show_log(progress.phase, progress.message):
                 folder.saves.restore(folder.last, target={}, subset=True, check=partial(check_settings, recipe, folder))
             return _tell_finished(recipe, folder, progress)
-        with open_resources(recipe, folder, progress) as resources:
+        with ExitStack() as stack:
+            run = SavedRun(recipe, folder, progress, stack)
             try:
-                ready = make(resources)
-                run = SavedRun(recipe, resources, ready)
-                loop.train(ready.learner, ready.loader, ready.held_out, run)
+                run.train(make(run))
                 return dict(run.summary)
             except Stopped as stopped:
                 stopped.step = folder.saved
@@ -163,33 +119,50 @@ def train_in_folder(
 class SavedRun(Outputs):
     """A run in its folder: it writes files and checkpoints, shows progress, and tells the other outputs.
 
+    Packages offer watchers, such as a watchdog, by the entry points `covey.watchers`: functions of (recipe, folder,
+    function that returns the `Status`) that return a context manager with a method `phase(name)`.
+
     Args:
         recipe: the checked recipe; that of a script's run has the learner's settings.
-        resources: folder, display and signal handler of the run.
-        ready: the learner and its data.
+        folder: the open folder of the run.
+        progress: its display.
+        stack: closes what the run holds open when it ends; outputs may add to it.
 
     Attributes:
-        recipe, folder, progress: see above.
-        loader, held_out: see `ReadyRun`.
+        recipe, folder, progress, stack: see above.
+        learner, loader, held_out: see `ReadyRun`.
         total: number of steps of the whole run.
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
         summary: content of `summary.json`.
         outputs: what else is told of the run, by name.
     """
 
-    def __init__(self, recipe: Recipe | SFTRecipe, resources: RunResources, ready: ReadyRun):
-        super().__init__([one for one in ready.learner.observers if not isinstance(one, StepLines)])
-        self.learner = ready.learner
-        self.recipe, self.resources, self.ready = recipe, resources, ready
-        self.folder, self.progress, self.started = resources.folder, resources.progress, resources.started
-        self.loader, self.held_out, self.total = ready.loader, ready.held_out, 0
+    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress, stack: ExitStack):
+        super().__init__([])
+        self.recipe, self.folder, self.progress, self.stack = recipe, folder, progress, stack
+        self.started, self.total = time.monotonic(), 0
         self.changed: Mapping[str, str] = {}
         self.summary: dict[str, Any] = {}
         self.outputs: dict[str, Output] = {}
+        offers = all_offered("covey.watchers").values()
+        self._watchers = [stack.enter_context(load()(recipe, folder, progress.status)) for load in offers]
+        self._compile_counter = stack.enter_context(CompileCounter(progress.compiling))
+        stack.enter_context(show_log(self.phase, progress.message))
+        self._signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
+
+    def train(self, ready: ReadyRun) -> None:
+        """Train what is ready in the folder."""
+        self.ready, self.learner, self.loader, self.held_out = ready, ready.learner, ready.loader, ready.held_out
+        self.observers = [one for one in ready.learner.observers if not isinstance(one, StepLines)]
+        loop.train(self.learner, self.loader, self.held_out, self)
 
     def phase(self, name: str) -> None:
-        """Show a phase that begins, and begin it in the watchers and the compile counter."""
-        self.resources.phase(name)
+        """Begin a phase in the display, the watchers and the compile counter."""
+        for listener in (self.progress, *self._watchers, self._compile_counter):
+            listener.phase(name)
+        if name == "update":  # the phase that needs the most memory, and that donates what a save reads
+            self.folder.saves.wait_until_read()
+            release_free_memory()
 
     def advance(self, done: int, total: int) -> None:
         """Show the progress of the phase."""
@@ -269,12 +242,12 @@ class SavedRun(Outputs):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Train to the end and save the result; a signal meanwhile ends the run at a step that is saved."""
-        with self.resources.signals.deferring():
+        with self._signals.deferring():
             yield
             if self.folder.saved != self.learner.step:
                 self.save()
             self.folder.saves.wait()
-            self.resources.signals.raise_if_requested()
+            self._signals.raise_if_requested()
 
     def bad_batch(
         self, step: int, groups: Sequence[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
@@ -290,12 +263,12 @@ class SavedRun(Outputs):
         """Write and show a step, tell the observers and outputs; save if a checkpoint is due, and end the run if a
         signal requested it.
         """
-        record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
+        record.metrics["time/compile"] = self._compile_counter.step(record.step)
         self.folder.write_step(record)
         self.progress.step(record.metrics, SampleLine.of(record.groups))
         super().step(record)
         self._tell("step", record)
-        name = self.resources.signals.requested()
+        name = self._signals.requested()
         if name or record.due(self.recipe.training.checkpoint_every_n_steps):
             self.save()
         if name:
@@ -316,7 +289,7 @@ class SavedRun(Outputs):
             self.summary["best"] = best
         after = self.learner.evaluations.get("after", {})
         self.summary |= {"after": after, "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
-        self.summary["programs"] = dict(self.resources.compile_counter.counts)
+        self.summary["programs"] = dict(self._compile_counter.counts)
         self.folder.write_summary(self.summary)
         facts = {name: text for told in self._tell("end", "") for name, text in told.items()}
         script = is_from_python(self.recipe)

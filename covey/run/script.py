@@ -24,13 +24,13 @@ from covey.parallel import processes
 from covey.parallel.reshard import flatten
 from covey.parallel.sharding import fingerprint
 from covey.run.folder import RunFolder, create_folder, reopen_folder
-from covey.run.saved_run import ReadyRun, RunResources, train_in_folder
+from covey.run.saved_run import ReadyRun, SavedRun, train_in_folder
 
 log = logging.getLogger(__name__)
 
 
 def train_from_script(
-    learner: Any, recipe: Recipe | SFTRecipe, out: str | Path, make: Callable[[RunResources], ReadyRun]
+    learner: Any, recipe: Recipe | SFTRecipe, out: str | Path, make: Callable[[SavedRun], ReadyRun]
 ) -> None:
     """Begin a run of `learner` in the new folder `out`, or resume the one that is there."""
     recipe = replace(recipe, name=_name(Path(out)))

@@ -14,7 +14,7 @@ from covey.monitor.record import History, Observer, OnBadBatch, StepRecord
 from covey.parallel import processes
 from covey.run import loop
 from covey.run.outputs import Measured, Outputs
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import train_from_script, warn_of_unwritten
 
 
@@ -69,7 +69,7 @@ class Trainee(Keywords, ABC):
         held_out: Sequence[Any],
         out: str | Path | None,
         model: Callable[[], ModelOptions],
-        ready: Callable[[RunResources], ReadyRun],
+        ready: Callable[[SavedRun], ReadyRun],
     ) -> None:
         """Train on batches, and evaluate held-out rows before, during and after that.
 

@@ -32,7 +32,7 @@ from covey.parallel import processes
 from covey.parallel.mesh import default_mesh
 from covey.parallel.sharding import place_model
 from covey.run.outputs import Measured
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sft.batch import (
@@ -135,7 +135,7 @@ class SFTLearner(Trainee):
         self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out))
         return self.model
 
-    def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], resources: RunResources) -> ReadyRun:
+    def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], run: SavedRun) -> ReadyRun:
         """Return the run of a script in a folder."""
         trainer = self.prepare(total_steps(self.config, len(loader)))
         self.initial_weights = self.initial_weights or checksum([trainer.params])

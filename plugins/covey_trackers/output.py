@@ -18,7 +18,7 @@ class TrackersOutput(Output):
         self._learner, self._recipe = run.learner, run.recipe
         tracked = Tracked(run.folder.path, asdict(run.recipe), run.folder.resume_at)
         names = run.recipe.tracking if run.folder.writes else ()
-        self._trackers = run.resources.stack.enter_context(Trackers(names, tracked))
+        self._trackers = run.stack.enter_context(Trackers(names, tracked))
 
     def step(self, record: StepRecord) -> None:
         recipe, table = self._recipe, list[Any]()

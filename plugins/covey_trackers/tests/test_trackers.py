@@ -294,7 +294,7 @@ def test_a_run_tells_the_trackers_of_its_recipe_and_closes_them_whatever_ends_it
             learner=types.SimpleNamespace(step=0),
             recipe=Recipe(rewards=("exact_answer",), tracking=("tensorboard",)),
             folder=types.SimpleNamespace(path=tmp_path, resume_at=None, writes=True),
-            resources=types.SimpleNamespace(stack=stack),
+            stack=stack,
         )
         output = TrackersOutput()
         output.begin(run, {})
