@@ -1,7 +1,7 @@
 """Follow the progress of a run and show it.
 
 In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: the `Status` of the run, and lines
-on the display that fits the console (`display`). The headline metric is the reward in
+on the display that fits the console (`display`). The main metric is the reward in
 reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
 training.
 """
@@ -37,9 +37,9 @@ class Progress:
         total_steps: int,
         console: Console | None = None,
         *,
-        headline: str = "reward",
+        main_metric: str = "reward",
         show: Sequence[str] = ("kl",),
-        answers: str = SAMPLES,
+        samples_file: str = SAMPLES,
         memory: Callable[[], int] = lambda: 0,
     ):
         """Create the display.
@@ -47,16 +47,16 @@ class Progress:
         Args:
             total_steps: optimizer steps of the whole run, those before a resume included.
             console: where to print; standard output when not given.
-            headline: the metric that is shown first and plotted over the steps.
+            main_metric: the metric that is shown first and plotted over the steps.
             show: further metrics on the line of a step, where the row has them.
-            answers: the file in the run folder that the final message points to.
+            samples_file: the file in the run folder that the final message points to.
             memory: returns the memory in use, in bytes; 0 if that is not known.
 
         Attributes:
             seconds_before: seconds that the run took before this process resumed it.
             steps_before: number of steps that it had made then.
         """
-        self.total, self.headline, self._answers, self._memory = total_steps, headline, answers, memory
+        self.total, self.main_metric, self._samples_file, self._memory = total_steps, main_metric, samples_file, memory
         self.console = console or make_console(wrap=True, highlight=False)
         self.seconds_before, self.steps_before = 0.0, 0
         self._started = self._since = self._stepped = time.monotonic()
@@ -67,7 +67,7 @@ class Progress:
         self._ahead: dict[str, tuple[threading.Thread, str]] = {}
         kind = "notebook" if self.console.is_jupyter else "terminal" if self.console.is_terminal else "log"
         display = all_offered("covey.displays").get(kind, lambda: LogDisplay)()
-        self.display: LogDisplay = display(self.console, self.status, headline, show, self._values)
+        self.display: LogDisplay = display(self.console, self.status, main_metric, show, self._values)
 
     def __enter__(self) -> "Progress":
         self.display.open()
@@ -117,7 +117,7 @@ class Progress:
         """Add the metrics of a step to the times and plots, without showing it."""
         before = self._rows[-1]["step"] if self._rows else self.steps_before
         self._rows.append(row)
-        self._values.extend([row[self.headline]] if self.headline in row else [])
+        self._values.extend([row[self.main_metric]] if self.main_metric in row else [])
         self._updates = max(int(row["step"]) - int(before), 1)
         self._phase, self._count, self._compiling = "", (0, 0), 0
         self._stepped = time.monotonic()
@@ -177,7 +177,7 @@ class Progress:
         if folder:
             quoted = shlex.quote(str(folder))
             use = f"chat {quoted}" if summary.get("has_chat_template", True) else f'generate {quoted} "PROMPT"'
-            lines += ["", "next", *([f"  covey {use}"] if chat else []), f"  less {quoted}/{self._answers}"]
+            lines += ["", "next", *([f"  covey {use}"] if chat else []), f"  less {quoted}/{self._samples_file}"]
         self.display.done(printable("\n".join(lines), keep="\n"))
 
     def _facts(self, summary: Mapping[str, Any]) -> dict[str, str]:

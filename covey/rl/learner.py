@@ -497,7 +497,7 @@ class Learner(Trainee):
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows for the run: whole, or as it is done during training."""
         if during_training:
             return Measured(self.evaluate(held_out, config=during(self.eval_config)).summary())

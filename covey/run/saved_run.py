@@ -49,7 +49,10 @@ log = logging.getLogger(__name__)
 
 ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
 """Advice for a script whose settings are not those of the run in its folder."""
-SHOWN = {"rl": {"headline": "reward", "answers": SAMPLES}, "sft": {"headline": "loss", "answers": AFTER}}
+SHOWN = {
+    "rl": {"main_metric": "reward", "samples_file": SAMPLES},
+    "sft": {"main_metric": "loss", "samples_file": AFTER},
+}
 """Method of a run → the metric that is shown first, and the file that the last message names."""
 
 

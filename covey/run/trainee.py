@@ -89,7 +89,7 @@ class Trainee(Keywords, ABC):
         """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
         if held_out and record.due(self.training.eval_every_n_steps):
             self.on_phase("evaluate")
-            metrics = self.measure(held_out, during_training=True).metrics
+            metrics = self.evaluate_rows(held_out, during_training=True).metrics
             record.metrics.update({f"eval/{name}": float(x) for name, x in metrics.items() if x is not None})
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Trainee(Keywords, ABC):
         """Train to step `total`, and yield the record of each step."""
 
     @abstractmethod
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows: whole, or as it is done during training."""
 
     @abstractmethod

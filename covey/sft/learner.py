@@ -170,7 +170,7 @@ class SFTLearner(Trainee):
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
             yield StepRecord(self.step, 1, total, place | metrics)
 
-    def measure(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
         """Compute the held-out loss for the run; before and after training, the answers of `answer` too."""
         answered = Measured({}) if during_training or self.answer is None else self.answer(self)
         found = self.held_out_loss(held_out) | ({} if during_training else {"examples": len(held_out)})

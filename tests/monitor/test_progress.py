@@ -224,7 +224,7 @@ def test_supervised_training_leads_with_its_loss_and_shows_what_it_is_told_to():
     console = plain()
     metrics = {"perplexity": 12.18, "entropy": 1e-6, "tokens_per_second": 300.0, "step_time": 1.0, "kl": 1.0}
     show = ("perplexity", "entropy", "none")
-    with Progress(4, console, headline="loss", show=show, answers="after.jsonl") as progress:
+    with Progress(4, console, main_metric="loss", show=show, samples_file="after.jsonl") as progress:
         progress.evaluation("before", {"loss": 3.25, "perplexity": 25.79, "examples": 10, "samples": 4, "reward": None})
         for step in (1, 2):
             progress.step({"step": step} | metrics | {"loss": 3.0 - step})

@@ -46,10 +46,10 @@ class WatchedProgress(Progress):
 
     def __init__(self, run: WatchedRun, console: Console, settings: Mapping[str, Any]):
         supervised = settings.get("method") == "sft"
-        headline, answers = ("loss", AFTER) if supervised else ("reward", SAMPLES)
+        main_metric, samples_file = ("loss", AFTER) if supervised else ("reward", SAMPLES)
         show = settings.get("training.show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
-        super().__init__(0, console, headline=headline, show=names, answers=answers)
+        super().__init__(0, console, main_metric=main_metric, show=names, samples_file=samples_file)
         self.run, self.task, self._printed = run, settings.get("data.task"), ""
 
     def status(self) -> Status:
@@ -82,7 +82,7 @@ class WatchedProgress(Progress):
 
     def show_status(self) -> None:
         """Print the current state once."""
-        self.console.print(StatusView(self.status, self.headline, self._values, moving=False))
+        self.console.print(StatusView(self.status, self.main_metric, self._values, moving=False))
 
     def print_state(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print the state as a line of JSON if it is new."""

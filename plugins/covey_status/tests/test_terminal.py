@@ -39,8 +39,8 @@ def drawn(width: int, *renderables: object, encoding: str = "utf-8") -> list[str
     return console.export_text().splitlines()
 
 
-def view(status: Status = NOW, values: Sequence[float] = (0.0, 0.5, 1.0), headline: str = "reward") -> StatusView:
-    return StatusView(lambda: status, headline, values, moving=False)
+def view(status: Status = NOW, values: Sequence[float] = (0.0, 0.5, 1.0), main_metric: str = "reward") -> StatusView:
+    return StatusView(lambda: status, main_metric, values, moving=False)
 
 
 def table(width: int, row: dict[str, float] = ROW, show: Sequence[str] = ("kl",)) -> list[str]:
@@ -78,14 +78,14 @@ def test_compilation_is_named_and_the_plot_gives_way() -> None:
 @pytest.mark.parametrize("width", [1, 20, 60, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     hostile = Status(step=3, total=10**12, phase=NASTY, done=10**9, parts=10**9, seconds=1e9, left=1e12, memory=10**18)
-    lines = [line for status in (NOW, hostile, Status()) for line in drawn(width, view(status, headline=NASTY))]
+    lines = [line for status in (NOW, hostile, Status()) for line in drawn(width, view(status, main_metric=NASTY))]
     lines += table(width) + table(width, ROW | {NASTY: 1e300}, show=(NASTY, "kl"))
     assert max(map(cell_len, lines)) <= width
 
 
 def test_untrusted_names_are_shown_not_obeyed() -> None:
     shown = "\n".join(
-        [*drawn(120, view(Status(phase=NASTY), headline=NASTY)), *table(120, ROW | {NASTY: 1.0}, (NASTY,))]
+        [*drawn(120, view(Status(phase=NASTY), main_metric=NASTY)), *table(120, ROW | {NASTY: 1.0}, (NASTY,))]
     )
     assert "\x1b" not in shown
     assert "\u202e" not in shown
