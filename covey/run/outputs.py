@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -38,6 +38,28 @@ class Output:
 
     def end(self, status: str) -> Mapping[str, str]:
         """End, "" of a finished run or the status of a stopped one; return facts for the last message, by name."""
+        return {}
+
+
+class Watcher:
+    """Watcher of a run from its start, also while its model loads; a context manager whose methods do nothing. Packages
+    offer functions of (recipe, folder, progress) that return a watcher by the entry points `covey.watchers`.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """End with the error that ends the run, if there is one."""
+
+    def phase(self, name: str) -> None:
+        """Look at a phase that begins, in the thread in which it does."""
+
+    def step(self, record: StepRecord) -> None:
+        """Look at a step before it is written; metrics may be added."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return entries of the summary of a finished run."""
         return {}
 
 

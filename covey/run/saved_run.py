@@ -15,7 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import psutil
 from rich.console import Console
 
 from covey.allocator import release_free_memory
@@ -38,8 +40,7 @@ from covey.parallel.processes import PeerLostError
 from covey.registry import all_offered
 from covey.run import loop
 from covey.run.folder import RunFolder, describe_environment
-from covey.run.observers import CompileCounter, memory_in_use
-from covey.run.outputs import Measured, Output, Outputs
+from covey.run.outputs import Measured, Output, Outputs, Watcher
 from covey.run.settings import check_same_settings, check_same_weights, settings_of
 from covey.run.signals import SignalHandler
 from covey.text.tokenizer import Tokenizer
@@ -84,6 +85,13 @@ class ReadyRun(NamedTuple):
     former_origin: Callable[[], str] = str
 
 
+def memory_in_use() -> int:
+    """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
+    stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
+    used = [int(each["bytes_in_use"]) for each in stats if each and "bytes_in_use" in each]
+    return max(used) if used else int(psutil.Process().memory_info().rss)
+
+
 def console_of_process() -> Console | None:
     """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
     return None if processes.here().is_first else Console(quiet=True)
@@ -122,9 +130,6 @@ def train_in_folder(
 class SavedRun(Outputs):
     """A run in its folder: it writes files and checkpoints, shows progress, and tells the other outputs.
 
-    Packages offer watchers, such as a watchdog, by the entry points `covey.watchers`: functions of (recipe, folder,
-    function that returns the `Status`) that return a context manager with a method `phase(name)`.
-
     Args:
         recipe: the checked recipe; that of a script's run has the learner's settings.
         folder: the open folder of the run.
@@ -148,8 +153,7 @@ class SavedRun(Outputs):
         self.summary: dict[str, Any] = {}
         self.outputs: dict[str, Output] = {}
         offers = all_offered("covey.watchers").values()
-        self._watchers = [stack.enter_context(load()(recipe, folder, progress.status)) for load in offers]
-        self._compile_counter = stack.enter_context(CompileCounter(progress.compiling))
+        self._watchers: list[Watcher] = [stack.enter_context(load()(recipe, folder, progress)) for load in offers]
         stack.enter_context(show_log(self.phase, progress.message))
         self._signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
 
@@ -160,9 +164,10 @@ class SavedRun(Outputs):
         loop.train(self.learner, self.loader, self.held_out, self)
 
     def phase(self, name: str) -> None:
-        """Begin a phase in the display, the watchers and the compile counter."""
-        for listener in (self.progress, *self._watchers, self._compile_counter):
-            listener.phase(name)
+        """Begin a phase in the display and the watchers."""
+        self.progress.phase(name)
+        for watcher in self._watchers:
+            watcher.phase(name)
         if name == "update":  # the phase that needs the most memory, and that donates what a save reads
             self.folder.saves.wait_until_read()
             release_free_memory()
@@ -266,7 +271,8 @@ class SavedRun(Outputs):
         """Write and show a step, tell the observers and outputs; save if a checkpoint is due, and end the run if a
         signal requested it.
         """
-        record.metrics["time/compile"] = self._compile_counter.step(record.step)
+        for watcher in self._watchers:
+            watcher.step(record)
         self.folder.write_step(record)
         self.progress.step(record.metrics, SampleLine.of(record.groups))
         super().step(record)
@@ -292,7 +298,8 @@ class SavedRun(Outputs):
             self.summary["best"] = best
         after = self.learner.evaluations.get("after", {})
         self.summary |= {"after": after, "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
-        self.summary["programs"] = dict(self._compile_counter.counts)
+        for watcher in self._watchers:
+            self.summary |= watcher.summary()
         self.folder.write_summary(self.summary)
         facts = {name: text for told in self._tell("end", "") for name, text in told.items()}
         script = is_from_python(self.recipe)
