@@ -137,7 +137,7 @@ class StepLines:
 
 
 def make_step_lines(names: Iterable[str]) -> StepLines:
-    """Return the observer that prints steps; in a notebook the one that a package offers."""
+    """Return the observer that prints steps; in a notebook an observer that a package offers."""
     offers = all_offered("covey.displays") if Console().is_jupyter else {}
     lines: StepLines = offers.get("notebook-lines", lambda: StepLines)()(names)
     return lines
@@ -166,7 +166,7 @@ def step_count(row: Mapping[str, float], total: int) -> str:
 
 
 def cell(row: Mapping[str, float], name: str, main_metric: str) -> str:
-    """Return the value of `name` as text; that of the main metric has its standard error with it."""
+    """Return the value of `name` as text; the main metric has its standard error with it."""
     if name != main_metric:
         return in_unit(name, row[name])
     error = row.get(f"{name}_error")

@@ -45,7 +45,7 @@ class Progress:
         """Create the display.
 
         Args:
-            total_steps: optimizer steps of the whole run, those before a resume included.
+            total_steps: optimizer steps of the whole run, also before a resume.
             console: where to print; standard output when not given.
             main_metric: the metric that is shown first and plotted over the steps.
             show: further metrics on the line of a step, where the row has them.
@@ -77,7 +77,7 @@ class Progress:
         self.display.close()
 
     def phase(self, text: str) -> None:
-        """Show the phase that begins (loading, compiling, ...); those of other threads than the display's beside it."""
+        """Show the phase that begins (loading, compiling, ...), and the phases of other threads with it."""
         thread = threading.current_thread()
         if thread is not self._thread:
             self._ahead[thread.name] = thread, printable(text)
@@ -192,7 +192,7 @@ class Progress:
         return facts
 
     def _seconds_left(self) -> float:
-        """Estimate the seconds left: the time of a row times the number of those left."""
+        """Estimate the seconds left: the time of a row times the number of rows to come."""
         return self._row_time() * math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
 
     def _row_time(self) -> float:

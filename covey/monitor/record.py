@@ -22,9 +22,9 @@ class StepRecord:
         step: number of optimizer updates made or skipped so far, `updates` of them on this batch, of `total` in the
             run.
         metrics: metrics by name; `time/...` are seconds.
-        groups: every completion that the step sampled, with its rewards and advantage; of several processes those that
-            this one has sampled. None in supervised training.
-        numbers: number of each group among those of all processes.
+        groups: completions that this process sampled in the step, with rewards and advantages; none in supervised
+            training.
+        numbers: number of each group among the groups of all processes.
     """
 
     step: int

@@ -20,7 +20,7 @@ class Status:
         parts: number of parts of the phase.
         compiling: number of the program of this phase that is being compiled; 0 if none is.
         program: its name; empty if that is not known.
-        seconds: seconds of the run, those before a resume included.
+        seconds: seconds of the run, also before a resume.
         left: expected seconds until training ends, without compilation; 0 while that is not known.
         tokens_per_second: speed of the last step; 0 before the first.
         memory: memory in use, in bytes; 0 if that is not known.
@@ -42,7 +42,7 @@ class Status:
 
     @property
     def activity(self) -> str:
-        """Phase with the count of its finished parts, the phases that go on beside it, and the program that is
+        """Phase with the count of its finished parts, the phases of other threads, and the program that is
         being compiled.
         """
         count = f" {self.done}/{self.parts}" if self.parts else ""

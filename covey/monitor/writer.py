@@ -69,7 +69,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         return open_below(self._folder, name, "ab", buffering=0)
 
     def _cut(self, file: Path, must_reach: bool = False) -> None:
-        """Cut the rows behind the checkpoint of a resumed run, and refuse those of another run."""
+        """Cut the rows after the checkpoint of a resumed run, and refuse rows of another run."""
         if self._resume_at is not None:
             truncate_rows(file, self._resume_at, must_reach)
         elif has_file(self._folder, file.name) and file.stat().st_size:
@@ -156,7 +156,7 @@ GroupRows = Callable[[int, int, Group], Iterable[Mapping[str, Any]]]
 
 
 def group_lines(rows: GroupRows, step: int, groups: Iterable[Group], numbers: Iterable[int]) -> list[bytes]:
-    """Return the encoded rows of each group of a step, whose number in it is among `numbers`."""
+    """Return the encoded rows of each group of a step; `numbers` has the number of each group in it."""
     numbered = zip(numbers, groups, strict=True)
     return [b"".join(map(encode_row, rows(step, number, group))) for number, group in numbered]
 
@@ -188,7 +188,7 @@ def group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]]
 
 
 def _episode_columns(completion: Completion) -> dict[str, Any]:
-    """Return the columns of a row that describe the episode of a completion; none without one.
+    """Return the columns of a row that describe the episode of a completion, if it has an episode.
 
     `messages` has the role and the number of characters of each message of `text`, `turn_ends` the number of tokens at
     the end of each turn of the model, and `turn_tokens` the number that the model generated in it.

@@ -1,9 +1,5 @@
-"""Folder of one run: the files in it, and the lock that keeps a second writer out.
-
-The folder holds the whole run: `recipe.yaml` its settings, `metrics.jsonl` the metrics, `before.jsonl` and
-`after.jsonl` the answers to held-out prompts, `model/` config and tokenizer, `checkpoints/` the state to resume from,
-`summary.json` the result. With several processes the first writes; all read when resuming. The lock is that of
-`checkpoints/`.
+"""Write and read the folder of a run (`monitor.run_files` lists its files). The lock of `checkpoints/` keeps a second
+writer out. With several processes the first writes; all read when resuming.
 """
 
 import json
@@ -63,7 +59,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         metrics: metrics of the last step.
 
     Raises:
-        ResumeError: `summary.json` or the lines of a step are not those of a run.
+        ResumeError: `summary.json` or a file of rows was not written by a run.
     """
 
     def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, must_reach: Sequence[str] = ()):
@@ -105,7 +101,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
 
     def write_step(self, record: StepRecord) -> None:
-        """Write the rows of a step. Each process encodes those of its groups, and the first one writes those of all."""
+        """Write the rows of a step. Each process encodes the rows of its groups; the first writes all."""
         self.metrics = record.metrics
         lines = {file.name: _gather_rows(file, record) for file in self._group_files}
         if self._writer is not None:
@@ -167,7 +163,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def _gather_rows(file: RunFile, record: StepRecord) -> Sequence[bytes | memoryview]:
-    """Return the encoded rows of a step in `file`, of all processes, to the first one."""
+    """Return the encoded rows of a step in `file` from all processes, in the first process alone."""
     lines = group_lines(resolve_name(file.group_rows), record.step, record.groups, record.numbers)
     return processes.here().gather_parts(lines, record.numbers, file.name)
 

@@ -1,4 +1,4 @@
-"""Outputs of a run: the observers of its learner, and those that packages offer by entry points, such as a report."""
+"""Outputs and watchers of a run, which packages offer by entry points, and the observers of its learner."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """One output of a run in a folder; a base class whose methods do nothing. It changes nothing of the run, and one
-    that raises is logged and left out. Packages offer makers of outputs by the entry points `covey.outputs`.
+    """Output of a run in a folder; a base class whose methods do nothing. An output changes nothing of the run, and is
+    left out once it raises. Packages offer outputs by the entry points `covey.outputs`.
     """
 
     def begin(self, run: "SavedRun", summary: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""A run in its folder: it can be stopped and resumed, and is told to its outputs.
+"""A run in its folder: it can be stopped and resumed, and tells its outputs what happens.
 
-The learner and its data come from a recipe (`recipes.build`) or from a script (`train(..., out=)` of a learner); from
-there on both are the same run. `folder` has the files of a run. During the run, `heartbeat.json` holds the current
-phase. With several processes the first shows progress.
+The learner and its data come from a recipe (`recipes.build`) or from a script (`train(..., out=)` of a learner). With
+several processes the first shows progress.
 """
 
 import logging
@@ -49,7 +48,7 @@ from covey.types import Group
 log = logging.getLogger(__name__)
 
 ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
-"""Advice for a script whose settings are not those of the run in its folder."""
+"""Advice for a script with other settings than the run in its folder."""
 SHOWN = {
     "rl": {"main_metric": "reward", "samples_file": SAMPLES},
     "sft": {"main_metric": "loss", "samples_file": AFTER},
@@ -66,8 +65,7 @@ class ReadyRun(NamedTuple):
         tokenizer, model: the tokenizer, and the shape of the model.
         held_out: rows of the evaluations before, during and after training.
         origin: origin of the initial weights.
-        counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
-            of equal rows beside them.
+        counts: numbers of used and unused training rows, for the summary.
         other_models: origin of reward model and critic, by the setting that names them.
         base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
@@ -93,7 +91,7 @@ def memory_in_use() -> int:
 
 
 def console_of_process() -> Console | None:
-    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
+    """Return the console of a progress display: None for the standard console, or a quiet one after process 0."""
     return None if processes.here().is_first else Console(quiet=True)
 
 
@@ -131,7 +129,7 @@ class SavedRun(Outputs):
     """A run in its folder: it writes files and checkpoints, shows progress, and tells the other outputs.
 
     Args:
-        recipe: the checked recipe; that of a script's run has the learner's settings.
+        recipe: the checked recipe; for a script, the settings of its learner.
         folder: the open folder of the run.
         progress: its display.
         stack: closes what the run holds open when it ends; outputs may add to it.
@@ -160,7 +158,7 @@ class SavedRun(Outputs):
     def train(self, ready: ReadyRun) -> None:
         """Train what is ready in the folder."""
         self.ready, self.learner, self.loader, self.held_out = ready, ready.learner, ready.loader, ready.held_out
-        self.observers = [one for one in ready.learner.observers if not isinstance(one, StepLines)]
+        self.observers = [each for each in ready.learner.observers if not isinstance(each, StepLines)]
         loop.train(self.learner, self.loader, self.held_out, self)
 
     def phase(self, name: str) -> None:
@@ -220,7 +218,7 @@ class SavedRun(Outputs):
             check_same_weights(then[name], self.ready.other_models[name], self.folder.path, name)
 
     def needs_before(self) -> bool:
-        """Return whether this is a new run; one that lost its summary has weights that are already trained."""
+        """Return whether this is a new run. A resumed run that lost its summary has trained weights already."""
         if self.learner.step and not self.summary:
             log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return not self.learner.step and not self.summary
@@ -306,7 +304,7 @@ class SavedRun(Outputs):
         self.progress.done(self.summary, self.folder.path_as_given, facts, chat=not script)
 
     def _tell(self, event: str, *args: Any) -> list[Any]:
-        """Call a method of each output; one that raises is left out from then on."""
+        """Call a method of each output; leave out an output that raises."""
         told = []
         for name, output in list(self.outputs.items()):
             with self._by_product(name):
@@ -339,18 +337,18 @@ class SavedRun(Outputs):
         return -value if value is not None and row is not None and row.lower_is_better else value
 
     def _seconds(self) -> float:
-        """Return the seconds that the run has taken, those before a resume included."""
+        """Return the seconds that the run has taken, also before a resume."""
         return time.monotonic() - self.started
 
 
 def check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
-    """Compare the settings of a run with those of a checkpoint's JSON values; see `check_same_settings`."""
+    """Compare the settings of a run with the settings in a checkpoint; see `check_same_settings`."""
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
     saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
     if is_from_python(recipe) and "base" not in extra:
         saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
     for name in saved.keys() & {"envs.environment", "envs.tools"} if is_from_python(recipe) else ():
-        # The same class is one of `__main__` or of a named module, by how the script was started.
+        # The module of a class is `__main__` or its name, by how the script was started.
         saved |= {name: now[name]} if _members(saved[name]) == _members(now[name]) else {}
     return check_same_settings(saved, now, folder.path, fix)
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def train_from_script(
     learner: Any, recipe: Recipe | SFTRecipe, out: str | Path, make: Callable[[SavedRun], ReadyRun]
 ) -> None:
-    """Begin a run of `learner` in the new folder `out`, or resume the one that is there."""
+    """Begin a run of `learner` in the new folder `out`, or resume the run that is there."""
     recipe = replace(recipe, name=_name(Path(out)))
     with _open(learner, recipe, Path(out).expanduser()) as folder:
         summary = train_in_folder(recipe, folder, make)
@@ -69,7 +69,7 @@ def warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:
 
 
 def checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
-    """Return a checksum of all weights: a resumed run must have begun with the same ones."""
+    """Return a checksum of all weights: a resumed run must have begun with the same weights."""
     checksum = sum(fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
     return f"a model from Python, checksum {checksum:08x}"
 

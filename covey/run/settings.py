@@ -1,6 +1,5 @@
-"""Compare the settings of a resumed run with those it was saved with. The recipe in its folder may have been edited: a
-change that makes it another run is refused with a diff; other changes are reported. Which of these it is stands beside
-the type of the setting in its section (`OnResume`).
+"""Compare the settings of a resumed run with the settings of its checkpoint: a change that makes it another run is
+refused with a diff, other changes are reported. Each setting says which (`OnResume`).
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
@@ -31,7 +30,7 @@ LOCAL_ORIGIN = re.compile(
 
 
 def settings_of(recipe: AnyRecipe) -> Settings:
-    """Return the JSON value of every setting by dotted name, except those that are ignored on resume."""
+    """Return the JSON value of every setting by dotted name, without the settings that a resume ignores."""
     treatments = on_resume(type(recipe))
     return {name: x for name, x in flatten(asdict(recipe)).items() if treatments[name] is not OnResume.IGNORED}
 
@@ -99,7 +98,7 @@ def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None
     Weights at a path are compared by content, whatever the path.
 
     Args:
-        role: the setting that names the weights, when they are not those of the policy.
+        role: the setting that names the weights, for other weights than the policy's.
     """
     if then != now and not _is_same_local(then, now):
         what = f"{role} with the weights" if role else "the weights"

@@ -1,4 +1,4 @@
-"""Base class of the learners of reinforcement and of supervised learning: the loop, and all that it tells."""
+"""Base class of the learners of reinforcement and supervised learning, as the loop and a run folder know it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,8 +32,8 @@ class Trainee(Keywords, ABC):
         history: metrics of the steps.
         evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
             rows.
-        outputs: what is told of the run.
-        settings: the settings as those of a recipe, by which they are checked and recorded.
+        outputs: what the loop tells of the run.
+        settings: the settings as a recipe, which checks and records them.
         initial_weights: checksum of the weights before the first step; empty until a run needs it.
     """
 
@@ -86,7 +86,7 @@ class Trainee(Keywords, ABC):
             train_from_script(self, replace(self.settings, model=model()), out, ready)
 
     def evaluate_due(self, record: StepRecord, held_out: Sequence[Any]) -> None:
-        """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
+        """Evaluate the weights of a step if that is due, and add the metrics to the record of the step."""
         if held_out and record.due(self.training.eval_every_n_steps):
             self.on_phase("evaluate")
             metrics = self.evaluate_rows(held_out, during_training=True).metrics
@@ -98,7 +98,7 @@ class Trainee(Keywords, ABC):
 
     @abstractmethod
     def start(self, loader: Any, total: int) -> None:
-        """Check that all processes begin alike, behind a restore."""
+        """Check that all processes begin alike, after a restore."""
 
     @abstractmethod
     def steps(self, loader: Any, total: int) -> Generator[StepRecord]:
