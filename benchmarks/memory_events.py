@@ -14,7 +14,7 @@ from typing import Any, TextIO
 def main() -> int:
     """Run the command and write its phases; return its exit code."""
     from covey.cli import main as cli
-    from covey.run.observers import CompileCounter
+    from covey_status.programs import CompileCounter
 
     with Path(sys.argv[1]).open("w", buffering=1) as file:
         events, begin = Events(file), CompileCounter.phase

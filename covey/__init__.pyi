@@ -23,8 +23,6 @@ from covey.errors import CoveyError as CoveyError
 from covey.models.export.hf import write_hf as write_hf
 from covey.models.lora import with_lora as with_lora
 from covey.monitor.record import History as History
-from covey.monitor.trackers import Tracked as Tracked
-from covey.monitor.trackers import Trackers as Trackers
 from covey.parallel import make_mesh as make_mesh
 from covey.recipes import open_model as open_model
 from covey.recipes.train_grpo import train_grpo as train_grpo
@@ -56,6 +54,8 @@ from covey_envs.runner import EnvironmentRunner as EnvironmentRunner
 from covey_envs.schemas import json_schema as json_schema
 from covey_envs.trl import TrlFactory as TrlFactory
 from covey_formats.peft import write_peft as write_peft
+from covey_trackers.trackers import Tracked as Tracked
+from covey_trackers.trackers import Trackers as Trackers
 
 __all__: list[str]
 __version__: str

@@ -101,7 +101,7 @@ def figure(name: str, value: float) -> str:
 FIGURES = ("loss", "perplexity", "accuracy", "partial_accuracy", "format_accuracy", "reward")
 """Metrics shown for an evaluation, in this order."""
 JUDGED = ("judged", "partial_judged", "format_judged", "reward_judged")
-"""Numbers of completions behind the figures, where they are not all."""
+"""Numbers of completions that a figure is computed from, where they are not all."""
 
 
 def prompt_text(prompt: Prompt) -> str:

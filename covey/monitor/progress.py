@@ -1,7 +1,7 @@
 """Follow the progress of a run and show it.
 
 In: phases, one row of metrics and its samples per step, evaluations, a summary. Out: the `Status` of the run, and lines
-on the display that fits the console (`displays`). The headline metric is the reward in
+on the display that fits the console (`display`). The main metric is the reward in
 reinforcement learning, since the loss of a step with one update is 0 by construction, and the loss in supervised
 training.
 """
@@ -19,10 +19,11 @@ from typing import Any
 from rich.console import Console
 
 from covey.display import BESIDE, make_console, printable
-from covey.monitor.displays import LiveDisplay, LogDisplay, StatusView
+from covey.monitor.display import LogDisplay
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
+from covey.registry import all_offered
 
 SHOW_SAMPLES_EVERY = 5
 """Number of steps between two displays of samples."""
@@ -36,26 +37,26 @@ class Progress:
         total_steps: int,
         console: Console | None = None,
         *,
-        headline: str = "reward",
+        main_metric: str = "reward",
         show: Sequence[str] = ("kl",),
-        answers: str = SAMPLES,
+        samples_file: str = SAMPLES,
         memory: Callable[[], int] = lambda: 0,
     ):
         """Create the display.
 
         Args:
-            total_steps: optimizer steps of the whole run, those before a resume included.
+            total_steps: optimizer steps of the whole run, also before a resume.
             console: where to print; standard output when not given.
-            headline: the metric that is shown first and plotted over the steps.
+            main_metric: the metric that is shown first and plotted over the steps.
             show: further metrics on the line of a step, where the row has them.
-            answers: the file in the run folder that the final message points to.
+            samples_file: the file in the run folder that the final message points to.
             memory: returns the memory in use, in bytes; 0 if that is not known.
 
         Attributes:
             seconds_before: seconds that the run took before this process resumed it.
             steps_before: number of steps that it had made then.
         """
-        self.total, self.headline, self._answers, self._memory = total_steps, headline, answers, memory
+        self.total, self.main_metric, self._samples_file, self._memory = total_steps, main_metric, samples_file, memory
         self.console = console or make_console(wrap=True, highlight=False)
         self.seconds_before, self.steps_before = 0.0, 0
         self._started = self._since = self._stepped = time.monotonic()
@@ -64,9 +65,9 @@ class Progress:
         self._phase, self._count, self._compiling, self._program, self._updates = "", (0, 0), 0, "", 1
         self._thread = threading.current_thread()
         self._ahead: dict[str, tuple[threading.Thread, str]] = {}
-        view = StatusView(self.status, headline, self._values)
-        drawn = self.console.is_terminal or self.console.is_jupyter
-        self.display = (LiveDisplay if drawn else LogDisplay)(self.console, view, headline, show)
+        kind = "notebook" if self.console.is_jupyter else "terminal" if self.console.is_terminal else "log"
+        display = all_offered("covey.displays").get(kind, lambda: LogDisplay)()
+        self.display: LogDisplay = display(self.console, self.status, main_metric, show, self._values)
 
     def __enter__(self) -> "Progress":
         self.display.open()
@@ -76,7 +77,7 @@ class Progress:
         self.display.close()
 
     def phase(self, text: str) -> None:
-        """Show the phase that begins (loading, compiling, ...); those of other threads than the display's beside it."""
+        """Show the phase that begins (loading, compiling, ...), and the phases of other threads with it."""
         thread = threading.current_thread()
         if thread is not self._thread:
             self._ahead[thread.name] = thread, printable(text)
@@ -116,7 +117,7 @@ class Progress:
         """Add the metrics of a step to the times and plots, without showing it."""
         before = self._rows[-1]["step"] if self._rows else self.steps_before
         self._rows.append(row)
-        self._values.extend([row[self.headline]] if self.headline in row else [])
+        self._values.extend([row[self.main_metric]] if self.main_metric in row else [])
         self._updates = max(int(row["step"]) - int(before), 1)
         self._phase, self._count, self._compiling = "", (0, 0), 0
         self._stepped = time.monotonic()
@@ -141,10 +142,6 @@ class Progress:
             tokens_per_second=row.get("tokens_per_second", 0.0),
             memory=self._memory(),
         )
-
-    def show_status(self) -> None:
-        """Print the current state once."""
-        self.console.print(self.display.view.still())
 
     def evaluation(self, name: str, result: Mapping[str, Any], samples: Sequence[SampleLine] = ()) -> None:
         """Show the results of the evaluation `name` (`before`, `after`), with its best and its worst answer. Its phase
@@ -180,7 +177,7 @@ class Progress:
         if folder:
             quoted = shlex.quote(str(folder))
             use = f"chat {quoted}" if summary.get("has_chat_template", True) else f'generate {quoted} "PROMPT"'
-            lines += ["", "next", *([f"  covey {use}"] if chat else []), f"  less {quoted}/{self._answers}"]
+            lines += ["", "next", *([f"  covey {use}"] if chat else []), f"  less {quoted}/{self._samples_file}"]
         self.display.done(printable("\n".join(lines), keep="\n"))
 
     def _facts(self, summary: Mapping[str, Any]) -> dict[str, str]:
@@ -195,7 +192,7 @@ class Progress:
         return facts
 
     def _seconds_left(self) -> float:
-        """Estimate the seconds left: the time of a row times the number of those left."""
+        """Estimate the seconds left: the time of a row times the number of rows to come."""
         return self._row_time() * math.ceil((self.total - int(self._rows[-1]["step"])) / self._updates)
 
     def _row_time(self) -> float:

@@ -1,16 +1,13 @@
-"""The record of a step, its observers, and the history of the metrics: for reinforcement and supervised learning."""
+"""The record of a step, and the history of the metrics: for reinforcement and supervised learning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
 
 from covey.config.schema import RLTrainingConfig, SFTConfig
 from covey.errors import CoveyError, NumbersError
-from covey.monitor.formats import SampleLine, figures
-from covey.monitor.notebook import NOTEBOOK_LINES, NotebookOutput
 from covey.types import Group
 
 if TYPE_CHECKING:
@@ -25,9 +22,9 @@ class StepRecord:
         step: number of optimizer updates made or skipped so far, `updates` of them on this batch, of `total` in the
             run.
         metrics: metrics by name; `time/...` are seconds.
-        groups: every completion that the step sampled, with its rewards and advantage; of several processes those that
-            this one has sampled. None in supervised training.
-        numbers: number of each group among those of all processes.
+        groups: completions that this process sampled in the step, with rewards and advantages; none in supervised
+            training.
+        numbers: number of each group among the groups of all processes.
     """
 
     step: int
@@ -99,37 +96,3 @@ class History:
             ) from None
         frame = pandas.DataFrame([dict(row) for row in self.rows])
         return frame.set_index("step") if self.rows else frame
-
-
-class StepLines:
-    """Observer that prints one line per step. In a notebook one output has the last `NOTEBOOK_LINES` lines below curves
-    and the latest completions.
-
-    Args:
-        names: metrics on the line, where the step has them.
-    """
-
-    def __init__(self, names: Iterable[str]):
-        self._names = tuple(names)
-        self._output = NotebookOutput(NOTEBOOK_LINES) if Console().is_jupyter else None
-
-    def __call__(self, record: StepRecord) -> None:
-        """Show the step."""
-        if self._output is not None:
-            self._output.figures.step(record.metrics, SampleLine.of(record.groups))
-        numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in self._names if name in record.metrics)
-        self._line(f"step {record.step}/{record.total}  {numbers}")
-        if self._output is not None and record.step >= record.total:
-            self._output.stop()
-
-    def evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of the evaluation `name` (`before`, `after`)."""
-        self._line(f"{name}: {figures(metrics)}")
-        if self._output is not None:
-            self._output.stop()
-
-    def _line(self, text: str) -> None:
-        if self._output is None:
-            print(text, flush=True)
-        else:
-            self._output.write(text)

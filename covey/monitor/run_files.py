@@ -1,16 +1,15 @@
-"""Table of the files in a run folder. This module imports nothing of Covey, so that a command can name them at once."""
+"""Table of the files in a run folder; packages add theirs by the entry points `covey.files`. This module needs neither
+JAX nor NumPy, so that a command can name the files at once.
+"""
 
 from typing import Literal, NamedTuple
 
+from covey.registry import all_offered
+
 RECIPE = "recipe.yaml"
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "samples.jsonl", "summary.json"
-TOKENS = "tokens.jsonl"
 BEFORE, AFTER = "before.jsonl", "after.jsonl"
-HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
-REPORT = "report.html"
-TRACKING = "tracking-id"
 CHECKPOINTS, BAD, MODEL = "checkpoints", "bad", "model"
-TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 class RunFile(NamedTuple):
@@ -22,6 +21,9 @@ class RunFile(NamedTuple):
         publish: when `covey push` publishes it.
         optional: whether only some runs have it.
         is_folder: whether it is a folder.
+        per_step: whether rows of steps are appended to it. A resumed run cuts them back to its checkpoint.
+        group_rows: `module:function` of (step, number of a group in it, the group) that returns the rows of a group, to
+            be appended for each group of a step, of all processes; "" where other code appends rows.
     """
 
     name: str
@@ -29,13 +31,21 @@ class RunFile(NamedTuple):
     publish: Literal["always", "unless --no-report", "with --samples", "never"] = "never"
     optional: bool = False
     is_folder: bool = False
+    per_step: bool = False
+    group_rows: str = ""
 
 
 RUN_FILES = (
     RunFile(RECIPE, "all settings, with paths of this machine where the recipe names some", "always"),
-    RunFile(METRICS, "metrics of each step", "always"),
-    RunFile(SAMPLES, "every completion with its prompt and rewards", "with --samples", optional=True),
-    RunFile(TOKENS, "values of the tokens of some completions", optional=True),
+    RunFile(METRICS, "metrics of each step", "always", per_step=True),
+    RunFile(
+        SAMPLES,
+        "every completion with its prompt and rewards",
+        "with --samples",
+        optional=True,
+        per_step=True,
+        group_rows="covey.monitor.writer:group_rows",
+    ),
     RunFile(BEFORE, "held-out completions before training", optional=True),
     RunFile("before-standard.jsonl", "the same, sampled by the preset standard", optional=True),
     RunFile("before-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
@@ -43,14 +53,13 @@ RUN_FILES = (
     RunFile("after-standard.jsonl", "the same, sampled by the preset standard", optional=True),
     RunFile("after-liberal.jsonl", "the same, sampled by the preset liberal", optional=True),
     RunFile(SUMMARY, "results, versions, devices, and where the first weights came from", "always"),
-    RunFile(REPORT, "curves, the recipe, and prompts with completions, also held-out ones", "unless --no-report"),
-    RunFile(HEARTBEAT, "present phase and step, or how the run ended"),
-    RunFile(STACKS, "stacks of all threads in a phase that took too long", optional=True),
     RunFile(CHECKPOINTS, "state to resume from, and the lock", is_folder=True),
     RunFile(MODEL, "config and tokenizer of the model, whose weights are in checkpoints", is_folder=True),
     RunFile(BAD, "batches of updates that were not finite", optional=True, is_folder=True),
-    RunFile(TRACKING, "identifier of the run for trackers", optional=True),
-    RunFile(TENSORBOARD, "metrics for TensorBoard", optional=True, is_folder=True),
-    RunFile(WANDB, "metrics for Weights & Biases", optional=True, is_folder=True),
 )
-"""Table of the files and folders in a run folder, in the order of documents and commands."""
+"""Covey's own files and folders in a run folder, in the order of documents and commands."""
+
+
+def run_files() -> list[RunFile]:
+    """Return the files of Covey, then those of other packages: each entry point names a sequence of them."""
+    return [*RUN_FILES, *(file for load in all_offered("covey.files").values() for file in load())]

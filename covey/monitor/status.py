@@ -1,28 +1,8 @@
-"""Status of a run: what it does now, as its terminal shows it, and as the files of its folder tell another process.
+"""State of a run at one moment."""
 
-In: `heartbeat.json`, the lock of the checkpoints, `metrics.jsonl` and `samples.jsonl` of a run that may be writing
-them, on this machine or on another one that shares the folder. Out: a `Status`, a state, and the rows that were added
-since the last look. The files are untrusted: what has another form is left out. This module imports neither JAX nor
-NumPy.
-"""
-
-import socket
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from covey.display import BESIDE
-from covey.files import MAX_LINE, folder_below, is_count, number, open_below, parse_line
-from covey.monitor.run_files import CHECKPOINTS, HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.train.storage import is_locked
-
-RUNNING, FINISHED, STOPPED, FAILED, DEAD = "running", "finished", "stopped", "failed", "dead"
-SILENCE = 30.0
-"""Seconds without a new heartbeat after which a run on another machine, whose lock cannot be seen, counts as dead."""
-TAIL = 4_000_000
-"""Maximum number of bytes at the end of the samples that are read when a file is opened."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +20,7 @@ class Status:
         parts: number of parts of the phase.
         compiling: number of the program of this phase that is being compiled; 0 if none is.
         program: its name; empty if that is not known.
-        seconds: seconds of the run, those before a resume included.
+        seconds: seconds of the run, also before a resume.
         left: expected seconds until training ends, without compilation; 0 while that is not known.
         tokens_per_second: speed of the last step; 0 before the first.
         memory: memory in use, in bytes; 0 if that is not known.
@@ -62,150 +42,10 @@ class Status:
 
     @property
     def activity(self) -> str:
-        """Phase with the count of its finished parts, the phases that go on beside it, and the program that is
+        """Phase with the count of its finished parts, the phases of other threads, and the program that is
         being compiled.
         """
         count = f" {self.done}/{self.parts}" if self.parts else ""
         program = f"program {self.compiling}" + (f", {self.program}" if self.program else "")
         phases = BESIDE.join(filter(None, (f"{self.phase}{count}", self.ahead)))
         return ": ".join(filter(None, (phases, f"compiling {program}" if self.compiling else "")))
-
-
-@dataclass(frozen=True)
-class Heartbeat(Status):
-    """Status of a run as its `heartbeat.json` tells it.
-
-    Attributes:
-        now: time at which it was written, in seconds since 1970.
-        host: name of the machine.
-        ended: how the run has ended; empty while it goes on.
-        reason: signal or error that ended it.
-    """
-
-    now: float = 0.0
-    host: str = ""
-    ended: str = ""
-    reason: str = ""
-
-
-def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """Read the heartbeat of the run in `folder`; None if there is none, or none that can be read."""
-    if (entries := read_object(folder / HEARTBEAT)) is None:
-        return None
-    values: dict[str, Any] = {}
-    for field in fields(Heartbeat):
-        entry = entries.get(field.name)
-        if field.type is str and isinstance(entry, str):
-            values[field.name] = entry
-        elif field.type is not str and (value := number(entry)) is not None and value >= 0:
-            values[field.name] = int(value) if field.type is int else value
-    values["phase_seconds"] = max(values.get("now", 0.0) - (number(entries.get("since")) or 0.0), 0.0)
-    if values.get("ended") not in (FINISHED, STOPPED, FAILED):
-        values["ended"] = ""
-    return Heartbeat(**values)
-
-
-class WatchedRun:
-    """A run as its files show it. `look` reads what is new.
-
-    Args:
-        folder: the run folder.
-
-    Attributes:
-        heartbeat: the last one; None before the first.
-        state: running, finished, stopped by a signal, failed with an error, or dead: its process is gone without
-            having said so.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.heartbeat: Heartbeat | None = None
-        self.state = RUNNING
-        self._metrics, self._samples = NewLines(folder / METRICS), NewLines(folder / SAMPLES, TAIL)
-        self._step, self._fresh_until = -1, 0.0
-
-    def look(self) -> list[dict[str, float]]:
-        """Read the lines that were written since the last call; return the rows of metrics among it, by ascending step.
-
-        The state is read first, so that all rows are there when the run is seen to have ended.
-        """
-        self.read_state()
-        rows = []
-        for line in self._metrics.read():
-            row = parse_line(line) or {}
-            if is_count(step := row.get("step")) and step > self._step:
-                self._step = step
-                values = {name: value for name, raw in row.items() if (value := number(raw)) is not None}
-                rows.append(values | {"step": step})
-        return rows
-
-    def new_samples(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of `samples.jsonl` that were written since the last call; at first the last ones."""
-        yield from filter(None, map(parse_line, self._samples.read()))
-
-    def summary(self) -> Mapping[str, Any]:
-        """Return the content of `summary.json`; empty while there is none."""
-        return read_object(self.folder / SUMMARY) or {}
-
-    def read_state(self) -> None:
-        """Read the heartbeat and the lock, and no rows."""
-        beat = read_heartbeat(self.folder)
-        if beat is not None and (self.heartbeat is None or beat.now != self.heartbeat.now):
-            age = max(time.time() - beat.now, 0.0) if self.heartbeat is None else 0.0
-            self._fresh_until = time.monotonic() + SILENCE - age
-        self.heartbeat = beat or self.heartbeat
-        self.state = self._current_state()
-
-    def _current_state(self) -> str:
-        beat = self.heartbeat
-        if is_locked(folder_below(self.folder, CHECKPOINTS)):
-            return RUNNING
-        if beat is not None and beat.ended:
-            return beat.ended
-        if beat is not None and beat.host != socket.gethostname() and time.monotonic() < self._fresh_until:
-            return RUNNING
-        return FINISHED if isinstance(self.summary().get("after"), dict) else DEAD
-
-
-def read_state(folder: Path) -> str:
-    """Return the state of the run in `folder` at this moment; see `WatchedRun.state`."""
-    run = WatchedRun(folder)
-    run.read_state()
-    return run.state
-
-
-class NewLines:
-    """Complete lines of a file that grows. When a resumed run has cut the file, it is read from its beginning again.
-
-    Args:
-        file: the file; it need not exist yet.
-        tail: number of bytes at the end that the first read is limited to; 0 is no limit.
-    """
-
-    def __init__(self, file: Path, tail: int = 0):
-        self._file, self._tail, self._at, self._opened = file, tail, 0, False
-
-    def read(self) -> Iterator[bytes]:
-        """Yield the lines that were completed since the last call, and lines longer than `MAX_LINE` in pieces."""
-        try:
-            file = open_below(self._file.parent, self._file.name)
-        except OSError:
-            return
-        with file:
-            size = file.seek(0, 2)
-            if not self._opened and self._tail:
-                self._at = max(size - self._tail, 0)
-            self._opened, self._at = True, self._at if self._at <= size else 0
-            file.seek(self._at)
-            while (line := file.readline(MAX_LINE)) and (line.endswith(b"\n") or len(line) == MAX_LINE):
-                self._at += len(line)
-                yield line
-
-
-def read_object(file: Path) -> dict[str, Any] | None:
-    """Read a file that holds one JSON object; None if there is none, or none that can be read."""
-    try:
-        with open_below(file.parent, file.name) as content:
-            return parse_line(content.read(MAX_LINE))
-    except OSError:
-        return None

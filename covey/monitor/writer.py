@@ -1,5 +1,5 @@
-"""Write the records of a run: `metrics.jsonl`, one row per step; `samples.jsonl`, every completion; `tokens.jsonl`, the
-values of the tokens of a few completions; `summary.json`.
+"""Write the records of a run: `metrics.jsonl`, one row per step; `samples.jsonl`, every completion; other files of rows
+of steps; `summary.json`.
 
 In: names and numbers, and scored groups. Out: strict JSON, one object per line, numbers at full precision; NaN and
 infinities, which JSON lacks, are null. Rows reach the operating system as they are written, so a killed run leaves
@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +22,7 @@ import numpy as np
 from covey.errors import ResumeError
 from covey.files import folder_below, has_file, open_below, open_or_empty, replace_file
 from covey.monitor.formats import completion_text, prompt_text
-from covey.monitor.run_files import BAD, METRICS, SAMPLES, SUMMARY, TOKENS
+from covey.monitor.run_files import BAD, METRICS, SAMPLES, SUMMARY, run_files
 from covey.train.storage import is_open_at, sync
 from covey.types import Completion, Group, Message, Prompt
 
@@ -37,7 +37,7 @@ written as JSON escapes.
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Append to the metrics and samples of one run folder. A context manager; not thread-safe.
+    """Append rows of steps to the files of one run folder. A context manager; not thread-safe.
 
     Write a step's rows and `sync` them before saving its checkpoint, so that no row of a checkpoint is missing.
     """
@@ -54,32 +54,29 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (folder / METRICS, folder / SAMPLES, folder / TOKENS):
-            if resume_at is not None:
-                truncate_rows(file, resume_at, must_reach=file.name in must_reach)
-            elif has_file(folder, file.name) and file.stat().st_size:
-                raise ResumeError(
-                    "there are rows of another run here", fix="another folder, or resume", where=str(file)
-                )
-        self._folder = folder
+        self._folder, self._resume_at = folder, resume_at
+        for file in run_files():
+            if file.per_step:
+                self._cut(folder / file.name, must_reach=file.name in must_reach)
         self._files = {name: self._open(name) for name in (METRICS, SAMPLES)}
 
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Append one row of metrics; `row["step"]` is its step, which must not decrease."""
-        self._append(METRICS, [encode_row(row)])
-
-    def samples(self, lines: Iterable[bytes | bytearray | memoryview]) -> None:
-        """Append the lines of a step's groups; see `sample_lines`."""
-        self._append(SAMPLES, lines)
-
     def rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows of a step to the file `name`, which is made with the first of them."""
-        self._append(name, map(encode_row, rows))
+        """Append rows to the file `name`, which is made with the first of them; their `step` must not decrease."""
+        self.lines(name, map(encode_row, rows))
 
     def _open(self, name: str) -> IO[bytes]:
+        self._cut(self._folder / name)  # also a file that is not in the table
         return open_below(self._folder, name, "ab", buffering=0)
 
-    def _append(self, name: str, lines: Iterable[bytes | bytearray | memoryview]) -> None:
+    def _cut(self, file: Path, must_reach: bool = False) -> None:
+        """Cut the rows after the checkpoint of a resumed run, and refuse rows of another run."""
+        if self._resume_at is not None:
+            truncate_rows(file, self._resume_at, must_reach)
+        elif has_file(self._folder, file.name) and file.stat().st_size:
+            raise ResumeError("there are rows of another run here", fix="another folder, or resume", where=str(file))
+
+    def lines(self, name: str, lines: Iterable[bytes | bytearray | memoryview]) -> None:
+        """Append encoded rows; see `rows` and `group_lines`."""
         if not (encoded := b"".join(lines)):
             return
         if name not in self._files:
@@ -154,19 +151,24 @@ def write_bad_batch(folder: Path, step: int, groups: Iterable[Group], arrays: Ma
     return folder / name
 
 
-def sample_lines(step: int, groups: Iterable[Group], numbers: Iterable[int]) -> list[bytes]:
-    """Return the lines of each group in `samples.jsonl`, with its number in the step."""
+GroupRows = Callable[[int, int, Group], Iterable[Mapping[str, Any]]]
+"""Function of (step, number of a group in it, the group) that returns the rows of the group in a file."""
+
+
+def group_lines(rows: GroupRows, step: int, groups: Iterable[Group], numbers: Iterable[int]) -> list[bytes]:
+    """Return the encoded rows of each group of a step; `numbers` has the number of each group in it."""
     numbered = zip(numbers, groups, strict=True)
-    return [b"".join(map(encode_row, _group_rows(step, number, group))) for number, group in numbered]
+    return [b"".join(map(encode_row, rows(step, number, group))) for number, group in numbered]
 
 
 def sample_rows(step: int, groups: Iterable[Group]) -> Iterator[dict[str, Any]]:
     """Yield one row per completion: prompt, completion, scores, and how it ended."""
     for number, group in enumerate(groups):
-        yield from _group_rows(step, number, group)
+        yield from group_rows(step, number, group)
 
 
-def _group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]]:
+def group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a group in `samples.jsonl`."""
     for index, completion in enumerate(group.completions):
         yield {
             "step": step,
@@ -186,7 +188,7 @@ def _group_rows(step: int, number: int, group: Group) -> Iterator[dict[str, Any]
 
 
 def _episode_columns(completion: Completion) -> dict[str, Any]:
-    """Return the columns of a row that describe the episode of a completion; none without one.
+    """Return the columns of a row that describe the episode of a completion, if it has an episode.
 
     `messages` has the role and the number of characters of each message of `text`, `turn_ends` the number of tokens at
     the end of each turn of the model, and `turn_tokens` the number that the model generated in it.

@@ -13,7 +13,7 @@ from covey.recipes.build import build, load_inputs, with_compute_dtype
 from covey.recipes.load_model import open_model, use_compilation_cache, with_absolute_paths
 from covey.recipes.use import chat, evaluate, generate
 from covey.run.folder import RunFolder, create_folder, reopen_folder
-from covey.run.saved_run import STEP_FILES, ReadyRun, train_in_folder
+from covey.run.saved_run import ReadyRun, train_in_folder
 
 
 def train(recipe: RecipeT, out: Path, make: Callable[..., ReadyRun] = build) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def resume(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if with_absolute_paths(began) == began:  # an older run may have been saved with relative ones
         recipe = with_absolute_paths(recipe)
     # The run keeps the type of products that it began with, on any machine.
-    return _run_in(recipe, folder, began, partial(reopen_folder, step_files=STEP_FILES[recipe.method]))
+    return _run_in(recipe, folder, began, reopen_folder)
 
 
 def _run_in(

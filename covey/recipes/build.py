@@ -31,7 +31,7 @@ from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner, drop_long_prompts
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.settings import check_same_recipe
 from covey.sampling.responder import ResponderFactory
 from covey.sft.learner import HELD_OUT, SFTLearner
@@ -62,22 +62,22 @@ def load_inputs(recipe: Recipe | SFTRecipe) -> tuple[Dataset, Mesh | None]:
     return data, mesh
 
 
-def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
     """Make the run of a recipe: load its model and make its learner.
 
     Args:
         recipe: the checked recipe.
         data: its data.
         mesh: the devices to train on; the default device when not given.
-        resources: folder, display, trackers and signal handler of the run.
+        run: its folder, display and contexts.
     """
     make = build_rl if isinstance(recipe, Recipe) else build_sft
-    return make(recipe, data, mesh, resources)  # type: ignore[arg-type]  # each gets its own kind
+    return make(recipe, data, mesh, run)  # type: ignore[arg-type]  # each gets its own kind
 
 
-def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
     """Make a run of reinforcement learning; see `build`."""
-    model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
+    model, tokenizer, origin = load_to_train(recipe, mesh, run.folder)
     values, other_models = load_value_models(recipe, model, mesh)
     cluster = RLCluster(
         actor=model,
@@ -85,24 +85,24 @@ def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, resources: RunRes
         reward=values.get(Role.REWARD),
         tokenizer=tokenizer,
         cluster_config=ClusterConfig(role_meshes(recipe, mesh), recipe.training, recipe.rollout),
-        environments=resources.stack.enter_context(open_environments(recipe.envs)),
+        environments=run.stack.enter_context(open_environments(recipe.envs)),
     )
-    learner = make_learner(recipe, cluster, resources.stack.enter_context(RewardRunner(recipe.reward_safety)))
+    learner = make_learner(recipe, cluster, run.stack.enter_context(RewardRunner(recipe.reward_safety)))
     rows, held_out, unfit = drop_long_prompts(learner, data.train, data.test)
     loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
     counts = {"prompts": len(loader.rows), **unfit}
     return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts, other_models)
 
 
-def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, resources: RunResources) -> ReadyRun:
+def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
     """Make a run of supervised training; see `build`."""
-    model, tokenizer, origin = load_to_train(recipe, mesh, resources.folder)
+    model, tokenizer, origin = load_to_train(recipe, mesh, run.folder)
     learner = SFTLearner(
         model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
     )
     fitted = learner.fit(data.train)
     if fitted.dropped or fitted.truncated:
-        resources.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
+        run.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
     held_out = learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
     learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
     loader = learner.loader(fitted.examples)

@@ -72,7 +72,7 @@ from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.run.outputs import Measured
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sampling.model_runner import SamplerStats
@@ -194,7 +194,7 @@ class Learner(Trainee):
         return self.cluster
 
     def _ready(
-        self, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], resources: RunResources
+        self, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], run: SavedRun
     ) -> ReadyRun:
         """Return the run of a script in a folder. Its first weights are those before `prepare`, whatever the loss is;
         older versions have recorded those after it.
@@ -497,7 +497,7 @@ class Learner(Trainee):
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows for the run: whole, or as it is done during training."""
         if during_training:
             return Measured(self.evaluate(held_out, config=during(self.eval_config)).summary())

@@ -1,9 +1,5 @@
-"""Folder of one run: the files in it, and the lock that keeps a second writer out.
-
-The folder holds the whole run: `recipe.yaml` its settings, `metrics.jsonl` the metrics, `before.jsonl` and
-`after.jsonl` the answers to held-out prompts, `model/` config and tokenizer, `checkpoints/` the state to resume from,
-`summary.json` the result. With several processes the first writes; all read when resuming. The lock is that of
-`checkpoints/`.
+"""Write and read the folder of a run (`monitor.run_files` lists its files). The lock of `checkpoints/` keeps a second
+writer out. With several processes the first writes; all read when resuming.
 """
 
 import json
@@ -29,8 +25,8 @@ from covey.files import check_not_url, folder_below, has_file, open_below, repla
 from covey.models.config import ModelConfig
 from covey.models.export.hf import write_settings
 from covey.monitor.record import StepRecord
-from covey.monitor.run_files import BAD, CHECKPOINTS, MODEL, RECIPE, SUMMARY
-from covey.monitor.writer import Correct, MetricsWriter, sample_lines, write_answers, write_bad_batch, write_summary
+from covey.monitor.run_files import BAD, CHECKPOINTS, METRICS, MODEL, RECIPE, SAMPLES, SUMMARY, RunFile, run_files
+from covey.monitor.writer import Correct, MetricsWriter, group_lines, write_answers, write_bad_batch, write_summary
 from covey.parallel import processes
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
@@ -38,6 +34,9 @@ from covey.train.storage import claim, release
 from covey.types import Group
 
 log = logging.getLogger(__name__)
+
+EVERY_STEP = {"rl": (METRICS, SAMPLES), "sft": (METRICS,)}
+"""Method of a run → names of the files that have rows of every step."""
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -47,7 +46,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         out: the folder.
         saves: its checkpoints, locked by the first process; all save together.
         resuming: continue from the state in the folder.
-        step_files: names of the files that must have lines up to the last checkpoint.
+        must_reach: names of the files that must have lines up to the last checkpoint.
 
     Attributes:
         path: the absolute path, because a reward function may change the working directory.
@@ -60,10 +59,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         metrics: metrics of the last step.
 
     Raises:
-        ResumeError: `summary.json` or the lines of a step are not those of a run.
+        ResumeError: `summary.json` or a file of rows was not written by a run.
     """
 
-    def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, step_files: Sequence[str] = ()):
+    def __init__(self, out: Path, saves: Checkpointer, resuming: bool = False, must_reach: Sequence[str] = ()):
         self.path, self.path_as_given, self.saves, self.resuming = out.absolute(), out, saves, resuming
         self.writes = processes.here().is_first
         self.last = processes.here().broadcast(saves.latest(), "last checkpoint")
@@ -71,8 +70,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.resume_at = (self.last or 0) if resuming else None
         self.summary = processes.here().broadcast(read_summary(self.path / SUMMARY) if resuming else None, "summary")
         self.metrics: Mapping[str, float] = {}
+        self._group_files = [file for file in run_files() if file.group_rows]
         self._writer = (
-            MetricsWriter(self.path, resume_at=self.resume_at, must_reach=step_files if self.resume_at else ())
+            MetricsWriter(self.path, resume_at=self.resume_at, must_reach=must_reach if self.resume_at else ())
             if self.writes
             else None
         )
@@ -101,20 +101,19 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
 
     def write_step(self, record: StepRecord) -> None:
-        """Write the row of a step, and its completions. Each process encodes its completions, and the
-        first one writes those of all.
-        """
+        """Write the rows of a step. Each process encodes the rows of its groups; the first writes all."""
         self.metrics = record.metrics
-        lines = processes.here().gather_parts(
-            sample_lines(record.step, record.groups, record.numbers), record.numbers, "samples"
-        )
+        lines = {file.name: _gather_rows(file, record) for file in self._group_files}
         if self._writer is not None:
             self.check_not_replaced()
-            self._writer.step(record.metrics)
-            self._writer.samples(lines)
+            self._writer.rows(METRICS, [record.metrics])
+            for name, parts in lines.items():
+                self._writer.lines(name, parts)
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows of a step to the file `name`; a resumed run cuts those of `RUN_FILES` that are written so."""
+        """Write rows of a step to the file `name`. A resumed run cuts them back to its checkpoint: at once where
+        `run_files` has the file, otherwise before the first row that it writes.
+        """
         if self._writer is not None:
             self._writer.rows(name, rows)
 
@@ -163,6 +162,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             log.warning(f"{error.what}; its batch is kept: {file}.jsonl")
 
 
+def _gather_rows(file: RunFile, record: StepRecord) -> Sequence[bytes | memoryview]:
+    """Return the encoded rows of a step in `file` from all processes, in the first process alone."""
+    lines = group_lines(resolve_name(file.group_rows), record.step, record.groups, record.numbers)
+    return processes.here().gather_parts(lines, record.numbers, file.name)
+
+
 def model_folder(run: Path) -> Path:
     """Return the folder of a run's config and tokenizer, which need not exist; a link in it is refused."""
     folder = folder_below(run, MODEL)
@@ -201,15 +206,15 @@ def create_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def reopen_folder(out: Path, recipe: Recipe | SFTRecipe, step_files: Sequence[str]) -> Iterator[RunFolder]:
-    """Open the folder of a run to resume it; `step_files` are as for `RunFolder`."""
+def reopen_folder(out: Path, recipe: Recipe | SFTRecipe) -> Iterator[RunFolder]:
+    """Open the folder of a run to resume it."""
     with Checkpointer(
         folder_below(out.absolute(), CHECKPOINTS),
         recipe.training.max_to_keep,
         scored_by=recipe.training.keep_best,
     ) as saves:
         _check_checkpoint_path(saves, recipe)
-        with RunFolder(out, saves, resuming=True, step_files=step_files) as folder:
+        with RunFolder(out, saves, resuming=True, must_reach=EVERY_STEP[recipe.method]) as folder:
             yield folder
 
 

@@ -1,6 +1,4 @@
-"""The loop over steps of every run: of reinforcement or supervised learning, by a recipe or a script, with a folder or
-without.
-"""
+"""The loop over steps of every run: reinforcement or supervised learning, by recipe or script, with a folder or not."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,9 +15,9 @@ def train(learner: "Trainee", loader: Any, held_out: Sequence[Any], outputs: Out
 
     Args:
         learner: a learner of `rl` or `sft`.
-        loader: batches of training rows; its position is that of the run.
+        loader: batches of training rows; its position is saved with the run.
         held_out: rows of the evaluations; without any nothing is evaluated.
-        outputs: what is told of the run; that of a folder restores the learner.
+        outputs: what the loop tells of the run. With a folder they restore the learner.
     """
     former, learner.outputs, learner.evaluations = learner.outputs, outputs, {}
     try:
@@ -45,6 +43,6 @@ def train(learner: "Trainee", loader: Any, held_out: Sequence[Any], outputs: Out
 def evaluate(learner: "Trainee", held_out: Sequence[Any], name: str) -> None:
     """Evaluate the weights before or after training."""
     learner.on_phase(f"evaluating {name} training")
-    measured = learner.measure(held_out)
+    measured = learner.evaluate_rows(held_out)
     learner.evaluations = {**learner.evaluations, name: measured.metrics}
     learner.outputs.evaluation(name, measured)

@@ -1,14 +1,15 @@
-"""Outputs of a run: the observers of its learner, and those that packages offer by entry points, such as a report."""
+"""Outputs and watchers of a run, which packages offer by entry points, and the observers of its learner."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from covey.errors import NumbersError
-from covey.monitor.record import Observer, StepLines, StepRecord
+from covey.monitor.display import StepLines
+from covey.monitor.record import Observer, StepRecord
 from covey.monitor.writer import Correct
 from covey.types import Group
 
@@ -19,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """One output of a run in a folder; a base class whose methods do nothing. It changes nothing of the run, and one
-    that raises is logged and left out. Packages offer makers of outputs by the entry points `covey.outputs`.
+    """Output of a run in a folder; a base class whose methods do nothing. An output changes nothing of the run, and is
+    left out once it raises. Packages offer outputs by the entry points `covey.outputs`.
     """
 
     def begin(self, run: "SavedRun", summary: Mapping[str, Any]) -> None:
@@ -37,6 +38,28 @@ class Output:
 
     def end(self, status: str) -> Mapping[str, str]:
         """End, "" of a finished run or the status of a stopped one; return facts for the last message, by name."""
+        return {}
+
+
+class Watcher:
+    """Watcher of a run from its start, also while its model loads; a context manager whose methods do nothing. Packages
+    offer functions of (recipe, folder, progress) that return a watcher by the entry points `covey.watchers`.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """End with the error that ends the run, if there is one."""
+
+    def phase(self, name: str) -> None:
+        """Look at a phase that begins, in the thread in which it does."""
+
+    def step(self, record: StepRecord) -> None:
+        """Look at a step before it is written; metrics may be added."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return entries of the summary of a finished run."""
         return {}
 
 

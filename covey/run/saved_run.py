@@ -1,8 +1,7 @@
-"""A run in its folder: it can be stopped and resumed, and is told to its outputs.
+"""A run in its folder: it can be stopped and resumed, and tells its outputs what happens.
 
-The learner and its data come from a recipe (`recipes.build`) or from a script (`train(..., out=)` of a learner); from
-there on both are the same run. `folder` has the files of a run. During the run, `heartbeat.json` holds the current
-phase. With several processes the first shows progress.
+The learner and its data come from a recipe (`recipes.build`) or from a script (`train(..., out=)` of a learner). With
+several processes the first shows progress.
 """
 
 import logging
@@ -10,13 +9,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import psutil
 from rich.console import Console
 
 from covey.allocator import release_free_memory
@@ -28,54 +28,32 @@ from covey.display import show_log
 from covey.errors import NumbersError, Stopped
 from covey.files import require_entry
 from covey.models.config import ModelConfig
+from covey.monitor.display import StepLines
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
-from covey.monitor.record import StepLines, StepRecord
+from covey.monitor.record import StepRecord
 from covey.monitor.run_files import AFTER, METRICS, SAMPLES, SUMMARY
-from covey.monitor.status import STOPPED
-from covey.monitor.trackers import Tracked, Trackers
 from covey.monitor.writer import read_rows
 from covey.parallel import processes
 from covey.parallel.processes import PeerLostError
 from covey.registry import all_offered
 from covey.run import loop
 from covey.run.folder import RunFolder, describe_environment
-from covey.run.observers import CompileCounter, memory_in_use
-from covey.run.outputs import Measured, Output, Outputs
+from covey.run.outputs import Measured, Output, Outputs, Watcher
 from covey.run.settings import check_same_settings, check_same_weights, settings_of
 from covey.run.signals import SignalHandler
-from covey.run.watchdog import Watchdog
 from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 
 log = logging.getLogger(__name__)
 
 ANOTHER_FOLDER = 'undo that; or begin a new run: out="ANOTHER"'
-"""Advice for a script whose settings are not those of the run in its folder."""
-SHOWN = {"rl": {"headline": "reward", "answers": SAMPLES}, "sft": {"headline": "loss", "answers": AFTER}}
+"""Advice for a script with other settings than the run in its folder."""
+SHOWN = {
+    "rl": {"main_metric": "reward", "samples_file": SAMPLES},
+    "sft": {"main_metric": "loss", "samples_file": AFTER},
+}
 """Method of a run → the metric that is shown first, and the file that the last message names."""
-STEP_FILES = {"rl": (METRICS, SAMPLES), "sft": (METRICS,)}
-"""Method of a run → names of the files that get lines at each step."""
-
-
-@dataclass
-class RunResources:
-    """Resources that a run holds open from its start to its end.
-
-    Attributes:
-        phase: function that begins a phase in the progress display, the watchdog and the compile counter.
-        stack: closes further contexts when the run ends.
-        started: time at which they were opened, on the monotonic clock.
-    """
-
-    folder: RunFolder
-    progress: Progress
-    phase: Callable[[str], None]
-    compile_counter: CompileCounter
-    trackers: Trackers
-    signals: SignalHandler
-    stack: ExitStack
-    started: float = field(default_factory=time.monotonic)
 
 
 class ReadyRun(NamedTuple):
@@ -87,8 +65,7 @@ class ReadyRun(NamedTuple):
         tokenizer, model: the tokenizer, and the shape of the model.
         held_out: rows of the evaluations before, during and after training.
         origin: origin of the initial weights.
-        counts: numbers of the training rows that are used and of those that are not, for the summary, which has numbers
-            of equal rows beside them.
+        counts: numbers of used and unused training rows, for the summary.
         other_models: origin of reward model and critic, by the setting that names them.
         base: origin of the weights that a script's cluster loaded; `origin` has their checksum.
         former_origin: what older versions have recorded as the origin of the same weights; "" for the same.
@@ -106,35 +83,20 @@ class ReadyRun(NamedTuple):
     former_origin: Callable[[], str] = str
 
 
-@contextmanager
-def open_resources(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> Iterator[RunResources]:
-    """Open the watchdog, trackers and signal handler of a run; they are closed in the reverse order."""
-    with ExitStack() as stack:
-        watched = folder.path if folder.writes else None
-        watchdog = stack.enter_context(Watchdog(watched, recipe.training.watchdog_seconds, status=progress.status))
-        compile_counter = stack.enter_context(CompileCounter(progress.compiling))
-
-        def phase(name: str) -> None:
-            for listener in (progress, watchdog, compile_counter):
-                listener.phase(name)
-            if name == "update":  # the phase that needs the most memory, and that donates what a save reads
-                folder.saves.wait_until_read()
-                release_free_memory()
-
-        stack.enter_context(show_log(phase, progress.message))
-        tracked = Tracked(folder.path, asdict(recipe), folder.resume_at)
-        trackers = stack.enter_context(Trackers(recipe.tracking if folder.writes else (), tracked))
-        signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
-        yield RunResources(folder, progress, phase, compile_counter, trackers, signals, stack)
+def memory_in_use() -> int:
+    """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
+    stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
+    used = [int(each["bytes_in_use"]) for each in stats if each and "bytes_in_use" in each]
+    return max(used) if used else int(psutil.Process().memory_info().rss)
 
 
 def console_of_process() -> Console | None:
-    """Return the console of a progress display: the standard one, or in processes after the first a quiet one."""
+    """Return the console of a progress display: None for the standard console, or a quiet one after process 0."""
     return None if processes.here().is_first else Console(quiet=True)
 
 
 def train_in_folder(
-    recipe: Recipe | SFTRecipe, folder: RunFolder, make: Callable[[RunResources], ReadyRun]
+    recipe: Recipe | SFTRecipe, folder: RunFolder, make: Callable[["SavedRun"], ReadyRun]
 ) -> dict[str, Any]:
     """Train in an open folder what `make` returns; return the content of `summary.json`. A recipe's run that is
     finished is not made; a script's is, because its learner gets the weights.
@@ -145,11 +107,10 @@ def train_in_folder(
             with show_log(progress.phase, progress.message):
                 folder.saves.restore(folder.last, target={}, subset=True, check=partial(check_settings, recipe, folder))
             return _tell_finished(recipe, folder, progress)
-        with open_resources(recipe, folder, progress) as resources:
+        with ExitStack() as stack:
+            run = SavedRun(recipe, folder, progress, stack)
             try:
-                ready = make(resources)
-                run = SavedRun(recipe, resources, ready)
-                loop.train(ready.learner, ready.loader, ready.held_out, run)
+                run.train(make(run))
                 return dict(run.summary)
             except Stopped as stopped:
                 stopped.step = folder.saved
@@ -168,32 +129,46 @@ class SavedRun(Outputs):
     """A run in its folder: it writes files and checkpoints, shows progress, and tells the other outputs.
 
     Args:
-        recipe: the checked recipe; that of a script's run has the learner's settings.
-        resources: folder, display, trackers and signal handler of the run.
-        ready: the learner and its data.
+        recipe: the checked recipe; for a script, the settings of its learner.
+        folder: the open folder of the run.
+        progress: its display.
+        stack: closes what the run holds open when it ends; outputs may add to it.
 
     Attributes:
-        recipe, folder, progress: see above.
-        loader, held_out: see `ReadyRun`.
+        recipe, folder, progress, stack: see above.
+        learner, loader, held_out: see `ReadyRun`.
         total: number of steps of the whole run.
         changed: settings that a resumed run has changed since its checkpoint, by name, with the former value in words.
         summary: content of `summary.json`.
         outputs: what else is told of the run, by name.
     """
 
-    def __init__(self, recipe: Recipe | SFTRecipe, resources: RunResources, ready: ReadyRun):
-        super().__init__([one for one in ready.learner.observers if not isinstance(one, StepLines)])
-        self.learner = ready.learner
-        self.recipe, self.resources, self.ready = recipe, resources, ready
-        self.folder, self.progress, self.started = resources.folder, resources.progress, resources.started
-        self.loader, self.held_out, self.total = ready.loader, ready.held_out, 0
+    def __init__(self, recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress, stack: ExitStack):
+        super().__init__([])
+        self.recipe, self.folder, self.progress, self.stack = recipe, folder, progress, stack
+        self.started, self.total = time.monotonic(), 0
         self.changed: Mapping[str, str] = {}
         self.summary: dict[str, Any] = {}
         self.outputs: dict[str, Output] = {}
+        offers = all_offered("covey.watchers").values()
+        self._watchers: list[Watcher] = [stack.enter_context(load()(recipe, folder, progress)) for load in offers]
+        stack.enter_context(show_log(self.phase, progress.message))
+        self._signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
+
+    def train(self, ready: ReadyRun) -> None:
+        """Train what is ready in the folder."""
+        self.ready, self.learner, self.loader, self.held_out = ready, ready.learner, ready.loader, ready.held_out
+        self.observers = [each for each in ready.learner.observers if not isinstance(each, StepLines)]
+        loop.train(self.learner, self.loader, self.held_out, self)
 
     def phase(self, name: str) -> None:
-        """Show a phase that begins, and begin it in the watchdog and the compile counter."""
-        self.resources.phase(name)
+        """Begin a phase in the display and the watchers."""
+        self.progress.phase(name)
+        for watcher in self._watchers:
+            watcher.phase(name)
+        if name == "update":  # the phase that needs the most memory, and that donates what a save reads
+            self.folder.saves.wait_until_read()
+            release_free_memory()
 
     def advance(self, done: int, total: int) -> None:
         """Show the progress of the phase."""
@@ -243,7 +218,7 @@ class SavedRun(Outputs):
             check_same_weights(then[name], self.ready.other_models[name], self.folder.path, name)
 
     def needs_before(self) -> bool:
-        """Return whether this is a new run; one that lost its summary has weights that are already trained."""
+        """Return whether this is a new run. A resumed run that lost its summary has trained weights already."""
         if self.learner.step and not self.summary:
             log.warning(f"there is no {SUMMARY}: the evaluation before training is left out, for training has begun")
         return not self.learner.step and not self.summary
@@ -273,12 +248,12 @@ class SavedRun(Outputs):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Train to the end and save the result; a signal meanwhile ends the run at a step that is saved."""
-        with self.resources.signals.deferring():
+        with self._signals.deferring():
             yield
             if self.folder.saved != self.learner.step:
                 self.save()
             self.folder.saves.wait()
-            self.resources.signals.raise_if_requested()
+            self._signals.raise_if_requested()
 
     def bad_batch(
         self, step: int, groups: Sequence[Group], arrays: Mapping[str, np.ndarray], error: NumbersError
@@ -294,36 +269,25 @@ class SavedRun(Outputs):
         """Write and show a step, tell the observers and outputs; save if a checkpoint is due, and end the run if a
         signal requested it.
         """
-        record.metrics["time/compile"] = self.resources.compile_counter.step(record.step)
+        for watcher in self._watchers:
+            watcher.step(record)
         self.folder.write_step(record)
-        self._track(record)
         self.progress.step(record.metrics, SampleLine.of(record.groups))
         super().step(record)
         self._tell("step", record)
-        name = self.resources.signals.requested()
+        name = self._signals.requested()
         if name or record.due(self.recipe.training.checkpoint_every_n_steps):
             self.save()
         if name:
             self.folder.saves.wait()
-            self._tell("end", STOPPED)
+            self._tell("end", "stopped")
             raise Stopped(name)
 
-    def _track(self, record: StepRecord) -> None:
-        """Send a step to the trackers."""
-        recipe, table = self.recipe, list[Any]()
-        if isinstance(recipe, Recipe):
-            due = recipe.log_completions and record.due(recipe.log_completions_every_n_steps)
-            table = [record.groups if due else (), recipe.num_completions_to_log]
-        self.resources.trackers.log(record.step, record.metrics, *table)
-
     def evaluation(self, name: str, measured: Measured) -> None:
-        """Show an evaluation, write its completions, and send its metrics to the trackers."""
+        """Show an evaluation, write its completions, and tell the outputs."""
         self.progress.evaluation(name, measured.metrics, SampleLine.of(measured.shown))
         for ending, (groups, correct) in measured.answers.items():
             self.folder.write_answers(f"{name}{ending}", groups, correct)
-        self.resources.trackers.log(
-            self.learner.step, {f"eval/{what}": value for what, value in measured.metrics.items()}
-        )
         self._tell("evaluation", name, measured.metrics)
 
     def end(self) -> None:
@@ -332,14 +296,15 @@ class SavedRun(Outputs):
             self.summary["best"] = best
         after = self.learner.evaluations.get("after", {})
         self.summary |= {"after": after, "steps": self.learner.step, "seconds": round(self._seconds(), 1)}
-        self.summary["programs"] = dict(self.resources.compile_counter.counts)
+        for watcher in self._watchers:
+            self.summary |= watcher.summary()
         self.folder.write_summary(self.summary)
         facts = {name: text for told in self._tell("end", "") for name, text in told.items()}
         script = is_from_python(self.recipe)
         self.progress.done(self.summary, self.folder.path_as_given, facts, chat=not script)
 
     def _tell(self, event: str, *args: Any) -> list[Any]:
-        """Call a method of each output; one that raises is left out from then on."""
+        """Call a method of each output; leave out an output that raises."""
         told = []
         for name, output in list(self.outputs.items()):
             with self._by_product(name):
@@ -372,18 +337,18 @@ class SavedRun(Outputs):
         return -value if value is not None and row is not None and row.lower_is_better else value
 
     def _seconds(self) -> float:
-        """Return the seconds that the run has taken, those before a resume included."""
+        """Return the seconds that the run has taken, also before a resume."""
         return time.monotonic() - self.started
 
 
 def check_settings(recipe: Recipe | SFTRecipe, folder: RunFolder, extra: Mapping[str, Any]) -> dict[str, str]:
-    """Compare the settings of a run with those of a checkpoint's JSON values; see `check_same_settings`."""
+    """Compare the settings of a run with the settings in a checkpoint; see `check_same_settings`."""
     fix = ANOTHER_FOLDER if is_from_python(recipe) else ""
     saved, now = require_entry(extra, "settings", dict), settings_of(recipe)
     if is_from_python(recipe) and "base" not in extra:
         saved |= {name: value for name, value in now.items() if name.startswith(NOT_OF_OLDER_SCRIPTS)}
     for name in saved.keys() & {"envs.environment", "envs.tools"} if is_from_python(recipe) else ():
-        # The same class is one of `__main__` or of a named module, by how the script was started.
+        # The module of a class is `__main__` or its name, by how the script was started.
         saved |= {name: now[name]} if _members(saved[name]) == _members(now[name]) else {}
     return check_same_settings(saved, now, folder.path, fix)
 

@@ -23,15 +23,15 @@ from covey.models.loading import sources
 from covey.parallel import processes
 from covey.parallel.arrays import fingerprint, flatten
 from covey.run.folder import RunFolder, create_folder, reopen_folder
-from covey.run.saved_run import STEP_FILES, ReadyRun, RunResources, train_in_folder
+from covey.run.saved_run import ReadyRun, SavedRun, train_in_folder
 
 log = logging.getLogger(__name__)
 
 
 def train_from_script(
-    learner: Any, recipe: Recipe | SFTRecipe, out: str | Path, make: Callable[[RunResources], ReadyRun]
+    learner: Any, recipe: Recipe | SFTRecipe, out: str | Path, make: Callable[[SavedRun], ReadyRun]
 ) -> None:
-    """Begin a run of `learner` in the new folder `out`, or resume the one that is there."""
+    """Begin a run of `learner` in the new folder `out`, or resume the run that is there."""
     recipe = replace(recipe, name=_name(Path(out)))
     with _open(learner, recipe, Path(out).expanduser()) as folder:
         summary = train_in_folder(recipe, folder, make)
@@ -57,7 +57,7 @@ def _open(learner: Any, recipe: Recipe | SFTRecipe, out: Path) -> AbstractContex
         )
     if not resuming and in_use:
         raise CoveyError("this folder is not empty", want="a new or empty folder", fix='out="ANOTHER"', where=str(out))
-    return reopen_folder(out, recipe, STEP_FILES[recipe.method]) if resuming else create_folder(out, recipe)
+    return reopen_folder(out, recipe) if resuming else create_folder(out, recipe)
 
 
 def warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:
@@ -68,7 +68,7 @@ def warn_of_unwritten(training: RLTrainingConfig | SFTConfig) -> None:
 
 
 def checksum(states: Sequence[nnx.State[Any, Any]]) -> str:
-    """Return a checksum of all weights: a resumed run must have begun with the same ones."""
+    """Return a checksum of all weights: a resumed run must have begun with the same weights."""
     checksum = sum(fingerprint(jax.tree.leaves(state)) for state in states) % 2**32
     return f"a model from Python, checksum {checksum:08x}"
 

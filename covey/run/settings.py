@@ -1,22 +1,15 @@
-"""Compare the settings of a resumed run with those it was saved with. The recipe in its folder may have been edited: a
-change that makes it another run is refused with a diff; other changes are reported. Which of these it is stands beside
-the setting in its section (`OnResume` of `config.base`).
+"""Compare the settings of a resumed run with the settings of its checkpoint: a change that makes it another run is
+refused with a diff, other changes are reported. Each setting says which (`OnResume`).
 
 Another mesh, and other sizes of stages and rows, give the same run up to rounding.
 
 The run may be older than this version of Covey. A setting that it lacks had its default. A setting that no longer
 exists does not refuse the run: it is reported, unless it was not set.
-
-The modules of the user's that a recipe names are compared over all processes, before they are imported for the run.
 """
 
 import logging
-import os
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +17,9 @@ from covey.config.algorithms import PPOConfig, algorithm_of
 from covey.config.base import treatments_on_resume, without_check
 from covey.config.recipe import METHODS, SECTION, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
-from covey.files import file_sha256
 from covey.monitor.run_files import RECIPE
 from covey.parallel import processes
+from covey.registry import offered
 
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -95,53 +88,8 @@ def check_same_recipe(recipe: Recipe | SFTRecipe, want: str) -> None:
         CoveyError: one does; `want` says of a recipe what is expected.
     """
     processes.here().check_same("recipe", lambda: to_yaml(recipe), want)
-    processes.here().check_same(
-        "code of the recipe",
-        lambda: {name: digest for module in module_names(recipe) for name, digest in digests(module).items()},
-        want="the same files in all processes",
-        fix="copy the files of process 0 to all machines, or start all processes in one shared folder",
-    )
-
-
-def module_names(recipe: Recipe | SFTRecipe) -> list[str]:
-    """Return the names of the modules of reward functions, environments and tools; they need not exist."""
-    return sorted({module for name in _members(recipe) if (module := _module_of(name))})
-
-
-def digests(module: str) -> dict[str, str]:
-    """Return the digest of the file of a module, by its name; of a package those of all its modules. Nothing is
-    imported, and a missing module has none: importing it says why.
-    """
-    top, files = module.partition(".")[0], list[tuple[str, Path]]()
-    sys.path.insert(0, here := os.getcwd())
-    try:
-        spec = find_spec(top)
-    except ValueError:  # its name is empty, or it is the script itself
-        spec = None
-    finally:
-        sys.path.remove(here)
-    if spec is not None and spec.submodule_search_locations is not None:
-        for root in map(Path, spec.submodule_search_locations):
-            files += [(f"{top}/{file.relative_to(root).as_posix()}", file) for file in root.rglob("*.py")]
-    elif spec is not None and spec.origin:
-        files = [(Path(spec.origin).name, Path(spec.origin))]
-    return {name: file_sha256(file) for name, file in files if file.is_file()}
-
-
-def _members(recipe: Recipe | SFTRecipe) -> Iterator[str]:
-    yield from recipe.evaluation.judges.values()
-    if isinstance(recipe, Recipe):
-        yield from (str(name) for name in (*recipe.rewards, *recipe.envs.tools, recipe.envs.environment or ""))
-
-
-def _module_of(name: str) -> str:
-    """Return the module in `module:member`, `trl:module:Class` or `verifiers:MODULE`; "" for other names."""
-    first, _, rest = name.partition(":")
-    if first == "verifiers":
-        return rest
-    if first == "trl":
-        first, _, rest = rest.partition(":")
-    return first if rest and first != "openenv" else ""
+    if processes.here().count > 1:
+        offered("covey.processes", "check_code")(recipe)
 
 
 def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None:
@@ -150,7 +98,7 @@ def check_same_weights(then: str, now: str, where: Path, role: str = "") -> None
     Weights at a path are compared by content, whatever the path.
 
     Args:
-        role: the setting that names the weights, when they are not those of the policy.
+        role: the setting that names the weights, for other weights than the policy's.
     """
     if then != now and not _is_same_local(then, now):
         what = f"{role} with the weights" if role else "the weights"

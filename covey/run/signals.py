@@ -57,7 +57,7 @@ class SignalHandler:
 
     def requested(self) -> str:
         """Return the name of the signal that any process has received, or "". All processes must call it."""
-        received = self._received  # another one may come meanwhile, and only to this process
+        received = self._received  # a second signal may come meanwhile, to this process alone
         return next(filter(None, processes.here().compare(received, "stop").values()), received)
 
     def raise_if_requested(self) -> None:

@@ -1,4 +1,4 @@
-"""Base class of the learners of reinforcement and of supervised learning: the loop, and all that it tells."""
+"""Base class of the learners of reinforcement and supervised learning, as the loop and a run folder know it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -9,11 +9,12 @@ from typing import Any
 from covey.config.base import Keywords
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import ModelOptions
-from covey.monitor.record import History, Observer, OnBadBatch, StepLines, StepRecord
+from covey.monitor.display import make_step_lines
+from covey.monitor.record import History, Observer, OnBadBatch, StepRecord
 from covey.parallel import processes
 from covey.run import loop
 from covey.run.outputs import Measured, Outputs
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import train_from_script, warn_of_unwritten
 
 
@@ -31,8 +32,8 @@ class Trainee(Keywords, ABC):
         history: metrics of the steps.
         evaluations: metrics of the held-out rows `before` and `after` the last call of `train`; empty if it got no such
             rows.
-        outputs: what is told of the run.
-        settings: the settings as those of a recipe, by which they are checked and recorded.
+        outputs: what the loop tells of the run.
+        settings: the settings as a recipe, which checks and records them.
         initial_weights: checksum of the weights before the first step; empty until a run needs it.
     """
 
@@ -46,7 +47,7 @@ class Trainee(Keywords, ABC):
         on_phase: Callable[[str], None],
         on_bad_batch: OnBadBatch,
     ):
-        standard = [StepLines(show)] if processes.here().is_first else []
+        standard = [make_step_lines(show)] if processes.here().is_first else []
         self.observers: list[Observer] = list(standard if observers is None else observers)
         self.history, self.evaluations = History(), dict[str, Mapping[str, Any]]()
         self.step, self.outputs, self.initial_weights = 0, Outputs([]), ""
@@ -68,7 +69,7 @@ class Trainee(Keywords, ABC):
         held_out: Sequence[Any],
         out: str | Path | None,
         model: Callable[[], ModelOptions],
-        ready: Callable[[RunResources], ReadyRun],
+        ready: Callable[[SavedRun], ReadyRun],
     ) -> None:
         """Train on batches, and evaluate held-out rows before, during and after that.
 
@@ -85,10 +86,10 @@ class Trainee(Keywords, ABC):
             train_from_script(self, replace(self.settings, model=model()), out, ready)
 
     def evaluate_due(self, record: StepRecord, held_out: Sequence[Any]) -> None:
-        """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
+        """Evaluate the weights of a step if that is due, and add the metrics to the record of the step."""
         if held_out and record.due(self.training.eval_every_n_steps):
             self.on_phase("evaluate")
-            metrics = self.measure(held_out, during_training=True).metrics
+            metrics = self.evaluate_rows(held_out, during_training=True).metrics
             record.metrics.update({f"eval/{name}": float(x) for name, x in metrics.items() if x is not None})
 
     @abstractmethod
@@ -97,14 +98,14 @@ class Trainee(Keywords, ABC):
 
     @abstractmethod
     def start(self, loader: Any, total: int) -> None:
-        """Check that all processes begin alike, behind a restore."""
+        """Check that all processes begin alike, after a restore."""
 
     @abstractmethod
     def steps(self, loader: Any, total: int) -> Generator[StepRecord]:
         """Train to step `total`, and yield the record of each step."""
 
     @abstractmethod
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows: whole, or as it is done during training."""
 
     @abstractmethod

@@ -32,7 +32,7 @@ from covey.parallel import processes
 from covey.parallel.arrays import place_model
 from covey.parallel.mesh import default_mesh
 from covey.run.outputs import Measured
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sft.batch import (
@@ -135,7 +135,7 @@ class SFTLearner(Trainee):
         self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out))
         return self.model
 
-    def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], resources: RunResources) -> ReadyRun:
+    def _ready(self, loader: ExampleLoader, held_out: Sequence[Row], run: SavedRun) -> ReadyRun:
         """Return the run of a script in a folder."""
         trainer = self.prepare(total_steps(self.config, len(loader)))
         self.initial_weights = self.initial_weights or checksum([trainer.params])
@@ -170,7 +170,7 @@ class SFTLearner(Trainee):
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
             yield StepRecord(self.step, 1, total, place | metrics)
 
-    def measure(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
         """Compute the held-out loss for the run; before and after training, the answers of `answer` too."""
         answered = Measured({}) if during_training or self.answer is None else self.answer(self)
         found = self.held_out_loss(held_out) | ({} if during_training else {"examples": len(held_out)})

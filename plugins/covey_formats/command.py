@@ -14,7 +14,8 @@ from covey.config.base import Config
 from covey.display import echo
 from covey.errors import CoveyError
 from covey.files import has_file
-from covey.monitor.run_files import REPORT, RUN_FILES, RunFile
+from covey.monitor.run_files import RunFile, run_files
+from covey_report.run_files import REPORT
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -106,7 +107,7 @@ def records_of(run: Path, switches: Container[str]) -> list[RunFile]:
         "with --samples": "--samples" in switches,
         "never": False,
     }
-    files = [file for file in RUN_FILES if published[file.publish]]
+    files = [file for file in run_files() if published[file.publish]]
     return [file for file in files if has_file(run, file.name) or file.name == REPORT]
 
 

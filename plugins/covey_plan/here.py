@@ -17,7 +17,7 @@ from covey import recipes
 from covey.config.recipe import OF_TABLE, Recipe, SFTRecipe, load_any, to_yaml
 from covey.errors import CoveyError
 from covey.recipes.build import build
-from covey.run.saved_run import ReadyRun, RunResources
+from covey.run.saved_run import ReadyRun, SavedRun
 from covey_plan.compiled import peak_memory, reset_peak_memory
 from covey_plan.memory import SAMPLING
 from covey_plan.table import make_table
@@ -102,9 +102,9 @@ def main(words: list[str]) -> None:
     """Run the recipe words[0] in the folder words[1]; write the peaks to the file words[2]."""
     recorder, recipe = PeakRecorder(), load_any(words[0])
 
-    def watched(recipe: Any, data: Any, mesh: Any, resources: RunResources) -> ReadyRun:
-        resources.phase = recorder.wrap(resources.phase)
-        return build(recipe, data, mesh, resources)
+    def watched(recipe: Any, data: Any, mesh: Any, run: SavedRun) -> ReadyRun:
+        run.phase = recorder.wrap(run.phase)  # type: ignore[method-assign,assignment]
+        return build(recipe, data, mesh, run)
 
     recipes.train(recipe, Path(words[1]), watched)  # type: ignore[type-var]
     recorder.record()

@@ -17,7 +17,7 @@ from covey.data.loader import fit_prompts
 from covey.data.rows import count_plain
 from covey.models.config import ModelConfig
 from covey.monitor.record import total_steps
-from covey.monitor.run_files import RUN_FILES, SAMPLES, TOKENS
+from covey.monitor.run_files import run_files
 from covey.recipes.build import load_data, prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
@@ -26,6 +26,7 @@ from covey.sft.batch import encode_example, fit
 from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
+from covey_report.run_files import TOKENS
 from covey_report.token_values import token_values_interval
 
 
@@ -92,7 +93,8 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
     shown = tokenizer.decode(tokens, skip_special=False) if recipe.envs.tools else _render(tokenizer, first)
     rendered = shown, tokens.tolist(), None
     every = token_values_interval(training, recipe.grpo.num_generations, steps)
-    files = _files(SAMPLES, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
+    of_groups = [file.name for file in run_files() if file.group_rows]
+    files = _files(*of_groups, *([TOKENS] if 0 < every <= steps else []), *_evaluation_files(recipe))
     return Preview(*rendered, len(loader.rows), len(data.test), unfit, steps, budget, files)
 
 
@@ -129,7 +131,7 @@ def _evaluation_files(recipe: Recipe | SFTRecipe) -> list[str]:
 
 def _files(*optional: str) -> list[str]:
     """Return the names of the files that every run writes, and of the `optional` ones, in the order of the table."""
-    written = [file for file in RUN_FILES if not file.optional or file.name in optional]
+    written = [file for file in run_files() if not file.optional or file.name in optional]
     return [f"{file.name}/" if file.is_folder else file.name for file in written]
 
 

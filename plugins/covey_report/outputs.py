@@ -8,12 +8,13 @@ from typing import Any
 
 from covey.config.recipe import flatten
 from covey.monitor.record import StepRecord
-from covey.monitor.run_files import METRICS, REPORT
+from covey.monitor.run_files import METRICS
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun
 from covey_report.diagnosis import NOTE, Finding, LiveDiagnosis, RunHistory, diagnose
 from covey_report.page import write_report
 from covey_report.run_data import numbers, read_lines, read_run
+from covey_report.run_files import REPORT
 
 log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 

@@ -19,9 +19,10 @@ from covey.config import recipe
 from covey.config.recipe import flatten, read_settings
 from covey.config.schema import PPOConfig
 from covey.files import is_count, number, open_or_empty, parse_line
-from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY, TOKENS
-from covey.monitor.status import FINISHED, read_object, read_state
+from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY
 from covey_report.changes import errors_of_changes
+from covey_report.run_files import TOKENS
+from covey_status.watched_run import FINISHED, read_object, read_state
 
 Row = Mapping[str, Any]
 
@@ -60,7 +61,7 @@ class RunData:
         before, after: rows of the completions of held-out prompts; empty when there are none.
         unreadable: number of lines left out, by file name.
         change_errors: standard errors of the changes from the evaluation before training to that after it, by figure.
-        status: one of the states of `covey.monitor.status`.
+        status: one of the states of `covey_status.watched_run`.
         is_public: whether prompts, completions and paths are left out; see `covey_report.public`.
     """
 

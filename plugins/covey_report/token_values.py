@@ -19,7 +19,6 @@ from covey.config.algorithms import Algorithm
 from covey.config.recipe import Recipe
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.losses.policy import KLS
-from covey.monitor import run_files
 from covey.monitor.record import StepRecord, is_due
 from covey.packing.rows import Rows, pack
 from covey.parallel import processes
@@ -28,6 +27,7 @@ from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import power_of_two
 from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
+from covey_report.run_files import TOKENS as TOKENS_FILE
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster
@@ -76,7 +76,7 @@ class TokenValuesWriter(Output):
     def step(self, record: StepRecord) -> None:
         if self._every:
             self._scorer.score_again()
-            self._folder.write_rows(run_files.TOKENS, self._scorer.rows(record.step, record.groups))
+            self._folder.write_rows(TOKENS_FILE, self._scorer.rows(record.step, record.groups))
             self._scorer = TokenScorer(self._learner.cluster, self._learner.algorithm)
 
 

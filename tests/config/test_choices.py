@@ -15,7 +15,6 @@ from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, 
 from covey.data.sources import TASKS
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
-from covey.monitor.trackers import TRACKERS
 from covey.rl.evaluate import PRESETS as SAMPLING_PRESETS
 from covey.sampling.calculator import TOOLS
 from covey.train.optimizers import OPTIMIZERS, SCHEDULES
@@ -31,7 +30,7 @@ def choices(cls: type[Config], name: str) -> set[str]:
     ("cls", "name", "table", "more"),
     [
         (AnyRecipe, "method", METHODS, set()),
-        (AnyRecipe, "tracking", TRACKERS, set()),
+        (AnyRecipe, "tracking", "covey_trackers.trackers:TRACKERS", set()),
         (DataConfig, "task", TASKS, {"python", "guess", "wordle"}),
         (GRPOConfig, "algorithm", PRESETS, set()),
         (GRPOConfig, "advantage", ADVANTAGES, {"gae"}),

@@ -321,11 +321,11 @@ def test_a_run_that_loses_its_rows_keeps_everything_else(tmp_path: Path, monkeyp
 def test_a_file_of_rows_that_vanishes_stops_the_run(tmp_path: Path) -> None:
     """An editor that writes a new file in place of the old one removes it too."""
     with MetricsWriter(tmp_path) as writer:
-        writer.step({"step": 1})
+        writer.rows("metrics.jsonl", [{"step": 1}])
         (tmp_path / "metrics.jsonl").rename(tmp_path / "old")
         (tmp_path / "metrics.jsonl").write_text("{}")
         with pytest.raises(ResumeError, match=r"metrics\.jsonl: this file was removed or replaced"):
-            writer.step({"step": 2})
+            writer.rows("metrics.jsonl", [{"step": 2}])
 
 
 def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(

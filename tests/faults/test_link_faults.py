@@ -16,14 +16,13 @@ from covey.cli.commands import COMMANDS
 from covey.cli.main import main
 from covey.errors import ResumeError
 from covey.files import open_below, replace_file
-from covey.monitor.run_files import HEARTBEAT, STACKS, SUMMARY, TRACKING
-from covey.monitor.trackers import Tracked
+from covey.monitor.run_files import SUMMARY
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.run.folder import model_folder, read_summary
-from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import CheckpointStore, is_locked, take_lock
 
+HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
 PID = os.getpid()
 
@@ -35,6 +34,19 @@ def watch(run: Path, once: bool) -> int:
 
 def write_report(out: Path, runs: list[Path]) -> int:
     return int(pytest.importorskip("covey_report.page").write_report(out, runs))
+
+
+def watchdog(run: Path, limit: float) -> Any:
+    return pytest.importorskip("covey_status.watchdog").Watchdog(run, limit)
+
+
+def track(run: Path) -> None:
+    pytest.importorskip("covey_trackers.trackers").Tracked(run, {}).identity()
+
+
+def write_tokens(run: Path) -> None:
+    pytest.importorskip("covey_report.run_files")
+    MetricsWriter(run, resume_at=1)
 
 
 @pytest.fixture
@@ -58,11 +70,11 @@ WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("checkpoints/lock", lambda run: take_lock(run / "checkpoints").close()),
     ("metrics.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
     ("samples.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
-    ("tokens.jsonl", lambda run: MetricsWriter(run, resume_at=1)),
+    ("tokens.jsonl", write_tokens),
     ("after.jsonl", lambda run: write_answers(run, "after", [])),
     ("bad/00000007.jsonl", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
     ("bad/00000007.npz", lambda run: write_bad_batch(run, 7, [], {"x": np.zeros(2)})),
-    (TRACKING, lambda run: Tracked(run, {}).identity()),
+    ("tracking-id", track),
     ("model/tokenizer.json", model_folder),
 ]
 
@@ -103,7 +115,7 @@ def test_a_file_is_not_replaced_through_a_link_at_its_draft(folder: Path, mine: 
 )
 def test_a_heartbeat_is_not_written_through_a_link(folder: Path, mine: Path, draft: str) -> None:
     (folder / draft).symlink_to(mine)
-    with Watchdog(folder, 0):
+    with watchdog(folder, 0):
         pass
     assert mine.read_text() == SECRET
     assert json.loads((folder / HEARTBEAT).read_text())["ended"] == "finished"
@@ -112,7 +124,7 @@ def test_a_heartbeat_is_not_written_through_a_link(folder: Path, mine: Path, dra
 
 def test_stacks_are_not_written_through_a_link(folder: Path, mine: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / STACKS).symlink_to(mine)
-    with Watchdog(folder, 1e-9):
+    with watchdog(folder, 1e-9):
         pass
     assert mine.read_text() == SECRET
     assert "stacks.txt cannot be written" in caplog.text
@@ -222,7 +234,7 @@ def test_a_run_folder_that_is_a_link_is_followed(folder: Path, tmp_path: Path, c
     (tmp_path / "link").symlink_to(folder)
     replace_file(tmp_path / "link" / SUMMARY, b"{}")
     with MetricsWriter(tmp_path / "link", resume_at=1) as writer:
-        writer.step({"step": 2})
+        writer.rows("metrics.jsonl", [{"step": 2}])
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     with take_lock(tmp_path / "link" / "checkpoints"):
         assert is_locked(folder / "checkpoints")

@@ -26,12 +26,9 @@ from covey.config import recipe
 from covey.config.metrics import CLOCKS
 from covey.config.recipe import SFTRecipe
 from covey.errors import STOPPED, NumbersError, ResumeError, Stopped
-from covey.monitor.run_files import HEARTBEAT, STACKS
-from covey.monitor.status import read_heartbeat
 from covey.monitor.writer import MetricsWriter
 from covey.run.saved_run import SavedRun
 from covey.run.signals import SIGNALS
-from covey.run.watchdog import Watchdog
 from covey.train.checkpoint import Checkpointer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -285,6 +282,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_runs(tmp_path: Path
 def test_a_phase_that_takes_too_long_shows_what_every_thread_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    watchdog_module = pytest.importorskip("covey_status.watchdog")
     stop = threading.Event()
 
     def hanging_in_here() -> None:
@@ -292,18 +290,18 @@ def test_a_phase_that_takes_too_long_shows_what_every_thread_does(
 
     thread = threading.Thread(target=hanging_in_here)
     thread.start()
-    with Watchdog(tmp_path, limit=0.2, every=0.05) as watchdog:
+    with watchdog_module.Watchdog(tmp_path, limit=0.2, every=0.05) as watchdog:
         watchdog.phase("rollout")
         time.sleep(0.15)
-        assert not (tmp_path / STACKS).exists()
+        assert not (tmp_path / "stacks.txt").exists()
         watchdog.phase("reward")
         deadline = time.time() + 10
         while not caplog.messages and time.time() < deadline:
             time.sleep(0.02)
-        beat = json.loads((tmp_path / HEARTBEAT).read_text())
+        beat = json.loads((tmp_path / "heartbeat.json").read_text())
     stop.set()
     thread.join()
-    stacks = (tmp_path / STACKS).read_text()
+    stacks = (tmp_path / "stacks.txt").read_text()
     assert "phase 'reward'" in stacks
     assert "hanging_in_here" in stacks
     assert "test_a_phase_that_takes_too_long" in stacks
@@ -313,10 +311,11 @@ def test_a_phase_that_takes_too_long_shows_what_every_thread_does(
 
 
 def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watchdog_module = pytest.importorskip("covey_status.watchdog")
     looks = threading.Semaphore(0)
-    (tmp_path / HEARTBEAT).mkdir()
+    (tmp_path / "heartbeat.json").mkdir()
 
-    class Counted(Watchdog):
+    class Counted(watchdog_module.Watchdog):  # type: ignore[misc,name-defined]
         def _write_heartbeat(self, *given: Any) -> None:
             super()._write_heartbeat(*given)
             looks.release()
@@ -330,22 +329,23 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path, caplog:
 def test_a_run_tells_its_phase_and_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every phase that the issue of trust names is announced, and the limit is the recipe's."""
     seen, limits = list[str](), list[float]()
-    begin, make = Watchdog.phase, Watchdog.__init__
+    watchdog, watched = (pytest.importorskip(f"covey_status.{name}") for name in ("watchdog", "watched_run"))
+    begin, make = watchdog.Watchdog.phase, watchdog.Watchdog.__init__
 
-    def noted(self: Watchdog, name: str) -> None:
+    def noted(self: Any, name: str) -> None:
         seen.append(name)
         begin(self, name)
 
-    def made(self: Watchdog, folder: Any, limit: float, every: float = 1.0, **status: Any) -> None:
+    def made(self: Any, folder: Any, limit: float, every: float = 1.0, **status: Any) -> None:
         limits.append(limit)
         make(self, folder, limit, every, **status)
 
-    monkeypatch.setattr(Watchdog, "phase", noted)
-    monkeypatch.setattr(Watchdog, "__init__", made)
+    monkeypatch.setattr(watchdog.Watchdog, "phase", noted)
+    monkeypatch.setattr(watchdog.Watchdog, "__init__", made)
     recipes.train(ready("training.max_steps=1", "training.watchdog_seconds=77"), tmp_path / "run")
     assert {"rollout", "reward", "logps", "update", "sync", "save"} <= set(seen)
     assert limits == [77]
-    beat = read_heartbeat(tmp_path / "run")
+    beat = watched.read_heartbeat(tmp_path / "run")
     assert beat is not None
     assert (beat.ended, beat.step, beat.total) == ("finished", 1, 1)
     assert beat.memory > 100_000_000
@@ -368,7 +368,7 @@ def little_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(writer: MetricsWriter) -> None:
     for step in range(5000):
-        writer.step({"step": step, "text": "x" * 1000})
+        writer.rows("metrics.jsonl", [{"step": step, "text": "x" * 1000}])
 
 
 def test_a_full_disk_names_its_bytes_and_keeps_what_was_there(little_disk: Path) -> None:

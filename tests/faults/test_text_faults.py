@@ -23,7 +23,7 @@ from covey.errors import RecipeError
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import SAMPLES
-from covey.monitor.writer import MetricsWriter, read_rows, sample_lines
+from covey.monitor.writer import MetricsWriter, group_lines, group_rows, read_rows
 from covey.recipes import use
 from covey.rl.rollout import RolloutWorker
 from covey.types import Completion, FinishReason, Group
@@ -147,7 +147,7 @@ def test_samples_are_one_json_object_a_line_whatever_is_in_them(tmp_path: Path) 
     none = np.zeros(1)
     group = Group(NASTY, np.array([1]), (Completion(none, none, none, FinishReason.STOP, NASTY + "\u2028\n"),))
     with MetricsWriter(tmp_path) as writer:
-        writer.samples(sample_lines(1, [group], [0]))
+        writer.lines("samples.jsonl", group_lines(group_rows, 1, [group], [0]))
     (row,) = read_rows(tmp_path / SAMPLES)
     assert row["text"] == NASTY + "\u2028\n"
     raw = (tmp_path / SAMPLES).read_bytes()

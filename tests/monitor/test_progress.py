@@ -3,20 +3,16 @@
 import io
 import math
 import os
-import re
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from covey.display import printable
 from covey.monitor.formats import SampleLine, excerpt, sparkline
-from covey.monitor.notebook import NotebookOutput
 from covey.monitor.progress import Progress
-from covey.monitor.record import StepLines, StepRecord
 
 SAMPLES = [
     SampleLine("about rain", "Rain falls.", 1.0),
@@ -45,10 +41,6 @@ def story(console, steps=(1, 2)):
 
 def plain():
     return Console(file=io.StringIO(), force_terminal=False, width=80)
-
-
-def terminal(**options):
-    return Console(file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={}, **options)
 
 
 def test_without_a_terminal_every_step_is_one_plain_line():
@@ -87,24 +79,6 @@ def test_an_evaluation_under_several_presets_is_a_line_each():
     ]
 
 
-def test_a_terminal_shows_the_same_facts_live():
-    shown = story(terminal())
-    for fact in ("loading", "1/10", "2/10", "0.750 ±0.250", "Rain falls.", "19.0% → 75.0%", "\\x1b[31mred\\x07"):
-        assert fact in shown
-    assert "\x1b[31mred" not in shown
-
-
-def test_colours_can_be_turned_off():
-    assert "\x1b[3" not in story(terminal(no_color=True))
-
-
-def test_the_live_view_ends_when_the_run_fails():
-    progress = Progress(3, terminal())
-    with pytest.raises(ZeroDivisionError), progress:
-        raise ZeroDivisionError
-    assert not progress.display.live.is_started
-
-
 def test_a_row_with_little_in_it_is_shown_too():
     console = plain()
     with Progress(3, console) as progress:
@@ -137,8 +111,8 @@ def test_a_log_is_told_of_a_phase_once_between_evaluations():
 
 def test_a_log_is_not_told_of_an_evaluation_behind_its_result(monkeypatch):
     """Programs may be compiled, or time pass, before the next phase begins."""
-    monkeypatch.setattr("covey.monitor.displays.SLOW_COMPILE", 0.0)
-    monkeypatch.setattr("covey.monitor.displays.HEARTBEAT", 0.0)
+    monkeypatch.setattr("covey.monitor.display.SLOW_COMPILE", 0.0)
+    monkeypatch.setattr("covey.monitor.display.HEARTBEAT", 0.0)
     console = plain()
     with Progress(3, console) as progress:
         progress.phase("evaluating before training")
@@ -181,7 +155,7 @@ def test_phases_of_threads_are_shown_beside_that_of_the_run_as_long_as_they_live
     ]
 
 
-def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
+def test_a_long_phase_is_heard_of_in_a_log(monkeypatch):
     console, now = plain(), 0.0
     monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
     with Progress(3, console) as progress:
@@ -194,29 +168,21 @@ def test_a_long_phase_is_heard_of_in_a_log_and_seen_on_a_terminal(monkeypatch):
         "[  15.0s] evaluating 15/40",
         "[  30.0s] evaluating 30/40",
     ]
-    monkeypatch.undo()
-    console = terminal()
+
+
+def test_a_program_that_takes_long_to_compile_is_told_in_a_log(monkeypatch):
+    console = plain()
+    monkeypatch.setattr("covey.monitor.display.SLOW_COMPILE", 0.05)
     with Progress(3, console) as progress:
-        progress.phase("evaluating")
-        progress.advance(3, 40)
-    assert "evaluating 3/40" in console.file.getvalue()
-
-
-def test_a_program_that_takes_long_to_compile_is_told_in_a_log_and_seen_on_a_terminal(monkeypatch):
-    consoles = plain(), terminal()
-    monkeypatch.setattr("covey.monitor.displays.SLOW_COMPILE", 0.05)
-    for console in consoles:
-        with Progress(3, console) as progress:
-            progress.phase("update")
-            for number in (1, 2, 3):
-                progress.compiling(number, "decode")
-                time.sleep(0.3 * (number == 2))
-                progress.compiling(0)
-            progress.phase("sync")
-            time.sleep(0.1)
-    lines = [line.split("] ")[1] for line in consoles[0].file.getvalue().splitlines()]
+        progress.phase("update")
+        for number in (1, 2, 3):
+            progress.compiling(number, "decode")
+            time.sleep(0.3 * (number == 2))
+            progress.compiling(0)
+        progress.phase("sync")
+        time.sleep(0.1)
+    lines = [line.split("] ")[1] for line in console.file.getvalue().splitlines()]
     assert lines == ["update", "update: compiling program 2, decode", "sync"]
-    assert "update: compiling program 3, decode" in consoles[1].file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -238,11 +204,27 @@ def test_time_left_is_that_of_the_rows_to_come_without_compilation(rows, left):
     assert [line.partition("left ")[2] for line in console.file.getvalue().splitlines()] == left
 
 
+def test_the_status_counts_time_left_without_compilation(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
+    progress = Progress(10, Console(file=io.StringIO()), memory=lambda: 5)
+    progress.seconds_before = 50.0
+    progress.step(row(1, step_time=60.0) | {"time/compile": 50.0})
+    now = 104.0
+    progress.phase("update")
+    now = 107.0
+    status = progress.status()
+    assert (status.step, status.total, status.phase, status.phase_seconds) == (1, 10, "update", 3.0)
+    assert (status.seconds, status.left, status.memory) == (57.0, 9 * 10.0 - 7.0, 5)
+    now = 150.0  # a step that compiles for long takes no more of the time left than another
+    assert progress.status().left == 8 * 10.0
+
+
 def test_supervised_training_leads_with_its_loss_and_shows_what_it_is_told_to():
     console = plain()
     metrics = {"perplexity": 12.18, "entropy": 1e-6, "tokens_per_second": 300.0, "step_time": 1.0, "kl": 1.0}
     show = ("perplexity", "entropy", "none")
-    with Progress(4, console, headline="loss", show=show, answers="after.jsonl") as progress:
+    with Progress(4, console, main_metric="loss", show=show, samples_file="after.jsonl") as progress:
         progress.evaluation("before", {"loss": 3.25, "perplexity": 25.79, "examples": 10, "samples": 4, "reward": None})
         for step in (1, 2):
             progress.step({"step": step} | metrics | {"loss": 3.0 - step})
@@ -271,75 +253,6 @@ def test_what_cannot_be_seen_is_escaped():
     assert printable("a\u202eb\u200b\x9b2J\ud800é") == "a\\u202eb\\u200b\\x9b2J\\ud800é"
     assert printable("a\nb", keep="\n") == "a\nb"
     assert excerpt("x" * 500, width=10) == "xxxxx … xxxxx"
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """What the one output of a notebook shows after each drawing."""
-    bundles = []
-    handle = SimpleNamespace(update=lambda bundle, raw: bundles.append(bundle))
-    display = lambda bundle, raw, display_id: bundles.append(bundle) or handle  # noqa: E731
-    monkeypatch.setattr("covey.monitor.notebook.import_module", lambda name: SimpleNamespace(display=display))
-    return bundles
-
-
-def test_a_notebook_has_one_output_that_stays_short(monkeypatch, drawn):
-    monkeypatch.setattr("covey.monitor.notebook.NOTEBOOK_INTERVAL", 0.0)
-    console = Console(file=io.StringIO(), force_jupyter=True, width=80)
-    with Progress(500, console) as progress:
-        progress.evaluation("before", {"reward": 0.5})
-        for step in range(1, 51):
-            progress.phase("update")
-            progress.compiling(1)
-            progress.step(row(step), SAMPLES)
-        progress.done({"steps": 50, "seconds": 9.0}, "runs/a", chat=False)
-    assert console.file.getvalue() == ""
-    last = drawn[-1]["text/plain"].splitlines()
-    assert len(last) <= 32
-    assert any(line.split()[:1] == ["50/500"] for line in last)
-    assert any("50/500  " in line and "left" in line for line in last)
-    assert not any("covey chat" in line or "\x1b" in line for line in last)
-    assert any("update: compiling program 1" in bundle["text/plain"] for bundle in drawn)
-
-
-def test_a_notebook_has_curves_and_the_latest_completions_escaped(monkeypatch, drawn):
-    """A curve has its steps and its range; what a model writes is no markup."""
-    monkeypatch.setattr("covey.monitor.notebook.NOTEBOOK_INTERVAL", 0.0)
-    console = Console(file=io.StringIO(), force_jupyter=True, width=80)
-    with Progress(9, console) as progress:
-        for step, reward in enumerate((0.0, 1.0, 0.5), 1):
-            latest = [SampleLine(f"<i>prompt {step}</i>", f"<script>{n}</script>\x1b[2J", n) for n in range(5)]
-            progress.step({"step": step, "reward": reward, "kl": math.nan}, [*latest, SampleLine("<b>", "", math.nan)])
-    page = drawn[-1]["text/html"]
-    assert 'points="4.0,76.0 124.0,4.0 244.0,40.0 244.0,40.0"' in page
-    assert "<figcaption>reward <b>0.5000</b></figcaption>" in page
-    assert "0.0000 to 1.0000, steps 1 to 3" in page
-    assert "<figcaption>kl" not in page
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
-    assert [cells[n : n + 3] for n in range(0, len(cells), 3)] == [
-        *([f"+{n}.00", "&lt;i&gt;prompt 3&lt;/i&gt;", f"&lt;script&gt;{n}&lt;/script&gt;\\x1b[2J"] for n in (4, 3, 0)),
-        ["+nan", "&lt;b&gt;", "(empty)"],
-    ]
-    assert not re.search(r"<script|<i>|<b>[^0-9]|\x1b", page)
-
-
-def test_an_output_is_not_drawn_too_often(monkeypatch, drawn):
-    now = 0.0
-    monkeypatch.setattr("covey.monitor.notebook.time.monotonic", lambda: now)
-    output = NotebookOutput(2)
-    for text in ("<b>1</b>", "2", "3"):
-        output.write(text)
-        now += 0.2
-    output.stop()
-    assert [bundle["text/plain"] for bundle in drawn] == ["<b>1</b>", "2\n3"]
-    assert drawn[0]["text/html"] == "<pre>&lt;b&gt;1&lt;/b&gt;</pre>"
-    monkeypatch.setattr("covey.monitor.record.Console", lambda: SimpleNamespace(is_jupyter=True))
-    lines = StepLines(("reward",))
-    for step in range(1, 101):
-        now += 1.0
-        lines(StepRecord(step, 1, 100, {"step": step, "reward": 0.5}))
-    assert len(drawn[-1]["text/plain"].splitlines()) == 30
-    assert drawn[-1]["text/plain"].endswith("step 100/100  reward 0.5")
 
 
 def test_a_reader_that_leaves_a_pipe_ends_the_run_as_print_would(monkeypatch: pytest.MonkeyPatch) -> None:

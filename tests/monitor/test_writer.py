@@ -10,7 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from covey.errors import ResumeError
-from covey.monitor.writer import MetricsWriter, encode_row, read_rows, sample_lines, write_answers, write_summary
+from covey.monitor.writer import (
+    MetricsWriter,
+    encode_row,
+    group_lines,
+    group_rows,
+    read_rows,
+    write_answers,
+    write_summary,
+)
 from covey.types import Completion, FinishReason, Group
 
 
@@ -39,8 +47,8 @@ def strictly(text):
 def write(folder, steps, **options):
     with MetricsWriter(folder, **options) as writer:
         for step in steps:
-            writer.step({"step": step, "reward": step / 3})
-            writer.samples(sample_lines(step, [a_group()], [0]))
+            writer.rows("metrics.jsonl", [{"step": step, "reward": step / 3}])
+            writer.lines("samples.jsonl", group_lines(group_rows, step, [a_group()], [0]))
 
 
 def test_answers_tell_which_completions_are_right(tmp_path):
@@ -108,8 +116,8 @@ def test_any_text_of_a_model_is_one_readable_line(text):
 
 def test_rows_are_on_disk_before_the_next_step(tmp_path):
     writer = MetricsWriter(tmp_path)
-    writer.step({"step": 1})
-    writer.samples(sample_lines(1, [a_group()], [0]))
+    writer.rows("metrics.jsonl", [{"step": 1}])
+    writer.lines("samples.jsonl", group_lines(group_rows, 1, [a_group()], [0]))
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 1
     assert len(list(read_rows(tmp_path / "samples.jsonl"))) == 2
     writer.close()

@@ -47,7 +47,7 @@ from covey.config.recipe import load_any
 from covey.errors import RecipeError, ResumeError, Stopped, WeightsError
 from covey.models.loading.weights import load
 from covey.monitor.record import History, StepRecord
-from covey.monitor.run_files import METRICS, REPORT, SAMPLES, TOKENS
+from covey.monitor.run_files import METRICS, SAMPLES
 from covey.run.signals import SignalHandler
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "small_scratch")
@@ -113,7 +113,7 @@ def weights(of: GRPOLearner | PPOLearner) -> list[np.ndarray]:
 
 def check_token_values(folder: Path) -> None:
     """Each step that is due has one group with the log-probs that its completions were sampled with, and changes."""
-    rows = [json.loads(line) for line in (folder / TOKENS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
     assert [(row["step"], row["sample"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     samples = [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
     shown = {(one["step"], one["group"], one["sample"]): one for one in samples}
@@ -159,7 +159,7 @@ def test_the_folder_has_what_a_run_of_a_command_has(straight: tuple[Path, GRPOLe
 def test_the_folder_is_reported_and_watched_as_that_of_a_command(straight: tuple[Path, GRPOLearner]) -> None:
     page, watching = (pytest.importorskip(f"covey_report.{name}") for name in ("page", "cli.watch"))
     out, _ = straight
-    assert (out / REPORT).is_file()
+    assert (out / "report.html").is_file()
     data = page.read_run(out)
     assert (data.state, list(data.steps)) == ("finished", [1, 2, 3, 4])
     file = io.StringIO()
@@ -349,7 +349,7 @@ def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["loss"] < summary["before"]["loss"]
-    assert (tmp_path / "run" / REPORT).is_file() or not find_spec("covey_report")
+    assert (tmp_path / "run" / "report.html").is_file() or not find_spec("covey_report")
 
 
 @pytest.mark.slow

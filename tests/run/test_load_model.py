@@ -28,7 +28,7 @@ from covey.recipes.build import role_meshes
 from covey.recipes.load_model import available_mesh, check_same_weights, load_source
 from covey.rl.learner import Learner
 from covey.rl.roles import Role
-from covey.run.saved_run import STEP_FILES
+from covey.run.folder import EVERY_STEP
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
@@ -255,7 +255,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     settings.append("grpo.reward_weights=[1, 0.5, 2]")  # the last is the weight of the reward model
     settings += [*LETTERS, "rollout.max_new_tokens=4", "rollout.max_prompt_length=32", "training.prompts_per_step=2"]
     monkeypatch.setattr(Learner, "steps", one_more_step)
-    monkeypatch.setitem(STEP_FILES, "rl", ())
+    monkeypatch.setitem(EVERY_STEP, "rl", ())
     recipes.train(recipe.load("quickstart", [*settings, "training.max_steps=2"]), out)
     moved = shutil.copytree(models[role], tmp_path / "moved")
     add_a_half(models[role])

@@ -7,6 +7,7 @@ import pytest
 
 from covey.display import show_log
 from covey.run import saved_run
+from covey.run.folder import describe_environment
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun
 from covey.run.trainee import Trainee
@@ -81,3 +82,10 @@ def test_the_folder_has_a_bad_batch_before_the_user_hears_of_it() -> None:
     Trainee.on_bad_batch(learner, 1, [], {}, None)
     Trainee.on_phase(learner, "update")
     assert order == ["folder", "user"] * 2
+
+
+def test_the_environment_is_recorded_without_names_of_machine_or_user() -> None:
+    found = describe_environment()
+    assert {"covey", "python", "jax", "jaxlib", "devices", "cores"} <= found.keys()
+    assert "cpu" in found["devices"]
+    assert all(isinstance(text, str) and "/" not in text for text in found.values())

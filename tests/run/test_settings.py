@@ -15,14 +15,13 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.display import show_log
 from covey.errors import ResumeError
-from covey.files import file_sha256
 from covey.models.loading.weights import load
 from covey.recipes.build import make_learner
 from covey.rewards import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig
-from covey.run.settings import _module_of, check_same_settings, digests, module_names, settings_of
+from covey.run.settings import check_same_settings, settings_of
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import make_optimizer
 
@@ -218,19 +217,3 @@ def test_a_setting_that_may_change_acts_whatever_the_checkpoint_has(
             assert learner.cluster.trainer.step == 1
             optimizer: Any = make_optimizer(now.training.actor_optimizer, 4)
             assert learner.cluster.trainer.programs.learning_rates(1) == optimizer.learning_rates(1), name
-
-
-def test_modules_of_a_recipe_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("raise SystemExit")
-    (tmp_path / "games" / "inner").mkdir(parents=True)
-    (tmp_path / "games" / "inner" / "chess.py").write_text("raise SystemExit")
-    changes = ["rewards=[environment,mine:score]", "envs.environment=trl:games.inner.chess:Chess"]
-    assert module_names(recipe.load("guess-tiny", changes)) == ["games.inner.chess", "mine"]
-    changes = ["envs.tools=[calculator,no_such_module:f]"]
-    assert module_names(recipe.load("quickstart", changes)) == ["no_such_module"]
-    assert digests("mine") == {"mine.py": file_sha256(tmp_path / "mine.py")}
-    assert list(digests("games.inner.chess")) == ["games/inner/chess.py"]
-    assert digests("no_such_module") == digests("") == {}
-    for name, module in {"verifiers:wordle": "wordle", "openenv:http://a:1": "", "guess": ""}.items():
-        assert _module_of(name) == module

@@ -13,7 +13,7 @@ import pytest
 from covey.cli import main as cli
 from covey.cli.commands import COMMANDS
 from covey.cli.help import page
-from covey.monitor.run_files import RUN_FILES
+from covey.monitor.run_files import run_files
 from covey_formats import export as exporting
 from tests.cli.test_runs import write_run
 
@@ -120,7 +120,7 @@ def test_nothing_that_a_link_leads_to_is_published(hub: type[FakeHub], name: str
 
 
 def test_what_is_published_stands_in_the_table_and_in_the_help() -> None:
-    published = {file.name for file in RUN_FILES if file.publish != "never"}
+    published = {file.name for file in run_files() if file.publish != "never"}
     assert published == {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "report.html"}
     assert all(name in page(COMMANDS["push"]) for name in published)
 

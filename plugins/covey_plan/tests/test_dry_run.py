@@ -46,7 +46,7 @@ def test_settings_have_their_origin(capsys: Any, here: Path) -> None:
 @pytest.mark.usefixtures("shared_programs")
 def test_the_run_does_what_a_dry_run_and_the_rewards_have_shown(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what its first line expects: the arrays beside those that are held, which are none here, and the disk."""
-    monkeypatch.setattr("covey_plan.expect.memory_in_use", lambda: 0)
+    monkeypatch.setattr("covey_plan.estimate.memory_in_use", lambda: 0)
     chats = [{"prompt": [{"role": "user", "content": f"{c}: tea"}], "letter": c, "topic": "tea"} for c in "ABCD"]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     settings = [*SETTINGS, "--max-prompt-length", "64", "--rollout.slots", "4", "--data.task", "jsonl"]

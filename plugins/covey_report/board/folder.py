@@ -16,12 +16,13 @@ from typing import Any
 from covey.config import recipe
 from covey.errors import CoveyError
 from covey.files import is_count, parse_line
-from covey.monitor.run_files import AFTER, BEFORE, HEARTBEAT, METRICS, SAMPLES, SUMMARY
-from covey.monitor.status import RUNNING, NewLines, WatchedRun
+from covey.monitor.run_files import AFTER, BEFORE, METRICS, SAMPLES, SUMMARY
 from covey_report.completions import Location, locate
 from covey_report.diagnosis import PROBLEM, Finding, RunHistory, diagnose
 from covey_report.results import FIGURES
 from covey_report.run_data import Curves, RunData, change_errors, read_lines
+from covey_status.run_files import HEARTBEAT
+from covey_status.watched_run import RUNNING, NewLines, WatchedRun
 
 PATIENCE = 0.3
 """Seconds after which a look reads no further run."""

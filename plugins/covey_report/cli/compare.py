@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from covey.cli.parse import Line
 from covey.display import echo, make_console, printable
-from covey.monitor.run_files import REPORT
+from covey_report.run_files import REPORT
 
 if TYPE_CHECKING:
     from rich.table import Table  # late in what follows: mistakes are answered without it

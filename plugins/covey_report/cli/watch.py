@@ -23,8 +23,11 @@ from covey.errors import STOPPED, CoveyError
 from covey.files import is_count, number
 from covey.monitor.formats import SampleLine, duration
 from covey.monitor.progress import Progress
-from covey.monitor.run_files import AFTER, REPORT, SAMPLES
-from covey.monitor.status import DEAD, FINISHED, RUNNING, Status, WatchedRun
+from covey.monitor.run_files import AFTER, SAMPLES
+from covey.monitor.status import Status
+from covey_report.run_files import REPORT
+from covey_status.terminal import StatusView
+from covey_status.watched_run import DEAD, FINISHED, RUNNING, WatchedRun
 
 INTERVAL = 1.0
 """Seconds between two looks at the files."""
@@ -43,10 +46,10 @@ class WatchedProgress(Progress):
 
     def __init__(self, run: WatchedRun, console: Console, settings: Mapping[str, Any]):
         supervised = settings.get("method") == "sft"
-        headline, answers = ("loss", AFTER) if supervised else ("reward", SAMPLES)
+        main_metric, samples_file = ("loss", AFTER) if supervised else ("reward", SAMPLES)
         show = settings.get("training.show")
         names = [name for name in show if isinstance(name, str)] if isinstance(show, list) else []
-        super().__init__(0, console, headline=headline, show=names, answers=answers)
+        super().__init__(0, console, main_metric=main_metric, show=names, samples_file=samples_file)
         self.run, self.task, self._printed = run, settings.get("data.task"), ""
 
     def status(self) -> Status:
@@ -76,6 +79,10 @@ class WatchedProgress(Progress):
         samples = self._samples_by_step()
         for row in rows:
             self.step(row, samples.get(int(row["step"]), ()))
+
+    def show_status(self) -> None:
+        """Print the current state once."""
+        self.console.print(StatusView(self.status, self.main_metric, self._values, moving=False))
 
     def print_state(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print the state as a line of JSON if it is new."""

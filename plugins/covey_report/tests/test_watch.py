@@ -24,10 +24,10 @@ from rich.console import Console
 
 from covey.errors import CoveyError
 from covey.files import MAX_LINE
-from covey.monitor.status import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 from covey.train.storage import take_lock
 from covey_report.cli import watch as watching
 from covey_report.cli.watch import watch
+from covey_status.watched_run import DEAD, FAILED, FINISHED, RUNNING, STOPPED, NewLines, WatchedRun, read_heartbeat
 
 NASTY = "\x1b]0;owned\x07[bold red]x[/]\u202e"
 ROW = {"reward": 0.5, "reward_error": 0.1, "kl": 0.01, "step_time": 2.0, "tokens_per_second": 20.0}
@@ -219,7 +219,7 @@ def test_lines_are_read_once_and_a_cut_file_from_its_beginning(tmp_path: Path) -
 
 def test_the_heartbeat_of_a_run_is_read_back(tmp_path: Path) -> None:
     from covey.monitor.status import Status
-    from covey.run.watchdog import Watchdog
+    from covey_status.watchdog import Watchdog
 
     status = Status(step=3, total=9, phase="x", compiling=1, seconds=5.5, left=2.0, tokens_per_second=7.0, memory=8)
     with Watchdog(tmp_path, 0, every=0.01, status=lambda: status) as watchdog:

@@ -1,4 +1,4 @@
-"""Programs that a run compiled are counted, and the environment is recorded."""
+"""Programs that a run compiled are counted."""
 
 import threading
 from collections.abc import Iterator
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from covey.display import show_log
-from covey.run import observers
-from covey.run.folder import describe_environment
-from covey.run.observers import (
+from covey_status import programs as programs_module
+from covey_status.programs import (
     COMPILED_EVENT,
     LONG,
     LOOK_BACK,
@@ -36,7 +35,7 @@ def heard() -> Iterator[list[str]]:
 
 def test_the_memory_of_a_long_compilation_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[bool] = []
-    monkeypatch.setattr(observers, "release_free_memory", lambda: released.append(True))
+    monkeypatch.setattr(programs_module, "release_free_memory", lambda: released.append(True))
     with CompileCounter():
         for seconds in (LONG / 2, LONG * 2):
             jax.monitoring.record_event_duration_secs(COMPILED_EVENT, seconds)
@@ -51,8 +50,8 @@ def test_programs_are_counted_in_the_phase_that_compiled_them(heard: list[str]) 
         compiled_anew(3)
         programs.phase("evaluating before training")
         compiled_anew(4)
-        assert programs.step(1) > 0
-        assert programs.step(2) == 0
+        assert programs.seconds_of_step(1) > 0
+        assert programs.seconds_of_step(2) == 0
     compiled_anew(5)  # nobody listens any more
     assert programs.counts["rollout"] == 2
     assert programs.counts["beside"] >= 2  # the zeros too, the first time
@@ -91,7 +90,7 @@ def test_the_programs_of_a_step_are_named_and_numbered_as_they_begin() -> None:
             programs.phase(phase)
             compiled_anew(8 + len(began))
         assert began == [1, 0, 1, 0, 2, 0]
-        programs.step(1)
+        programs.seconds_of_step(1)
         compiled_anew(20)
     assert began[6:] == [1, 0]
     assert names == {"", "<lambda>"}
@@ -102,7 +101,7 @@ def test_the_same_shape_again_compiles_nothing() -> None:
     double(jnp.ones(3))
     with CompileCounter() as programs:
         double(jnp.ones(3))
-        assert programs.step(1) == 0
+        assert programs.seconds_of_step(1) == 0
     assert not programs.counts
 
 
@@ -111,7 +110,7 @@ def test_seconds_of_a_step_are_those_of_its_phases_each_counted_once(monkeypatch
     counted twice.
     """
     now = 0.0
-    monkeypatch.setattr(observers.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(programs_module.time, "perf_counter", lambda: now)
     with CompileCounter() as programs:
         for phase, event, end, seconds in (
             ("evaluating before training", COMPILED_EVENT, 30.0, 30.0),
@@ -125,8 +124,8 @@ def test_seconds_of_a_step_are_those_of_its_phases_each_counted_once(monkeypatch
             programs.phase(phase)
             now = end
             jax.monitoring.record_event_duration_secs(event, seconds)
-        assert programs.step(1) == 5 + 2 + 7
-        assert programs.step(2) == 0
+        assert programs.seconds_of_step(1) == 5 + 2 + 7
+        assert programs.seconds_of_step(2) == 0
 
 
 def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]) -> None:
@@ -134,7 +133,7 @@ def test_a_run_that_keeps_compiling_is_told_once_what_to_change(heard: list[str]
         programs.phase("logps")
         for step in range(1, WARM_UP_STEPS + 2 * LOOK_BACK):
             jax.monitoring.record_event_duration_secs(COMPILED_EVENT, 0.1)
-            programs.step(step)
+            programs.seconds_of_step(step)
             assert bool(heard) == (step >= WARM_UP_STEPS + LOOK_BACK)
     assert len(heard) == 1
     assert f"{LOOK_BACK} of the last {LOOK_BACK} steps" in heard[0]
@@ -147,12 +146,5 @@ def test_a_run_that_compiles_now_and_then_is_left_in_peace(heard: list[str]) -> 
         for step in range(1, WARM_UP_STEPS + 3 * LOOK_BACK):
             if step < WARM_UP_STEPS or step % 3 == 0:
                 jax.monitoring.record_event_duration_secs(COMPILED_EVENT, 0.1)
-            programs.step(step)
+            programs.seconds_of_step(step)
     assert not heard
-
-
-def test_the_environment_is_recorded_without_names_of_machine_or_user() -> None:
-    found = describe_environment()
-    assert {"covey", "python", "jax", "jaxlib", "devices", "cores"} <= found.keys()
-    assert "cpu" in found["devices"]
-    assert all(isinstance(text, str) and "/" not in text for text in found.values())

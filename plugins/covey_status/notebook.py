@@ -9,14 +9,18 @@ import io
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from covey.display import printable
+from covey.monitor.display import StepLines
 from covey.monitor.formats import SampleLine, excerpt, in_unit
+from covey.monitor.record import StepRecord
+from covey.monitor.status import Status
+from covey_status.terminal import StatusView, TerminalDisplay
 
 NOTEBOOK_LINES = 30
 """Number of lines that a notebook shows above the status."""
@@ -88,6 +92,48 @@ class NotebookOutput(io.TextIOBase):
 def plain_console(file: Any, width: int) -> Console:
     """Return a console that writes plain text to `file`."""
     return Console(file=file, width=width, color_system=None, force_jupyter=False)
+
+
+class NotebookDisplay(TerminalDisplay):
+    """Display in a notebook: curves and the latest completions above the latest lines, in one output."""
+
+    def __init__(
+        self,
+        console: Console,
+        status: Callable[[], Status],
+        main_metric: str,
+        show: Sequence[str],
+        values: Sequence[float],
+    ):
+        view = StatusView(status, main_metric, values, moving=False)
+        output = NotebookOutput(NOTEBOOK_LINES, view, console.width)
+        super().__init__(plain_console(output, console.width), status, main_metric, show, values)
+        self.live: Any = output
+        self._figures = output.figures
+
+    def latest(self, row: Mapping[str, float], samples: Sequence[SampleLine]) -> None:
+        self._figures.step(row, samples)
+
+
+class NotebookLines(StepLines):
+    """Observer that shows steps in a notebook: in one output, below curves and the latest completions."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__(names)
+        self._output = NotebookOutput(NOTEBOOK_LINES)
+
+    def __call__(self, record: StepRecord) -> None:
+        self._output.figures.step(record.metrics, SampleLine.of(record.groups))
+        super().__call__(record)
+        if record.step >= record.total:
+            self._output.stop()
+
+    def evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
+        super().evaluation(name, metrics)
+        self._output.stop()
+
+    def line(self, text: str) -> None:
+        self._output.write(text)
 
 
 class Figures:

@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from covey.monitor.displays import StatusView, StepTable
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.status import Status
+from covey_status.terminal import StatusView, StepTable
 
 ROW = {"step": 37, "reward": 1.375, "reward_error": 0.0625, "kl": 0.0123, "step_time": 12.5, "tokens_per_second": 58.0}
 ROW |= {"frac_reward_zero_std": 0.125, "completions/mean_length": 31.0, "completions/clipped_ratio": 0.02}
@@ -39,8 +39,8 @@ def drawn(width: int, *renderables: object, encoding: str = "utf-8") -> list[str
     return console.export_text().splitlines()
 
 
-def view(status: Status = NOW, values: Sequence[float] = (0.0, 0.5, 1.0), headline: str = "reward") -> StatusView:
-    return StatusView(lambda: status, headline, values, moving=False)
+def view(status: Status = NOW, values: Sequence[float] = (0.0, 0.5, 1.0), main_metric: str = "reward") -> StatusView:
+    return StatusView(lambda: status, main_metric, values, moving=False)
 
 
 def table(width: int, row: dict[str, float] = ROW, show: Sequence[str] = ("kl",)) -> list[str]:
@@ -78,14 +78,14 @@ def test_compilation_is_named_and_the_plot_gives_way() -> None:
 @pytest.mark.parametrize("width", [1, 20, 60, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     hostile = Status(step=3, total=10**12, phase=NASTY, done=10**9, parts=10**9, seconds=1e9, left=1e12, memory=10**18)
-    lines = [line for status in (NOW, hostile, Status()) for line in drawn(width, view(status, headline=NASTY))]
+    lines = [line for status in (NOW, hostile, Status()) for line in drawn(width, view(status, main_metric=NASTY))]
     lines += table(width) + table(width, ROW | {NASTY: 1e300}, show=(NASTY, "kl"))
     assert max(map(cell_len, lines)) <= width
 
 
 def test_untrusted_names_are_shown_not_obeyed() -> None:
     shown = "\n".join(
-        [*drawn(120, view(Status(phase=NASTY), headline=NASTY)), *table(120, ROW | {NASTY: 1.0}, (NASTY,))]
+        [*drawn(120, view(Status(phase=NASTY), main_metric=NASTY)), *table(120, ROW | {NASTY: 1.0}, (NASTY,))]
     )
     assert "\x1b" not in shown
     assert "\u202e" not in shown
@@ -124,19 +124,3 @@ def test_a_run_on_a_terminal_keeps_its_history_and_no_line_wraps(width: int) -> 
     assert [line.split()[0] for line in lines if "/200" in line] == [f"{step}/200" for step in range(1, 8)]
     assert sum(line.startswith("  best") for line in lines) == 2
     assert max(map(cell_len, lines)) <= width
-
-
-def test_the_status_counts_time_left_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
-    progress = Progress(10, Console(file=io.StringIO()), memory=lambda: 5)
-    progress.seconds_before = 50.0
-    progress.step(ROW | {"step": 1, "step_time": 60.0, "time/compile": 50.0})
-    now = 104.0
-    progress.phase("update")
-    now = 107.0
-    status = progress.status()
-    assert (status.step, status.total, status.phase, status.phase_seconds) == (1, 10, "update", 3.0)
-    assert (status.seconds, status.left, status.memory) == (57.0, 9 * 10.0 - 7.0, 5)
-    now = 150.0  # a step that compiles for long takes no more of the time left than another
-    assert progress.status().left == 8 * 10.0

@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 
 from covey.display import mask_secrets, secret_mask
 from covey.files import folder_below, has_file, open_below
-from covey.monitor.run_files import TENSORBOARD, TRACKING, WANDB
 from covey.monitor.writer import sample_rows
 from covey.registry import install_command
 from covey.types import Group
+from covey_trackers.run_files import TENSORBOARD, TRACKING, WANDB
 
 PROJECT = "covey"
 COMPLETIONS = "completions"
 """Name of the table of completions in a tracker."""
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 
 @dataclass(frozen=True)

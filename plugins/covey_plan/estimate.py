@@ -21,9 +21,8 @@ from covey.config.recipe import Recipe, SFTRecipe, is_from_python
 from covey.models.config import ModelConfig
 from covey.monitor.formats import duration
 from covey.rl.evaluate import presets_of
-from covey.run.observers import memory_in_use
 from covey.run.outputs import Output
-from covey.run.saved_run import SavedRun
+from covey.run.saved_run import SavedRun, memory_in_use
 from covey.sampling.scheduler import Scheduler
 from covey.sft.batch import encode_example
 from covey.train.trainer import Trainer

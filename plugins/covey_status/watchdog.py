@@ -19,16 +19,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from covey.config.recipe import Recipe, SFTRecipe
 from covey.display import mask_secrets
 from covey.errors import ResumeError, Stopped
 from covey.files import open_below, replace_file
-from covey.monitor.run_files import HEARTBEAT, STACKS
+from covey.monitor.progress import Progress
 from covey.monitor.status import Status
+from covey.run.folder import RunFolder
+from covey.run.outputs import Watcher
+from covey_status.run_files import HEARTBEAT, STACKS
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 
-class Watchdog:
+def watch(recipe: Recipe | SFTRecipe, folder: RunFolder, progress: Progress) -> "Watchdog":
+    """Return the watchdog of a run in a folder."""
+    return Watchdog(folder.path if folder.writes else None, recipe.training.watchdog_seconds, status=progress.status)
+
+
+class Watchdog(Watcher):
     """Thread that watches the run; a context manager.
 
     Args:

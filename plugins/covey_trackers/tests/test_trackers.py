@@ -4,6 +4,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from covey.config.recipe import Recipe, validate
 from covey.display import show_log
 from covey.errors import RecipeError
 from covey.monitor.record import StepRecord
-from covey.monitor.trackers import TRACKERS, Tracked, Trackers
-from covey.run.saved_run import SavedRun
 from covey.types import Completion, FinishReason, Group
+from covey_trackers.output import TrackersOutput
+from covey_trackers.trackers import TRACKERS, Tracked, Trackers
 
 ROW = {"step": 3, "reward": 0.5, "eval/pass@1": 0.25, "beta": float("nan"), "grad_norm": float("inf"), "note": "text"}
 SENT = {"reward": 0.5, "eval/pass@1": 0.25}
@@ -155,9 +156,10 @@ def test_a_recipe_sends_completions_only_if_it_says_so_and_at_its_interval() -> 
     trackers = types.SimpleNamespace(log=lambda step, metrics, groups, count: sent.append((step, len(groups), count)))
     for settings in ({}, {"log_completions": True, "log_completions_every_n_steps": 2, "num_completions_to_log": 5}):
         recipe = Recipe(rewards=("exact_answer",), tracking=("wandb",), **settings)  # type: ignore[arg-type]
-        run: Any = types.SimpleNamespace(recipe=recipe, resources=types.SimpleNamespace(trackers=trackers))
+        output: Any = TrackersOutput()
+        output._recipe, output._trackers = recipe, trackers
         for step in (1, 2, 3):
-            SavedRun._track(run, StepRecord(step, 1, 3, {}, [a_group("2", "")]))
+            output.step(StepRecord(step, 1, 3, {}, [a_group("2", "")]))
     assert sent == [(1, 0, 16), (2, 0, 16), (3, 0, 16), (1, 0, 5), (2, 1, 5), (3, 0, 5)]
     with pytest.raises(RecipeError, match="tracking names none"):
         validate(Recipe(rewards=("exact_answer",), log_completions=True))
@@ -278,3 +280,25 @@ def test_secrets_of_the_environment_are_masked(
     install("wandb", types.SimpleNamespace(init=refuse, api=types.SimpleNamespace(api_key="k")))
     Trackers(["wandb"], tracked(tmp_path))
     assert said[-1] == "not tracked by wandb: PermissionError: bad key ***"
+
+
+# --- a run
+
+
+def test_a_run_tells_the_trackers_of_its_recipe_and_closes_them_whatever_ends_it(
+    install: Install, tmp_path: Path
+) -> None:
+    board = install("tensorboard", Fake())
+    with ExitStack() as stack:  # what the run leaves, whatever ends it
+        run: Any = types.SimpleNamespace(
+            learner=types.SimpleNamespace(step=0),
+            recipe=Recipe(rewards=("exact_answer",), tracking=("tensorboard",)),
+            folder=types.SimpleNamespace(path=tmp_path, resume_at=None, writes=True),
+            stack=stack,
+        )
+        output = TrackersOutput()
+        output.begin(run, {})
+        output.evaluation("before", {"accuracy": 0.5})
+        output.step(StepRecord(1, 1, 1, {"reward": 1.0}))
+    assert [args for args, _ in board.named("add_scalar")] == [("eval/accuracy", 0.5, 0), ("reward", 1.0, 1)]
+    assert board.calls[-1][0] == "close"

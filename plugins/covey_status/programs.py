@@ -1,18 +1,20 @@
-"""The programs that a run compiles, and the memory that it uses."""
+"""Count the programs that a run compiles."""
 
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import jax
-import psutil
 
 from covey.allocator import release_free_memory
+from covey.monitor.progress import Progress
+from covey.monitor.record import StepRecord
+from covey.run.outputs import Watcher
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 
 TRACED_EVENT = "/jax/core/compile/jaxpr_trace_duration"
 LOWERED_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -28,7 +30,12 @@ LONG = 1.0
 """Seconds of a compilation that leaves enough free memory to return it to the system, before the program runs."""
 
 
-class CompileCounter:
+def count(recipe: object, folder: object, progress: Progress) -> "CompileCounter":
+    """Return the counter of a run, which shows the program that is being compiled."""
+    return CompileCounter(progress.compiling)
+
+
+class CompileCounter(Watcher):
     """Count programs between enter and exit, from JAX's own events. A phase belongs to the thread that begins it: one
     may sample while another trains. After a long compilation, return the compiler's memory to the system.
 
@@ -56,7 +63,15 @@ class CompileCounter:
         """Begin the phase `name` in this thread."""
         self._thread.phase = name if name in PHASES else OUTSIDE_STEPS
 
-    def step(self, number: int) -> float:
+    def step(self, record: StepRecord) -> None:
+        """Add `time/compile` to the metrics of a step."""
+        record.metrics["time/compile"] = self.seconds_of_step(record.step)
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return the number of programs by phase."""
+        return {"programs": dict(self.counts)}
+
+    def seconds_of_step(self, number: int) -> float:
         """Return the seconds of compilation in the phases of the step; warn once if most of the last steps still
         compiled. Tracing and lowering are part of them, and what was compiled before the step is not.
         """
@@ -109,10 +124,3 @@ ADVICE = (
     "lengths keep falling into new shapes. Fewer of them: a larger rollout.decode_chunk, fewer rollout.slots, more "
     "training.max_tokens_per_micro_batch, or limits on lengths that fit the data"
 )
-
-
-def memory_in_use() -> int:
-    """Return the bytes in use: on the fullest accelerator of this process, or by this process if it has none."""
-    stats = [device.memory_stats() for device in jax.local_devices() if device.platform != "cpu"]
-    used = [int(each["bytes_in_use"]) for each in stats if each and "bytes_in_use" in each]
-    return max(used) if used else int(psutil.Process().memory_info().rss)

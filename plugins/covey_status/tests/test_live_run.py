@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from covey.monitor.status import DEAD, RUNNING, WatchedRun
+from covey_status.watched_run import DEAD, RUNNING, WatchedRun
 
 COLUMNS = 72
 SMALL = "--model.source scratch:arithmetic-tiny --max-steps 400 --prompts-per-step 2 --num-generations 2"
