@@ -46,7 +46,7 @@ from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import ModelRunner, SamplerStats
 from covey.sampling.programs import Drawn, Programs
-from covey.sampling.responder import PendingResponses, Responder, Turn, demands_of
+from covey.sampling.responder import PendingResponses, Responder, Turn, requirements_of
 from covey.sampling.scheduler import Sample, Scheduler, check_length
 from covey.types import Completion
 
@@ -257,7 +257,7 @@ class Engine:
         if samples:
             self.sequences[number] = samples
         self._without_key += [(one, (request.step, request.index, request.first + n)) for n, one in samples.items()]
-        self.scheduler.add(number, len(request.prompt), request.samples, demands_of(responder))
+        self.scheduler.add(number, len(request.prompt), request.samples, requirements_of(responder))
         return number
 
     def cancel(self, request: int) -> None:
@@ -330,7 +330,7 @@ class Engine:
         active = self._in_slots(samples)
         self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
         began = time.perf_counter()
-        drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
+        drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.requirements.pause_id)
         self._responses.count_chunk()
         return Launched(samples, drawn, self.version, decodes=True, began=began)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from covey.sampling.scheduler import NO_DEMANDS, Demands, Sample
+from covey.sampling.scheduler import NO_REQUIREMENTS, BatchRequirements, Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Prompt
 
@@ -142,11 +142,11 @@ class ResponderFactory(Protocol):
     def count_elsewhere(self, failures: int, total: int) -> None: ...
 
 
-def demands_of(responder: Responder | None) -> Demands:
-    """Return the demands of a responder on the batch."""
+def requirements_of(responder: Responder | None) -> BatchRequirements:
+    """Return the requirements of a responder on the batch."""
     if responder is None:
-        return NO_DEMANDS
-    return Demands(responder.pause_id, responder.is_async, responder.max_num_seqs)
+        return NO_REQUIREMENTS
+    return BatchRequirements(responder.pause_id, responder.is_async, responder.max_num_seqs)
 
 
 class Pending(NamedTuple):

@@ -132,8 +132,8 @@ class Admission(NamedTuple):
     sample: Sample
 
 
-class Demands(NamedTuple):
-    """Demands of a request on the whole batch: only requests with equal demands run side by side.
+class BatchRequirements(NamedTuple):
+    """Requirements of a request on the whole batch: only requests with equal requirements run side by side.
 
     Attributes:
         pause_id: token behind which slots halt, beside the stop tokens; None for none.
@@ -147,8 +147,8 @@ class Demands(NamedTuple):
     max_num_seqs: int | None = None
 
 
-NO_DEMANDS = Demands()
-"""Demands of a request without a responder."""
+NO_REQUIREMENTS = BatchRequirements()
+"""Requirements of a request without a responder."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Queued:
 
     prompt_length: int
     samples: int
-    demands: Demands
+    requirements: BatchRequirements
     next: int = 0
 
 
@@ -173,7 +173,7 @@ class Scheduler:
 
     Attributes:
         waiting: requests with samples that have not begun, by id.
-        demands: those of the samples that are begun.
+        requirements: those of the samples that are begun.
         slots: the sample in each slot, None in a free one.
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
@@ -185,7 +185,7 @@ class Scheduler:
     def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
         self.config, self.fixed_shapes, self.may_resize = config, fixed_shapes, may_resize and not fixed_shapes
         self.waiting: dict[int, Queued] = {}
-        self.demands = NO_DEMANDS
+        self.requirements = NO_REQUIREMENTS
         self.slots: list[Sample | None] = []
         self.lengths, self.cache_length = np.zeros(0, np.int64), 0
         self.prefilled: list[int] = []
@@ -203,12 +203,12 @@ class Scheduler:
         *,
         may_resize: bool = True,
         fixed_shapes: bool = False,
-        demands: Demands = NO_DEMANDS,
+        requirements: BatchRequirements = NO_REQUIREMENTS,
     ) -> "Scheduler":
         """Return a scheduler in which requests with prompts of these lengths and so many samples wait."""
         scheduler = cls(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
         for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
-            scheduler.add(request, *sizes, demands)
+            scheduler.add(request, *sizes, requirements)
         scheduler.fit()
         return scheduler
 
@@ -245,7 +245,7 @@ class Scheduler:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of samples that are begun and not finished."""
-        return max(len(self.slots), self.demands.max_num_seqs or 0)
+        return max(len(self.slots), self.requirements.max_num_seqs or 0)
 
     @property
     def can_admit(self) -> bool:
@@ -256,7 +256,7 @@ class Scheduler:
     @property
     def resizes(self) -> bool:
         """Whether batch and cache follow the samples."""
-        return self.may_resize and not self.demands.is_async
+        return self.may_resize and not self.requirements.is_async
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
@@ -273,13 +273,15 @@ class Scheduler:
         """Id of the request whose sample begins next."""
         return next(iter(self.waiting))
 
-    def add(self, request: int, prompt_length: int, samples: int, demands: Demands = NO_DEMANDS) -> None:
+    def add(
+        self, request: int, prompt_length: int, samples: int, requirements: BatchRequirements = NO_REQUIREMENTS
+    ) -> None:
         """Let the samples of a request wait."""
         self._is_fitted = self._is_fitted and self.unfinished
         if request in self.prefilled:  # an earlier request with this id
             self.prefilled = []
         if samples:
-            self.waiting[request] = Queued(prompt_length, samples, demands)
+            self.waiting[request] = Queued(prompt_length, samples, requirements)
             self._num_waiting += samples
         if self._is_fitted and self.resizes:
             self._longest_prompt = max(self._longest_prompt, prompt_length)
@@ -291,7 +293,7 @@ class Scheduler:
         if self.num_live or not self.waiting or (self._is_fitted and self._fits(self._first)):
             return False
         config, longest = self.config, max(queued.prompt_length for queued in self.waiting.values())
-        self._is_fitted, self.prefilled, self.demands = True, [], self.waiting[self._first].demands
+        self._is_fitted, self.prefilled, self.requirements = True, [], self.waiting[self._first].requirements
         self._longest_prompt = config.max_prompt_length if self.fixed_shapes else longest
         self._prefill_rows = self._wanted_rows
         slots = config.slots if self.fixed_shapes else self._wanted_slots
@@ -310,7 +312,9 @@ class Scheduler:
     def _fits(self, request: int) -> bool:
         """Return whether a request may run beside those that are begun."""
         queued = self.waiting[request]
-        return queued.demands == self.demands and (self.resizes or queued.prompt_length <= self._longest_prompt)
+        return queued.requirements == self.requirements and (
+            self.resizes or queued.prompt_length <= self._longest_prompt
+        )
 
     def next_prefill(self) -> list[int]:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""

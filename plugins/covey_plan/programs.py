@@ -16,7 +16,7 @@ from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
-from covey.sampling.scheduler import Demands, Scheduler
+from covey.sampling.scheduler import BatchRequirements, Scheduler
 from covey.sft.learner import SFTLearner
 from covey_report.token_values import longest_shown, token_values_interval
 
@@ -87,7 +87,7 @@ class RLPrograms:
             config,
             may_resize=self._engine.scheduler.may_resize,
             fixed_shapes=self._engine.scheduler.fixed_shapes,
-            demands=Demands(is_async=self.is_async),
+            requirements=BatchRequirements(is_async=self.is_async),
         )
 
     @property

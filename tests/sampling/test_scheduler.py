@@ -9,10 +9,10 @@ import pytest
 from covey.config.schema import RolloutConfig
 from covey.sampling.scheduler import (
     MIN_SLOTS,
-    NO_DEMANDS,
+    NO_REQUIREMENTS,
     PREFILL_BATCH,
     Admission,
-    Demands,
+    BatchRequirements,
     Sample,
     Scheduler,
     block_lengths,
@@ -232,7 +232,9 @@ def test_it_is_plain_python() -> None:
 
 
 def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
-    scheduler = Scheduler.fitted([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), demands=Demands(None, True, 3))
+    scheduler = Scheduler.fitted(
+        [5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 3)
+    )
     scheduler.next_prefill()
     first, second = [admission.sample for admission in scheduler.admit()]
     scheduler.update(np.ones(2, int))
@@ -254,7 +256,9 @@ def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
 
 
 def test_no_more_samples_begin_than_may_be_live() -> None:
-    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 2))
+    scheduler = Scheduler.fitted(
+        [5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 2)
+    )
     scheduler.next_prefill()
     for admission in scheduler.admit():
         scheduler.pause(admission.sample)
@@ -295,21 +299,23 @@ def test_sizes_grow_with_requests_that_come_later() -> None:
     assert not scheduler.fit()
 
 
-@pytest.mark.parametrize(("length", "demands"), [(17, NO_DEMANDS), (4, Demands(pause_id=5))])
-def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, demands: Demands) -> None:
+@pytest.mark.parametrize(("length", "requirements"), [(17, NO_REQUIREMENTS), (4, BatchRequirements(pause_id=5))])
+def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, requirements: BatchRequirements) -> None:
     scheduler = Scheduler.fitted([16], [1], RolloutConfig(slots=4, max_new_tokens=8), may_resize=False)
     fill(scheduler)
-    scheduler.add(1, length, 2, demands)
+    scheduler.add(1, length, 2, requirements)
     assert not scheduler.can_admit
     assert not scheduler.fit()
     scheduler.update(np.zeros(1, int), [0])
     assert scheduler.fit()
-    assert (scheduler.can_admit, len(scheduler.slots), scheduler.demands) == (True, 2, demands)
+    assert (scheduler.can_admit, len(scheduler.slots), scheduler.requirements) == (True, 2, requirements)
 
 
 def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
     """Not in that of the clock: responses that come together in another order change nothing."""
-    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler = Scheduler.fitted(
+        [5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4)
+    )
     scheduler.next_prefill()
     for _ in range(2):
         for admission in scheduler.admit():
@@ -323,7 +329,9 @@ def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
 
 
 def test_a_cancelled_request_leaves_no_sample_behind() -> None:
-    scheduler = Scheduler.fitted([5] * 3, [2] * 3, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler = Scheduler.fitted(
+        [5] * 3, [2] * 3, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4)
+    )
     scheduler.next_prefill()
     for admission in scheduler.admit():
         scheduler.pause(admission.sample)
