@@ -14,7 +14,6 @@ import numpy as np
 from covey.sampling.cache import LayerCache, Prefix, append_size
 from covey.sampling.logits import TracedSamplingParams
 from covey.sampling.programs import Drawn, Programs, Slots, empty_slots, front
-from covey.sampling.responder import NewBranch
 from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
 
@@ -150,46 +149,29 @@ class ModelRunner:
         self.stats.chunks += 1
         return drawn
 
-    def read(self, drawn: Drawn, slots: Collection[int]) -> Chunk:
-        """Wait for the tokens that a program drew, and return those of these slots."""
+    def read(self, drawn: Drawn) -> Chunk:
+        """Wait for the tokens that a program drew, and return them."""
         draws, counts, active, steps = jax.device_get(drawn)  # all at once: the host waits for one transfer
-        kept = np.zeros_like(counts)
-        kept[list(slots)] = counts[list(slots)]
-        self.stats.tokens += int(kept.sum())
-        self.stats.first_tokens += 0 if steps else int(kept.sum())
         self.stats.slot_steps += int(steps) * len(counts)
         # Copies, since the device may use its buffers again.
-        return Chunk(SampledTokens(*(x.T.copy() for x in draws)), kept, active)
+        return Chunk(SampledTokens(*(x.T.copy() for x in draws)), counts, active)
 
-    def resume(self, sequences: Mapping[int, Sequence]) -> None:
-        """Append the responses of sequences that have halted in these slots, and let them go on. A new branch drops the
-        last tokens of the slot first.
-        """
-        pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self.slots.token))
-        for slot, one in sequences.items():
-            response, length, tokens = one.response, one.length - 1, one.tokens
-            # Without a branch, the last token that was drawn is not in the cache either.
-            start = response.kept if isinstance(response, NewBranch) else length - len(response)
-            if start < length:
-                pieces[slot] = start, tokens[start - length - 1 : -1]
-            state = Slots(one.key, length, tokens[-1], one.num_tokens, True, one.turn_end)
-            for array, value in zip(rows, state, strict=True):
-                array[slot] = value
-            one.response = None
-        self._append(pieces)
-        self._put_rows(sequences, rows)
+    def count_tokens(self, number: int, *, first: bool) -> None:
+        """Count tokens that were kept; `first` if they were drawn at prefill."""
+        self.stats.tokens += number
+        self.stats.first_tokens += number if first else 0
 
     def halt(self, slots: Collection[int]) -> None:
         """Empty these slots."""
-        self._put_rows(slots, empty_slots(len(self.slots.token)))
+        self.put_rows(slots, empty_slots(len(self.slots.token)))
 
-    def _put_rows(self, slots: Collection[int], rows: Slots) -> None:
+    def put_rows(self, slots: Collection[int], rows: Slots) -> None:
         """Write the state that these slots have in `rows`."""
         if slots:
             chosen = np.isin(np.arange(len(self.slots.token)), list(slots))
             self.slots = self.programs.put_rows(self.slots, chosen, rows)
 
-    def _append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
+    def append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
         """Append tokens, int32 [n], to the cache of each slot from a position on, piece by piece."""
         while pieces:
             sizes = {slot: append_size(len(tokens)) for slot, (_, tokens) in pieces.items()}

@@ -6,13 +6,14 @@ A tool is a responder that answers at once; an environment may take seconds. The
 response, and decodes other samples until the response is there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from covey.sampling.scheduler import NO_REQUIREMENTS, BatchRequirements, Sample
+from covey.sampling.scheduler import Sample
+from covey.sampling.sequence import Ending
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Prompt
 
@@ -34,17 +35,19 @@ Response = np.ndarray | NewBranch | None
 
 
 class Turn(NamedTuple):
-    """A sample that has halted: at a stop token, at the responder's token, or at a limit.
+    """A sample that has halted: at a stop token or string, at the responder's token, or at a limit.
 
     Attributes:
         sample: the sample, by its request and its number.
         tokens: int32 [n], the completion so far.
         remaining_tokens: number of tokens that the completion may still have, those of the response included.
+        ending: end of the turn.
     """
 
     sample: Sample
     tokens: np.ndarray
     remaining_tokens: int
+    ending: Ending
 
 
 class Responder(Protocol):
@@ -140,77 +143,3 @@ class ResponderFactory(Protocol):
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations: ...
     def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
     def count_elsewhere(self, failures: int, total: int) -> None: ...
-
-
-def requirements_of(responder: Responder | None) -> BatchRequirements:
-    """Return the requirements of a responder on the batch."""
-    if responder is None:
-        return NO_REQUIREMENTS
-    return BatchRequirements(responder.pause_id, responder.is_async, responder.max_num_seqs)
-
-
-class Pending(NamedTuple):
-    """A response that may not be there yet.
-
-    Attributes:
-        response: the response, or its future.
-        due: number of chunks of decode steps behind which it is taken, and waited for; None for when it is there.
-    """
-
-    response: "Response | Future[Response]"
-    due: int | None
-
-
-class PendingResponses:
-    """Turns that responders have not answered yet. Time is counted in chunks of decode steps: what is due behind so
-    many of them is taken then, whenever it came.
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[Sample, Pending] = {}
-        self._chunks = 0
-
-    def count_chunk(self) -> None:
-        """Count a chunk of decode steps that was launched."""
-        self._chunks += 1
-
-    def submit(self, turn: Turn, responder: Responder | None) -> None:
-        """Ask for the response to a turn; without a responder it is the end of the completion. What the responder
-        raises is raised where the response is taken.
-        """
-        response: Response | Future[Response]
-        try:
-            response = None if responder is None else responder.answer(turn)
-        except Exception as error:
-            response = Future()
-            response.set_exception(error)
-        lag = responder.answer_lag if responder is not None and isinstance(response, Future) else None
-        self._pending[turn.sample] = Pending(response, None if lag is None else self._chunks + lag)
-
-    def collect(self, *, block: bool) -> "Iterator[tuple[Sample, Response | Future[Response]]]":
-        """Yield each sample whose response is there or due, with it; with `block`, let the time pass until there is
-        one. A response that is due may have to be waited for.
-        """
-        if block and not any(map(self._is_taken, self._pending.values())):
-            self._pass_time()
-        for sample, one in list(self._pending.items()):
-            if self._is_taken(one):
-                del self._pending[sample]
-                yield sample, one.response
-
-    def _is_taken(self, one: Pending) -> bool:
-        if one.due is not None:
-            return one.due <= self._chunks
-        return not isinstance(one.response, Future) or one.response.done()
-
-    def _pass_time(self) -> None:
-        """Go on to the next response that will be due; where none will, wait for one to come."""
-        if due := [one.due for one in self._pending.values() if one.due is not None]:
-            self._chunks = min(due)
-        else:
-            futures = [one.response for one in self._pending.values() if isinstance(one.response, Future)]
-            wait(futures, return_when=FIRST_COMPLETED)
-
-    def drop(self, request: int) -> None:
-        """Forget the turns of a request: nobody waits for their responses."""
-        self._pending = {sample: one for sample, one in self._pending.items() if sample.request != request}

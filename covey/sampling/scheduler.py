@@ -172,13 +172,13 @@ class Scheduler:
             be.
 
     Attributes:
-        waiting: requests with samples that have not begun, by id.
+        waiting: requests with samples that have not begun, by id; `num_waiting` is the number of these samples.
         requirements: those of the samples that are begun.
         slots: the sample in each slot, None in a free one.
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
         prefilled: requests that were prefilled last.
-        paused: samples that wait for a response.
+        paused: samples that wait for a response (`turns`).
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
     """
 
@@ -191,8 +191,7 @@ class Scheduler:
         self.prefilled: list[int] = []
         self.paused: set[Sample] = set()
         self.swapped: dict[Sample, int] = {}
-        self._ready: set[Sample] = set()
-        self._num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
+        self.num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
 
     @classmethod
     def fitted(
@@ -216,11 +215,6 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether a sample waits or runs."""
         return bool(self.waiting or self.num_live)
-
-    @property
-    def stalled(self) -> bool:
-        """Whether nothing can be done before a response comes."""
-        return not (self.active or self.can_admit or self._ready)
 
     @property
     def running(self) -> dict[int, Sample]:
@@ -282,7 +276,7 @@ class Scheduler:
             self.prefilled = []
         if samples:
             self.waiting[request] = Queued(prompt_length, samples, requirements)
-            self._num_waiting += samples
+            self.num_waiting += samples
         if self._is_fitted and self.resizes:
             self._longest_prompt = max(self._longest_prompt, prompt_length)
 
@@ -307,7 +301,7 @@ class Scheduler:
 
     @property
     def _wanted_slots(self) -> int:
-        return min(self.config.slots, power_of_two(self.num_live + self._num_waiting))
+        return min(self.config.slots, power_of_two(self.num_live + self.num_waiting))
 
     def _fits(self, request: int) -> bool:
         """Return whether a request may run beside those that are begun."""
@@ -334,7 +328,7 @@ class Scheduler:
             sample = self.slots[slot] = Sample(request, queued.next)
             # One less than the prompt: `update` counts the first token, which is not in the cache yet.
             self.lengths[slot] = queued.prompt_length - 1
-            queued.next, self._num_waiting = queued.next + 1, self._num_waiting - 1
+            queued.next, self.num_waiting = queued.next + 1, self.num_waiting - 1
             if queued.next == queued.samples:
                 del self.waiting[request]
             admitted.append(Admission(slot, self.prefilled.index(request), sample))
@@ -343,13 +337,10 @@ class Scheduler:
     def cancel(self, request: int) -> list[int]:
         """Remove all samples of a request; return the slots that they had."""
         if (queued := self.waiting.pop(request, None)) is not None:
-            self._num_waiting -= queued.samples - queued.next
+            self.num_waiting -= queued.samples - queued.next
         slots = [slot for slot, sample in self.running.items() if sample.request == request]
         for slot in slots:
             self.slots[slot] = None
-        self.swapped = {sample: length for sample, length in self.swapped.items() if sample.request != request}
-        for samples in (self.paused, self._ready):
-            samples.difference_update([sample for sample in samples if sample.request == request])
         return slots
 
     def update(self, new_tokens: np.ndarray, finished: Iterable[int] = ()) -> None:
@@ -357,42 +348,6 @@ class Scheduler:
         self.lengths += new_tokens
         for slot in finished:
             self.slots[slot] = None
-
-    def pause(self, sample: Sample) -> None:
-        """Let a running sample wait for a response."""
-        self.paused.add(sample)
-
-    def resume(self, sample: Sample, appended: int) -> None:
-        """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
-        self.paused.remove(sample)
-        if sample in self.swapped:
-            self.swapped[sample] += appended
-            self._ready.add(sample)
-        else:
-            self.lengths[self.slots.index(sample)] += appended
-
-    def finish(self, sample: Sample) -> None:
-        """Remove a sample that has ended."""
-        self.paused.remove(sample)
-        if self.swapped.pop(sample, None) is None:
-            self.slots[self.slots.index(sample)] = None
-
-    def swap_out(self) -> dict[int, Sample]:
-        """Take paused samples out of the slots that others could use, the last ones first; return them by slot."""
-        others = len(self._ready) + min(self._num_waiting, self.max_num_seqs - self.num_live)
-        paused = [(sample, slot) for slot, sample in self.running.items() if sample in self.paused]
-        leaving = {slot: sample for sample, slot in sorted(paused, reverse=True)[: max(others - len(self.free), 0)]}
-        for slot, sample in leaving.items():
-            self.swapped[sample], self.slots[slot] = int(self.lengths[slot]), None
-        return leaving
-
-    def swap_in(self) -> dict[int, Sample]:
-        """Give free slots to swapped samples that can go on, the first ones first; return them by slot."""
-        returning = dict(zip(self.free, sorted(self._ready), strict=False))
-        for slot, sample in returning.items():
-            self.slots[slot], self.lengths[slot] = sample, self.swapped.pop(sample)
-        self._ready.difference_update(returning.values())
-        return returning
 
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples.

@@ -18,6 +18,7 @@ from covey.sampling.scheduler import (
     block_lengths,
     length_bucket,
 )
+from covey.sampling.turns import WaitingSamples
 
 
 def made(prompts: list[int], samples: int = 1, **settings: int) -> Scheduler:
@@ -235,23 +236,24 @@ def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
     scheduler = Scheduler.fitted(
         [5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 3)
     )
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     first, second = [admission.sample for admission in scheduler.admit()]
     scheduler.update(np.ones(2, int))
-    scheduler.pause(first)
+    waiting.pause(first)
     assert not scheduler.can_admit
-    assert scheduler.swap_out() == {0: first}
+    assert waiting.swap_out() == {0: first}
     assert scheduler.can_admit
     (third,) = [admission.sample for admission in scheduler.admit()]
     assert scheduler.running == {0: third, 1: second}
-    scheduler.resume(first, 7)
-    assert scheduler.swap_out() == scheduler.swap_in() == {}  # nobody waits
-    scheduler.pause(second)
-    assert scheduler.swap_out() == {1: second}
-    assert scheduler.swap_in() == {1: first}
+    waiting.resume(first, 7)
+    assert waiting.swap_out() == waiting.swap_in() == {}  # nobody waits
+    waiting.pause(second)
+    assert waiting.swap_out() == {1: second}
+    assert waiting.swap_in() == {1: first}
     assert scheduler.lengths[1] == 5 + 7
     assert scheduler.active == {0: third, 1: first}
-    scheduler.finish(second)
+    waiting.finish(second)
     assert scheduler.num_live == 2
 
 
@@ -259,11 +261,12 @@ def test_no_more_samples_begin_than_may_be_live() -> None:
     scheduler = Scheduler.fitted(
         [5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 2)
     )
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for admission in scheduler.admit():
-        scheduler.pause(admission.sample)
-    assert scheduler.stalled
-    assert scheduler.swap_out() == {}
+        waiting.pause(admission.sample)
+    assert waiting.stalled
+    assert waiting.swap_out() == {}
 
 
 def test_buckets_are_few_and_close() -> None:
@@ -316,28 +319,32 @@ def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
     scheduler = Scheduler.fitted(
         [5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4)
     )
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for _ in range(2):
         for admission in scheduler.admit():
-            scheduler.pause(admission.sample)
-        scheduler.swap_out()
+            waiting.pause(admission.sample)
+        waiting.swap_out()
     assert list(scheduler.swapped) == [Sample(1, 0), Sample(0, 0)]
     for request in (1, 0):
-        scheduler.resume(Sample(request, 0), 2)
-    assert scheduler.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
-    assert scheduler.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
+        waiting.resume(Sample(request, 0), 2)
+    assert waiting.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
+    assert waiting.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
 
 
 def test_a_cancelled_request_leaves_no_sample_behind() -> None:
     scheduler = Scheduler.fitted(
         [5] * 3, [2] * 3, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4)
     )
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for admission in scheduler.admit():
-        scheduler.pause(admission.sample)
-    scheduler.swap_out()
-    scheduler.resume(Sample(0, 1), 2)
-    assert [scheduler.cancel(request) for request in (0, 2)] == [[], []]
+        waiting.pause(admission.sample)
+    waiting.swap_out()
+    waiting.resume(Sample(0, 1), 2)
+    for request in (0, 2):
+        assert scheduler.cancel(request) == []
+        waiting.drop(request)
     assert [admission.sample for admission in scheduler.admit()] == [Sample(1, 0), Sample(1, 1)]
     assert scheduler.cancel(1) == [0, 1]
     assert not scheduler.unfinished
