@@ -1,6 +1,5 @@
 """Rollout worker, which samples groups of completions for prompts."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory, SamePrompt
 from covey.sampling.scheduler import check_length, check_positions
+from covey.sampling.sequence import StopCondition
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
@@ -151,8 +151,13 @@ class RolloutWorker:
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         shared = episodes.requests if episodes else [SamePrompt(row, 0, samples) for row in range(len(examples))]
+        decode = tool.text if tool else self.tokenizer.decode
+        common: dict[str, Any] = {
+            "responder": episodes or tool,
+            "stop_conditions": stop_conditions(config or self.config, decode),
+        }
         requests = [
-            Request(encode(prompt), one.size, first + one.row, step, one.first, responder=episodes or tool, id=number)
+            Request(encode(prompt), one.size, first + one.row, step, one.first, id=number, **common)
             for number, (prompt, one) in enumerate(zip(row_prompts, shared, strict=True))
         ]
         sampled = self._sample(requests, config or self.config, progress)
@@ -161,7 +166,7 @@ class RolloutWorker:
             episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds, chunk_seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         else:
-            sampled = [[self._with_text(c, tool) for c in group] for group in sampled]
+            sampled = [[c.with_text(decode) for c in group] for group in sampled]
         columns = [{name: value for name, value in examples[one.row].items() if name != "prompt"} for one in shared]
         groups = [
             Group(prompt, request.prompt, tuple(completions), column)
@@ -255,6 +260,11 @@ class RolloutWorker:
             raise RecipeError(what, want="one of them", fix="let the environment calculate", where="rollout.tool")
         return tool
 
-    def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
-        read = self.tokenizer.decode if tool is None else tool.text
-        return dataclasses.replace(completion, text=read(completion.tokens))
+
+def stop_conditions(config: RolloutConfig, decode: Callable[[np.ndarray], str]) -> tuple[StopCondition, ...]:
+    """Return the conditions of `config` that end a completion, besides stop ids and limits."""
+    if not config.stop:
+        return ()
+    from covey.sampling.stop_strings import StopStrings  # late: most runs have none
+
+    return (StopStrings(config.stop, decode),)

@@ -98,6 +98,9 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
         raise CoveyError(f"{name} has a limit of {limit} new tokens", want=want)
     if min(place := (request.step, request.index, request.first)) < 0 or max(place) + request.samples > 2**32:
         raise CoveyError(f"{name} has the step, index and first sample {place}", want="from 0 to 2**32 each")
+    if config.stop and not request.stop_conditions:
+        want = "StopStrings(config.stop, tokenizer.decode) among Request.stop_conditions: an engine knows tokens only"
+        raise CoveyError(f"{name} has no stop conditions, and rollout.stop is {list(config.stop)}", want=want)
     check_length(len(tokens), config, f"the prompt of {name}", limit)
     if (needed := len(tokens) + limit) > model.max_positions:
         want = f"at most {model.max_positions}, the positions that the model was made for"
