@@ -12,12 +12,12 @@ from covey.models.decoder import Decoder
 from covey.models.dtypes import with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.reshard import mesh_of
+from covey.registry import offered
 from covey.rl.inference import RowScorer
 from covey.rl.sampling_weights import SamplingWeights, StackLoan
-from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import SamplerStats
-from covey.sampling.responder import ResponderFactory, SamePrompt
+from covey.sampling.responder import ResponderFactory, SamePrompt, TextResponder
 from covey.sampling.scheduler import check_length, check_positions
 from covey.sampling.sequence import StopCondition
 from covey.text.tokenizer import Tokenizer
@@ -249,10 +249,12 @@ class RolloutWorker:
         """Return the current weights, with a head of its own if sampling needs one."""
         return nnx.split(with_rounded_head(self.model))[1]
 
-    def _prepare(self, config: RolloutConfig) -> Tool | None:
+    def _prepare(self, config: RolloutConfig) -> TextResponder | None:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
-        tool = make_tool(self.tokenizer, config)
+        tool: TextResponder | None = None
+        if config.tool != "none":
+            tool = offered("covey.responders", config.tool)(self.tokenizer, config)
         if self.environments:
             self.environments.prepare(self.tokenizer.chat_template)
         if tool and self.environments:

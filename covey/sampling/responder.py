@@ -84,6 +84,14 @@ class Responder(Protocol):
         ...
 
 
+class TextResponder(Responder, Protocol):
+    """Responder that also knows the text of a completion, as the tool that `rollout.tool` names."""
+
+    def text(self, tokens: np.ndarray) -> str:
+        """Decode a completion, with calls and responses between their markers."""
+        ...
+
+
 class SamePrompt(NamedTuple):
     """Samples of a row that begin with the same prompt: a request to the sampler.
 
