@@ -13,10 +13,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Int, UInt32
 
-from covey.config.schema import RolloutConfig
 from covey.models.decoder import Decoder
 from covey.parallel import mesh_of, processes
-from covey.parallel.programs import Program, abstract
 from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
     CACHE_AXES,
@@ -33,7 +31,7 @@ from covey.sampling.cache import (
     put_slot,
     take_slot,
 )
-from covey.sampling.logits import SamplingParams, TracedSamplingParams
+from covey.sampling.logits import TracedSamplingParams
 from covey.sampling.noise import token_keys
 from covey.sampling.sharded_draw import draw_sharded
 
@@ -107,46 +105,14 @@ class Programs:
         model = nnx.merge(self.graph, params)
         layout = CacheLayout.of(model)
         lengths, c = layout.block_lengths(end)[len(layout.block_lengths(start)) :], model.config
-        make = _empty_block(_sharding(params, (slots, c.num_kv_heads, 1, 1)))
+        make = _empty_block(sharding_for(params, (slots, c.num_kv_heads, 1, 1)))
         shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
         return [[make(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
 
     def place_slots(self, params: Any, slots: Slots) -> Slots:
         """Put slots of the host onto the devices, as the programs return them."""
-        sharding = _sharding(params, (), ())
+        sharding = sharding_for(params, (), ())
         return slots if sharding is None else processes.here().put_host(slots, sharding)
-
-    def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
-        """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
-        in the methods below, and no array is made.
-        """
-        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((prompts, length), (prompts,)))
-        return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
-
-    def admit_program(
-        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int, config: RolloutConfig
-    ) -> Program:
-        """Return the program that inserts prefilled prompts into slots and draws their first tokens."""
-        prefill = self.prefill_program(params, prompts, prompt_length)
-        prefilled = jax.eval_shape(prefill.function, *prefill.args)
-        prefix, cache = _placed(prefilled.cache, params), self._abstract_cache(params, slots, cache_length)
-        logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
-        number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
-        samples = inserted, number, abstract(empty_slots(slots)), _abstract_numbers(config, slots)
-        args = front(cache, prefix), _abstract_slots(params, slots), Prefix(prefix, logits), *samples
-        return Program("admit", self.admit, args)
-
-    def decode_program(
-        self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
-    ) -> Program:
-        """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        cache = self._abstract_cache(params, slots, cache_length)
-        args = abstract(params), cache, _abstract_slots(params, slots), _abstract_numbers(config, slots)
-        return Program("decode", self.decode, args, {"steps": config.decode_chunk, "pause_id": pause_id})
-
-    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
-        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
-        return _placed(cache, params)
 
 
 @cache
@@ -154,7 +120,7 @@ def _empty_block(sharding: Sharding | None) -> Any:
     return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
 
 
-def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
+def sharding_for(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
     """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
     weights.
     """
@@ -163,15 +129,6 @@ def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] 
         return getattr(jax.tree.leaves(params)[0], "sharding", None)
     sharding: Sharding = sharding_of(axes, shape, mesh)
     return sharding
-
-
-def _abstract_numbers(config: RolloutConfig, slots: int) -> TracedSamplingParams:
-    numbers: TracedSamplingParams = abstract(SamplingParams.from_config(config).of_rows(slots))
-    return numbers
-
-
-def _abstract_slots(params: Any, slots: int) -> Slots:
-    return abstract(empty_slots(slots), _sharding(params, (), ()))
 
 
 def _replicated(tree: Tree, like: Array) -> Tree:
@@ -183,12 +140,6 @@ def _replicated(tree: Tree, like: Array) -> Tree:
         return tree
     constrained: Tree = jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
     return constrained
-
-
-def _placed(cache: Tree, params: Any) -> Tree:
-    """Return the shapes of a cache with its shardings."""
-    shapes: Tree = jax.tree.map(lambda x: abstract(x, _sharding(params, x.shape)), cache)
-    return shapes
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:

@@ -15,7 +15,7 @@ The first functions hold the limits on the lengths of a prompt and its completio
 Plain Python without JAX: the device follows what is decided here (see `model_runner`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -192,24 +192,6 @@ class Scheduler:
         self.paused: set[Sample] = set()
         self.swapped: dict[Sample, int] = {}
         self.num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
-
-    @classmethod
-    def fitted(
-        cls,
-        prompt_lengths: Sequence[int],
-        num_samples: Sequence[int],
-        config: RolloutConfig,
-        *,
-        may_resize: bool = True,
-        fixed_shapes: bool = False,
-        requirements: BatchRequirements = NO_REQUIREMENTS,
-    ) -> "Scheduler":
-        """Return a scheduler in which requests with prompts of these lengths and so many samples wait."""
-        scheduler = cls(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
-        for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
-            scheduler.add(request, *sizes, requirements)
-        scheduler.fit()
-        return scheduler
 
     @property
     def unfinished(self) -> bool:
