@@ -115,7 +115,7 @@ class Completion:
         episode: its course in an environment; None without one.
         branches: branches in order, where a rewritten history may make some; None elsewhere. Each token of the
             completion belongs to one branch, and is preceded by those that the branch kept.
-        key: uint32 [2], random key of the noise that drew the tokens (`sampling.noise.token_keys`); None without one.
+        key: uint32 [2], random key of the noise that drew the tokens (`sampling.logits.token_keys`); None without one.
         hidden: number of characters that the decoded tokens have after `text`: a stop string, and the rest of its last
             token.
     """

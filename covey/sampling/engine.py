@@ -37,11 +37,11 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel.programs import abstract, is_abstract
 from covey.parallel.reshard import flatten
-from covey.sampling import noise, sequence
+from covey.sampling import sequence
 from covey.sampling.cache import CacheLayout
-from covey.sampling.logits import SamplingParams
-from covey.sampling.model_runner import ModelRunner, SamplerStats
-from covey.sampling.programs import Drawn, Programs
+from covey.sampling.logits import sample_keys
+from covey.sampling.model_runner import ModelRunner, Programs, SamplerStats
+from covey.sampling.programs import Drawn
 from covey.sampling.scheduler import NO_REQUIREMENTS, Sample, Scheduler, check_length
 from covey.sampling.sequence import StopCondition, StopIds
 from covey.types import Completion
@@ -258,7 +258,7 @@ class Engine:
         self._check_place(number)
         check_request(request, f"request {number}", self.config, self._model)
         limit = request.max_new_tokens or self.config.max_new_tokens
-        sampling_params = SamplingParams.from_config(request.sampling_params or self.config)
+        sampling_params = request.sampling_params or self.config
         conditions = [*request.stop_conditions, StopIds(self.stop_ids)]
         make: Any = sequence.Sequence
         requirements = NO_REQUIREMENTS
@@ -407,7 +407,7 @@ class Engine:
         """Make the random keys of the samples that were added since the last step."""
         if self._without_key:
             rows = np.array([where for _, where in self._without_key], np.uint32)
-            for (one, _), key in zip(self._without_key, noise.sample_keys(self.config.seed, rows), strict=True):
+            for (one, _), key in zip(self._without_key, sample_keys(self.config.seed, rows), strict=True):
                 one.key = key
             self._without_key = []
 

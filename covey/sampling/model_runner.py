@@ -6,14 +6,21 @@ slot it knows from the sequence there. It reads what the slots drew, in one tran
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
 
-from covey.sampling.cache import LayerCache, Prefix, append_size
+from covey.models.decoder import Decoder
+from covey.parallel import mesh_of, processes
+from covey.parallel.sharding import sharding_of
+from covey.sampling import programs
+from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, append_size, keep_rows, put_slot, take_slot
 from covey.sampling.logits import TracedSamplingParams
-from covey.sampling.programs import Drawn, Programs, Slots, empty_slots, front
+from covey.sampling.programs import Drawn, Slots
 from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
 
@@ -76,6 +83,56 @@ class Chunk(NamedTuple):
     def of(self, slot: int) -> SampledTokens:
         """Return the tokens that a slot drew."""
         return SampledTokens(*(x[slot, : self.counts[slot]] for x in self.tokens))
+
+
+def empty_slots(slots: int) -> Slots:
+    """Create empty slots, on the host."""
+    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
+    return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
+
+
+def front(cache: list[LayerCache], prefix: list[LayerCache]) -> list[LayerCache]:
+    """Return the blocks into which a prefix is inserted."""
+    return [blocks[: len(new)] for blocks, new in zip(cache, prefix, strict=True)]
+
+
+class Programs:
+    """Programs of a decoder, compiled once for each shape; settings of the sampling distribution are arguments.
+
+    Args:
+        graph: the decoder's `nnx.GraphDef`.
+        stop_ids: tokens that end a completion.
+    """
+
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
+        self.graph, self.stop_ids = graph, stop_ids
+        self.prefill = jax.jit(partial(programs.prefill, graph))
+        self.admit = jax.jit(partial(programs.admit, stop_ids), donate_argnums=0)
+        # All arguments are kept, since the cache is made on the devices of the weights.
+        self.empty_cache = jax.jit(partial(programs.empty_cache, graph), static_argnums=(1, 2, 3), keep_unused=True)
+        self.put_rows = jax.jit(programs.put_rows)
+        self.keep = jax.jit(keep_rows)
+        self.take = jax.jit(take_slot)
+        self.put = jax.jit(put_slot, donate_argnums=0)
+        self.append = jax.jit(partial(programs.append, graph), donate_argnums=1)
+        static = ("steps", "pause_id")
+        self.decode = jax.jit(partial(programs.decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+
+    def place_slots(self, params: Any, slots: Slots) -> Slots:
+        """Put slots of the host onto the devices, as the programs return them."""
+        sharding = sharding_for(params, (), ())
+        return slots if sharding is None else processes.here().put_host(slots, sharding)
+
+
+def sharding_for(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
+    """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
+    weights.
+    """
+    mesh = mesh_of(params)
+    if mesh is None:
+        return getattr(jax.tree.leaves(params)[0], "sharding", None)
+    sharding: Sharding = sharding_of(axes, shape, mesh)
+    return sharding
 
 
 class ModelRunner:

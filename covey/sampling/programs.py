@@ -1,23 +1,17 @@
-"""Programs of the sampler: prefill, insert, append, decode, and those that move slots.
+"""Programs of the sampler as pure functions: make a cache, prefill, admit, append, decode, write slots.
 
-They are pure functions; `Programs` holds those compiled for a decoder, and `ModelRunner` calls them.
+`model_runner` compiles and calls them.
 """
 
-from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
-from covey.models.decoder import Decoder
-from covey.parallel import mesh_of, processes
-from covey.parallel.sharding import sharding_of
 from covey.sampling.cache import (
-    CACHE_AXES,
     CacheLayout,
     LayerCache,
     Prefix,
@@ -25,14 +19,12 @@ from covey.sampling.cache import (
     decode_attention,
     empty_block,
     insert_prompts,
-    keep_rows,
     keep_sharding,
     prefill_attention,
     put_slot,
     take_slot,
 )
-from covey.sampling.logits import TracedSamplingParams
-from covey.sampling.noise import token_keys
+from covey.sampling.logits import TracedSamplingParams, token_keys
 from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
@@ -74,63 +66,6 @@ class Drawn(NamedTuple):
     steps: Int[Any, ""]
 
 
-def empty_slots(slots: int) -> Slots:
-    """Create empty slots, on the host."""
-    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
-    return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
-
-
-class Programs:
-    """Programs of a decoder, compiled once for each shape; settings of the sampling distribution are arguments.
-
-    Args:
-        graph: the decoder's `nnx.GraphDef`.
-        stop_ids: tokens that end a completion.
-    """
-
-    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
-        self.graph, self.stop_ids = graph, stop_ids
-        self.prefill = jax.jit(partial(prefill, graph))
-        self.admit = jax.jit(partial(admit, stop_ids), donate_argnums=0)
-        self.put_rows = jax.jit(put_rows)
-        self.keep = jax.jit(keep_rows)
-        self.take = jax.jit(take_slot)
-        self.put = jax.jit(put_slot, donate_argnums=0)
-        self.append = jax.jit(partial(append, graph), donate_argnums=1)
-        static = ("steps", "pause_id")
-        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
-
-    def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
-        """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
-        model = nnx.merge(self.graph, params)
-        layout = CacheLayout.of(model)
-        lengths, c = layout.block_lengths(end)[len(layout.block_lengths(start)) :], model.config
-        make = _empty_block(sharding_for(params, (slots, c.num_kv_heads, 1, 1)))
-        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-        return [[make(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
-
-    def place_slots(self, params: Any, slots: Slots) -> Slots:
-        """Put slots of the host onto the devices, as the programs return them."""
-        sharding = sharding_for(params, (), ())
-        return slots if sharding is None else processes.here().put_host(slots, sharding)
-
-
-@cache
-def _empty_block(sharding: Sharding | None) -> Any:
-    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
-
-
-def sharding_for(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
-    """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
-    weights.
-    """
-    mesh = mesh_of(params)
-    if mesh is None:
-        return getattr(jax.tree.leaves(params)[0], "sharding", None)
-    sharding: Sharding = sharding_of(axes, shape, mesh)
-    return sharding
-
-
 def _replicated(tree: Tree, like: Array) -> Tree:
     """Constrain arrays that a program returns to be the same on every device of the mesh of `like`, where each process
     reads them and the next program takes them.
@@ -140,6 +75,16 @@ def _replicated(tree: Tree, like: Array) -> Tree:
         return tree
     constrained: Tree = jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
     return constrained
+
+
+def empty_cache(graph: Any, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
+    """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
+    model = nnx.merge(graph, params)
+    layout, c = CacheLayout.of(model), model.config
+    lengths = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
+    shape = (c.num_kv_heads, c.head_dim, model.embed.embedding[...].dtype)
+    blocks = [[empty_block(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
+    return keep_sharding(blocks, model.embed.embedding[...])
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -160,11 +105,6 @@ def put_rows(slots: Slots, rows: Bool[Array, "S"], new: Slots) -> Slots:
 
     after: Slots = jax.tree.map(put, slots, new)
     return _replicated(after, slots.token)
-
-
-def front(cache: list[LayerCache], prefix: list[LayerCache]) -> list[LayerCache]:
-    """Return the blocks into which a prefix is inserted."""
-    return [blocks[: len(new)] for blocks, new in zip(cache, prefix, strict=True)]
 
 
 def admit(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from covey.sampling.logits import SamplingParams
+from covey.config.schema import SamplingConfig
 from covey.types import Completion, FinishReason
 
 
@@ -73,7 +73,7 @@ class Sequence:
         self,
         prompt: np.ndarray,
         limit: int,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingConfig,
         stop_conditions: Iterable[StopCondition] = (),
     ):
         self.prompt, self.limit, self.sampling_params = prompt, limit, sampling_params

@@ -25,11 +25,12 @@ from covey.sampling.logits import (
     SamplingParams,
     TracedSamplingParams,
     draw,
+    exponential_noise,
     gather,
     masses,
+    place_noise,
     split_blocks,
 )
-from covey.sampling.noise import exponential_noise, place_noise
 
 
 def draw_sharded(

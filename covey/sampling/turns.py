@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from covey.sampling.programs import Slots, empty_slots
+from covey.sampling.model_runner import empty_slots
+from covey.sampling.programs import Slots
 from covey.sampling.responder import NewBranch, Responder, Response, Turn
 from covey.sampling.scheduler import BatchRequirements, Sample, Scheduler
 from covey.sampling.sequence import Ending, SampledTokens, Sequence

@@ -9,7 +9,8 @@ from covey.config.schema import RolloutConfig
 from covey.parallel.programs import Program, abstract
 from covey.sampling.cache import LayerCache, Prefix
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.programs import Programs, Slots, empty_slots, front, sharding_for
+from covey.sampling.model_runner import Programs, empty_slots, front, sharding_for
+from covey.sampling.programs import Slots
 
 
 class SamplerPrograms:
@@ -46,7 +47,8 @@ class SamplerPrograms:
         return Program("decode", self._programs.decode, args, {"steps": config.decode_chunk, "pause_id": pause_id})
 
     def _cache(self, slots: int, cache_length: int) -> list[LayerCache]:
-        return self._placed(jax.eval_shape(lambda: self._programs.empty_cache(self._params, slots, 0, cache_length)))
+        make = self._programs.empty_cache
+        return self._placed(jax.eval_shape(lambda params: make(params, slots, 0, cache_length), self._params))
 
     def _placed(self, cache: list[LayerCache]) -> list[LayerCache]:
         """Return the shapes of a cache with its shardings."""

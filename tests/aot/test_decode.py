@@ -20,7 +20,7 @@ from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.sharding import place_model
-from covey.sampling.programs import Programs
+from covey.sampling.model_runner import Programs
 from covey_plan.hlo import Program
 from covey_plan.sampler_programs import SamplerPrograms
 from covey_plan.topologies import H100

@@ -30,8 +30,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 from covey_envs.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
