@@ -26,8 +26,8 @@ from covey.parallel import processes
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import power_of_two
-from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
+from covey_report.token_texts import token_texts
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
@@ -53,7 +53,7 @@ class TokenValues:
 
     Attributes:
         sample: number of the completion in its group.
-        texts: text of each token; see `text.tokenizer.token_texts`.
+        texts: text of each token; see `token_texts`.
         mask: True for the tokens that the model generated; None when it generated all.
         advantage: advantage of each token, float32.
         sampler_logps: log-prob that the sampler reported, of the full distribution.
