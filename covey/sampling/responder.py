@@ -51,37 +51,37 @@ class Turn(NamedTuple):
 
 
 class Responder(Protocol):
-    """Responder to the turns of completions.
-
-    Attributes:
-        pause_id: token behind which a sample halts, beside the stop tokens; None for none.
-        turn_limit: maximum number of tokens that the model draws in a turn; None for no other limit than that of the
-            completion.
-        is_async: whether a response may come later. The sampler then uses shapes that do not depend on the time at
-            which responses come, so that neither do the samples.
-        answer_lag: number of chunks of decode steps behind a turn at which a response that comes later is taken, and
-            waited for, so that no order depends on the time either; None to take it as soon as it is there.
-        max_num_seqs: maximum number of samples begun and not finished; None for the number of slots. While a sample
-            waits, another may have its slot.
-    """
+    """Responder to the turns of completions."""
 
     @property
-    def pause_id(self) -> int | None: ...
+    def pause_id(self) -> int | None:
+        """Token at which a sample halts, besides the stop tokens; None for none."""
+
     @property
-    def turn_limit(self) -> int | None: ...
+    def turn_limit(self) -> int | None:
+        """Maximum number of tokens that the model draws in a turn; None for the limit of the completion alone."""
+
     @property
-    def is_async(self) -> bool: ...
+    def is_async(self) -> bool:
+        """Whether a response may come later. Then no shape, and so no sample, depends on the time when one comes."""
+
     @property
-    def answer_lag(self) -> int | None: ...
+    def answer_lag(self) -> int | None:
+        """Number of chunks of decode steps after which a later response is taken, and waited for, so that no order
+        depends on the time either; None to take it as soon as it is there.
+        """
+
     @property
-    def max_num_seqs(self) -> int | None: ...
+    def max_num_seqs(self) -> int | None:
+        """Maximum number of samples begun and not finished; None for the number of slots. While a sample waits, another
+        may have its slot.
+        """
 
     def answer(self, turn: Turn) -> "Response | Future[Response]":
         """Return the response to `turn`, now or later. One that exceeds `turn.remaining_tokens` is cut there and ends
         the completion; a `NewBranch` must not. An exception, the future's too, comes out of `Engine.step`, and the
         request is cancelled.
         """
-        ...
 
 
 class TextResponder(Responder, Protocol):
@@ -89,7 +89,6 @@ class TextResponder(Responder, Protocol):
 
     def text(self, tokens: np.ndarray) -> str:
         """Decode a completion, with calls and responses between their markers."""
-        ...
 
 
 class SamePrompt(NamedTuple):
@@ -117,24 +116,25 @@ class Conversations(Responder, Protocol):
 
     def begin(self) -> list[Prompt]:
         """Return the prompt of each of `requests`."""
-        ...
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Encode a prompt that `begin` returned to int32 [n]."""
-        ...
 
     def completion(self, request: int, number: int, completion: Completion) -> Completion:
         """Return a finished completion with its text and how it ended."""
-        ...
 
     def warn_of_waiting(self, slots: int, seconds: float, chunk_seconds: float) -> None:
         """Warn if the slots waited much for responses."""
-        ...
 
 
 class ResponderFactory(Protocol):
-    """Maker of the responders of each call, as `envs.runner.EnvironmentRunner` is, which explains its attributes and
-    methods: learners and rollouts know no more of environments.
+    """Maker of the responders of each call, as `covey_envs.runner.EnvironmentRunner` is: learners and rollouts know no
+    more of environments.
+
+    Attributes:
+        name: name in metrics and errors.
+        scores: whether its episodes have rewards.
+        failed: number of failures so far.
     """
 
     name: str
@@ -142,12 +142,27 @@ class ResponderFactory(Protocol):
     failed: int
 
     @property
-    def rehearses(self) -> bool: ...
+    def rehearses(self) -> bool:
+        """Whether a row is to be played before the run."""
+
     @property
-    def groups_prompts(self) -> bool: ...
-    def prepare(self, template: str | None) -> None: ...
-    def keep_order(self) -> None: ...
-    def prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray] | None: ...
-    def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations: ...
-    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
-    def count_elsewhere(self, failures: int, total: int) -> None: ...
+    def groups_prompts(self) -> bool:
+        """Whether samples of a row may begin with different prompts, and those with equal prompts are compared."""
+
+    def prepare(self, template: str | None) -> None:
+        """Prepare for a model with this chat template."""
+
+    def keep_order(self) -> None:
+        """Take responses in an order that does not follow the clock."""
+
+    def prompt_encoder(self, tokenizer: Tokenizer) -> Callable[[Prompt], np.ndarray] | None:
+        """Return the function that encodes the prompt of a row; None if the prompt is known only in an episode."""
+
+    def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations:
+        """Return the responder of the samples of some rows."""
+
+    def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Play a row before the run."""
+
+    def count_elsewhere(self, failures: int, total: int) -> None:
+        """Count failures of other processes."""
