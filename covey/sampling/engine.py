@@ -63,7 +63,7 @@ class Request:
         samples: number of completions.
         index: the prompt's index in the step; with `step` and the sample index it seeds the noise.
         step: the training step (or any other number that distinguishes calls).
-        first: number of the first completion among those of the prompt's index.
+        first: number of the first completion among all completions of the prompt's index.
         sampling_params: temperature and truncation; None for the engine's.
         max_new_tokens: maximum number of tokens of a completion; None for the engine's.
         stop_conditions: end a completion, besides stop ids and the limit.
@@ -88,8 +88,8 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
 
     Raises:
         DataError: its prompt has no tokens, too many for the settings or the model, or one that is no token of it.
-        CoveyError: its limit of new tokens is not from 1 to that of the settings, the noise has no such position, or
-            nothing looks for the stop strings of the settings.
+        CoveyError: its limit of new tokens is not from 1 to the limit of the settings, the noise has no such position,
+            or nothing looks for the stop strings of the settings.
     """
     tokens = np.asarray(request.prompt)
     limit = config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
@@ -165,7 +165,7 @@ class Engine:
         scheduler: assigns sequences to slots.
         runner: draws their tokens in these slots.
         turns: turns that are not answered yet; None before the first request with a responder.
-        sequences: those that are not finished, by the id of their request and their number.
+        sequences: sequences that are not finished, by the id of their request and their number.
         version: version of the weights.
     """
 
@@ -222,7 +222,7 @@ class Engine:
 
         Args:
             params: the decoder's state, all of it.
-            version: number of these weights; by default one more than that of the last ones.
+            version: number of these weights; by default the last number plus 1.
 
         Raises:
             WeightsError: an array is missing, or has another shape or type than before.
@@ -294,7 +294,7 @@ class Engine:
         return self.scheduler.cancel(request)
 
     def _remove(self, request: int) -> None:
-        """Remove a request that has no samples any more, or whose samples nobody wants."""
+        """Remove a request without samples, or with samples that nobody wants."""
         del self.sequences[request]
         if not self.sequences:  # nobody is left to read for, and the next requests may have another batch
             self._launched.clear()
@@ -375,7 +375,9 @@ class Engine:
             self.turns.submit(sample for slot, sample in halted.items() if slot not in finished)
 
     def _stop_drawing(self, slots: Sequence[int]) -> None:
-        """Halt slots whose samples have ended by a condition that programs do not know, also in programs launched."""
+        """Halt slots of samples that a stop condition has ended, which programs do not know; forget what they draw in
+        programs that are launched.
+        """
         self.runner.halt(slots)
         for launched in self._launched:
             launched.drop(slots)

@@ -4,10 +4,10 @@ Nothing sorts the vocabulary. Top-k searches only the blocks that can hold the k
 threshold by bisection, and min-p compares with the largest logit. The order is temperature, then top-k, then top-p over
 what top-k left, then min-p, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
 
-The noise of a draw depends on (seed, step, prompt index, sample index, token index) alone. Its numbers are those of
-Threefry (Salmon et al., 2011): integers in 32 bits, hence the same on every platform, in every slot, batch, chunk and
-mesh. The host computes the key of each completion; the compiled program derives the keys of its tokens, and expands
-them to the numbers of a draw. An appended token uses up an index, and the noise of that index is not used.
+The noise of a draw depends on (seed, step, prompt index, sample index, token index) alone. It comes from Threefry
+(Salmon et al., 2011): integers in 32 bits, hence the same on every platform, in every slot, batch, chunk and mesh. The
+host computes the key of each completion; the compiled program derives the keys of its tokens, and expands them to the
+numbers of a draw. An appended token uses up an index, and the noise of that index is not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class SamplingParams(SamplingConfig):
         return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
     def of_rows(self, count: int) -> "TracedSamplingParams":
-        """Return the numbers of so many rows with these settings."""
+        """Return the numbers of `count` rows with these settings."""
         return TracedSamplingParams.stack([self] * count)
 
 
@@ -132,7 +132,7 @@ def race(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"]) -> tuple[Int[A
     mass / E over `BLOCKS` blocks, of the tokens of equal id modulo `BLOCKS`, and the token that wins is the argmax of
     m / F within that block. Each is Gumbel-max without its logarithms, so the draw is exact. When the logits change a
     little, few tokens do: two distributions p and q with the same keys draw different tokens with a probability of at
-    most twice the total variation of their blocks plus twice that of their tokens.
+    most twice the total variation of their blocks plus twice the total variation of their tokens.
     """
     top = logits.max(-1, keepdims=True)
     mass = masses(logits, top)
@@ -233,7 +233,7 @@ def token_keys(keys: UInt32[Any, "*n 2"], index: Int[Any, "*n"]) -> UInt32[Any, 
 def exponential_noise(
     keys: UInt32[Array, "*n 2"], blocks: int, places: int
 ) -> tuple[Float[Array, "*n blocks"], Float[Array, "*n places"]]:
-    """Return independent exponential numbers of each token's key: those of the blocks and of the places in a block.
+    """Return independent exponential numbers of each token's key: for the blocks, and for the places in a block.
 
     They are the two words of the encrypted counters 0, 1, …, so a number does not depend on how many are asked for.
     """

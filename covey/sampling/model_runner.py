@@ -125,8 +125,8 @@ class Programs:
 
 
 def sharding_for(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
-    """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
-    weights.
+    """Return the sharding of an array with these logical axes, by default of keys or values; on one device the sharding
+    of the weights.
     """
     mesh = mesh_of(params)
     if mesh is None:
@@ -139,7 +139,7 @@ class ModelRunner:
     """Runs the programs of a decoder on slots, and on the prompts that were prefilled last.
 
     Args:
-        programs: those of the decoder.
+        programs: programs of the decoder.
 
     Attributes:
         params: the decoder's state; None without weights.
@@ -192,7 +192,7 @@ class ModelRunner:
         return drawn
 
     def _numbers(self, sequences: Mapping[int, Sequence]) -> TracedSamplingParams:
-        """Return the settings of each slot; one in which no sequence is has those of another."""
+        """Return the settings of each slot; a free slot has the settings of another."""
         default = next(iter(sequences.values()))
         slots = range(len(self.slots.token))
         return TracedSamplingParams.stack([sequences.get(slot, default).sampling_params for slot in slots])
@@ -261,9 +261,7 @@ class ModelRunner:
         self.cache = self.programs.put(self.cache, cache, np.int32(slot))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
-        """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those
-        that there were are free.
-        """
+        """Give slots the content of the slots at `indices`, and room for `cache_length` tokens; new slots are free."""
         if len(indices) != (old := len(self.slots.token)):
             # On the host, which has read all there is: a program more for each size would only cost its compiling.
             slots = jax.tree.map(lambda x: x[indices], jax.device_get(self.slots))

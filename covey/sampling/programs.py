@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         draws: tokens and their log-probs, see `logits.Draw`, [steps, S] each.
-        counts: number of tokens of each slot: it was active in so many steps, from the first on.
+        counts: number of tokens of each slot: it was active in this number of steps, from the first on.
         active: whether the slot is still active.
         steps: number of decode steps that were made.
     """

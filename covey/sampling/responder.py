@@ -23,7 +23,7 @@ class NewBranch(NamedTuple):
 
     Attributes:
         kept: number of tokens that stay of the sequence so far, which begins with the prompt; fewer than it has.
-        tokens: tokens to append to those, int32 [n], at least one.
+        tokens: tokens to append to the kept ones, int32 [n], at least one.
     """
 
     kept: int
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     Attributes:
         sample: the sample, by its request and its number.
         tokens: int32 [n], the completion so far.
-        remaining_tokens: number of tokens that the completion may still have, those of the response included.
+        remaining_tokens: number of tokens that the completion may still have, the response included.
         ending: end of the turn.
     """
 
@@ -147,7 +147,7 @@ class ResponderFactory(Protocol):
 
     @property
     def groups_prompts(self) -> bool:
-        """Whether samples of a row may begin with different prompts, and those with equal prompts are compared."""
+        """Whether samples of a row may begin with different prompts; samples with equal prompts are compared."""
 
     def prepare(self, template: str | None) -> None:
         """Prepare for a model with this chat template."""

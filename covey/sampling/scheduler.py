@@ -1,14 +1,14 @@
 """Schedule samples onto slots: which prompts are prefilled next, which slot draws which sample, how large the batch is.
 
-Samples are admitted in the order of their requests. A prompt is prefilled once, together with those behind it, and
+Samples are admitted in the order of their requests. A prompt is prefilled once, together with the next prompts, and
 admitted to the slot of each of its samples. Free slots are refilled as long as samples wait; when none wait, the batch
 shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
 programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
-Sizes are fitted to the requests that wait when none is begun, and grow with those that come later. Accelerators keep
+Sizes are fitted to the requests that wait when none is begun, and grow with later requests. Accelerators keep
 batch and cache as they begin: a free slot costs them next to nothing, and a program minutes. There a request that does
-not fit waits until none is begun. In a run of training, whose evaluations have other numbers of prompts than its
-steps, all sizes follow the settings there.
+not fit waits until none is begun. In a run of training, all sizes follow the settings there,
+because evaluations have other numbers of prompts than steps.
 
 The first functions hold the limits on the lengths of a prompt and its completion, and the sizes of buffers.
 
@@ -38,8 +38,8 @@ MIN_CACHE_TOKENS = 16384
 
 
 def check_length(size: int, config: RolloutConfig, name: str, limit: int | None = None) -> None:
-    """Check that a prompt of `size` tokens can be sampled; `name` is the prompt's in the error. `limit` is that of new
-    tokens, by default `max_new_tokens`.
+    """Check that a prompt of `size` tokens can be sampled; `name` is its name in the error, and `limit` the
+    limit of new tokens, by default `max_new_tokens`.
 
     Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
@@ -125,7 +125,7 @@ class Sample(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A sample that enters the batch: its slot, and the row of its prompt among those prefilled last."""
+    """A sample that enters the batch: its slot, and the row of its prompt among the prompts prefilled last."""
 
     slot: int
     row: int
@@ -136,7 +136,7 @@ class BatchRequirements(NamedTuple):
     """Requirements of a request on the whole batch: only requests with equal requirements run side by side.
 
     Attributes:
-        pause_id: token behind which slots halt, beside the stop tokens; None for none.
+        pause_id: token at which slots halt, besides the stop tokens; None for none.
         is_async: whether responses may come later: no size may depend on the time at which they come.
         max_num_seqs: maximum number of samples that are begun and not finished; None for the number of slots. Those
             that wait for a response may be more than there are slots.
@@ -153,7 +153,7 @@ NO_REQUIREMENTS = BatchRequirements()
 
 @dataclass
 class Queued:
-    """A request with samples that have not begun: those from `next` on."""
+    """A request with samples that have not begun, from number `next` on."""
 
     prompt_length: int
     samples: int
@@ -168,12 +168,11 @@ class Scheduler:
         config: slots, decode chunk, maximum lengths, maximum size of the KV cache.
         may_resize: whether batch and cache may follow the samples; otherwise the cache has room for the longest at
             once.
-        fixed_shapes: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may
-            be.
+        fixed_shapes: whether all sizes follow `config` alone: the longest prompts, and as many as there may be.
 
     Attributes:
         waiting: requests with samples that have not begun, by id; `num_waiting` is the number of these samples.
-        requirements: those of the samples that are begun.
+        requirements: requirements of the samples that are begun.
         slots: the sample in each slot, None in a free one.
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
@@ -246,7 +245,7 @@ class Scheduler:
 
     @property
     def _first(self) -> int:
-        """Id of the request whose sample begins next."""
+        """Id of the request from which the next sample begins."""
         return next(iter(self.waiting))
 
     def add(
@@ -286,7 +285,7 @@ class Scheduler:
         return min(self.config.slots, power_of_two(self.num_live + self.num_waiting))
 
     def _fits(self, request: int) -> bool:
-        """Return whether a request may run beside those that are begun."""
+        """Return whether a request may run together with the requests that are begun."""
         queued = self.waiting[request]
         return queued.requirements == self.requirements and (
             self.resizes or queued.prompt_length <= self._longest_prompt
@@ -334,10 +333,10 @@ class Scheduler:
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples.
 
-        While samples wait, the batch grows to the size that holds them too, and the cache to that of their prompts.
-        Once none waits, each call shrinks the batch to its next smaller size if that holds all running samples.
-        Returns the slots whose content the slots are to have, those of running samples first if these are fewer; None
-        when neither size changes.
+        While samples wait, the batch grows to hold them too, and the cache to the length of their prompts. Once none
+        waits, each call shrinks the batch to its next smaller size if that holds all running samples.
+        Return the old slot of each new slot's content, of running samples first if the batch shrinks; None when neither
+        size changes.
         """
         if not self.resizes:
             return None

@@ -36,8 +36,8 @@ class Ending(NamedTuple):
 
 
 StopCondition = Callable[[np.ndarray, int], Ending | None]
-"""Function from the tokens that the model drew since the completion or the turn began, int32 [n], and the number of
-those that are new, to its end; None if it goes on.
+"""Function that finds the end of a completion or of a turn: from its tokens so far, int32 [n], and the number of new
+tokens among them, to the end; None if it goes on.
 """
 
 

@@ -32,7 +32,7 @@ class TurnSequence(Sequence):
 
     Args:
         responder: answers the turns of the model.
-        arguments: those of `Sequence`.
+        arguments: arguments of `Sequence`.
 
     Attributes:
         branches: branches that the responder has begun, after the first.
@@ -50,7 +50,7 @@ class TurnSequence(Sequence):
 
     @property
     def length(self) -> int:
-        """Number of tokens: those of the last branch, and those that it kept."""
+        """Number of tokens of the last branch, with the tokens that it kept."""
         last = self.branches[-1]
         return last.kept + len(self.tokens) - last.start
 
