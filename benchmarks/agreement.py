@@ -33,8 +33,7 @@ from covey.parallel import make_mesh, shardings
 from covey.recipes.load_model import load_source
 from covey.sampling.cache import prefill_attention
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 
 PROMPT, LENGTH, SAMPLES, BATCH = 8, 32, 8, 16
 """Tokens of a prompt and of a completion, completions of a prompt, and rows of a forward pass."""

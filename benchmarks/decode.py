@@ -17,7 +17,8 @@ from flax import nnx
 
 from benchmarks.common import Result, Settings, interleaved, short
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.programs import Programs, Slots
+from covey.sampling.model_runner import Programs
+from covey.sampling.programs import Slots
 from covey.sampling.scheduler import length_bucket
 from covey_plan import roofline
 from covey_plan.work import Span, decoding

@@ -17,8 +17,7 @@ import numpy as np
 from scipy import stats  # comes with jax
 
 from benchmarks.common import machine, versions
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 
 SETTINGS = {
     "temperature 1": SamplingParams(),

@@ -11,8 +11,8 @@ Host arrays are NumPy at their true length: nothing is padded before `packing.ro
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     """The model drew one of its stop tokens; that token is the completion's last."""
+    STOP_STRING = "stop_string"
+    """The model completed one of the stop strings; the completion's last token is the one that did."""
     LENGTH = "length"
     """The completion, or the last turn of its episode, reached a limit of tokens."""
     TURNS = "turns"
@@ -106,13 +108,16 @@ class Completion:
             one token was possible. exp(logps − sampler_logps) is the probability mass that truncation keeps: the
             metric `sampling/mass_kept`. No loss uses it.
         finish: why it ended.
-        text: the decoded tokens without the stop token; it includes tool responses between their markers.
+        text: the decoded tokens without the stop token or stop string; it includes tool responses between their
+            markers.
         mask: bool [n], True for tokens that the model generated and False for those that a tool or an environment
             inserted; None when the model generated all.
         episode: its course in an environment; None without one.
         branches: branches in order, where a rewritten history may make some; None elsewhere. Each token of the
             completion belongs to one branch, and is preceded by those that the branch kept.
-        key: uint32 [2], random key of the noise that drew the tokens (`sampling.noise.token_keys`); None without one.
+        key: uint32 [2], random key of the noise that drew the tokens (`sampling.logits.token_keys`); None without one.
+        hidden: number of characters that the decoded tokens have after `text`: a stop string, and the rest of its last
+            token.
     """
 
     tokens: "np.ndarray"
@@ -124,11 +129,17 @@ class Completion:
     episode: Episode | None = None
     branches: tuple[Branch, ...] | None = None
     key: "np.ndarray | None" = None
+    hidden: int = 0
 
     @property
     def num_sampled(self) -> int:
         """Number of tokens that the model generated."""
         return len(self.tokens) if self.mask is None else int(self.mask.sum())
+
+    def with_text(self, decode: Callable[["np.ndarray"], str]) -> "Completion":
+        """Return the completion with the text that reward functions see, from the text of its tokens."""
+        text = decode(self.tokens)
+        return replace(self, text=text[: len(text) - self.hidden])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
-from covey.sampling.programs import Programs
+from covey.sampling.model_runner import Programs
 from covey.train.optimizers import make_optimizer
 from covey.train.programs import UpdatePrograms
 

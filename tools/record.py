@@ -216,7 +216,7 @@ def noise() -> dict[str, str]:
     """Return digests of the keys of some completions, of their tokens' keys, and of the numbers of a draw."""
     import numpy as np
 
-    from covey.sampling.noise import exponential_noise, sample_keys, token_keys
+    from covey.sampling.logits import exponential_noise, sample_keys, token_keys
 
     where = np.array([(step, prompt, sample) for step in (0, 1, 77) for prompt in range(9) for sample in range(4)])
     keys = sample_keys(3, where.astype(np.uint32))

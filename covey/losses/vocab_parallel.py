@@ -24,8 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from covey.parallel.arrays import mesh_axes, num_row_shards, partition_spec
-from covey.sampling.logits import BLOCKS, split_blocks
-from covey.sampling.noise import exponential_noise, place_noise
+from covey.sampling.logits import BLOCKS, exponential_noise, place_noise, split_blocks
 
 
 class VocabPart(NamedTuple):

@@ -20,8 +20,8 @@ from covey.packing.rows import Rows
 from covey.rl.group_table import GroupTable, join, table_of
 from covey.rl.micro_batches import TrainBatch, slices
 from covey.rl.packed_groups import PackedGroups, PackedSlice
+from covey.sampling.logits import token_keys
 from covey.sampling.model_runner import SamplerStats
-from covey.sampling.noise import token_keys
 from covey.types import Completion, Group
 
 NextPrompts = Callable[[int], Sequence[Mapping[str, Any]]]

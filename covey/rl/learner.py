@@ -75,8 +75,8 @@ from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
+from covey.sampling.logits import DRAW_VERSION
 from covey.sampling.model_runner import SamplerStats
-from covey.sampling.noise import DRAW_VERSION
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 

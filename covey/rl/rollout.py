@@ -1,6 +1,5 @@
 """Rollout worker, which samples groups of completions for prompts."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +12,14 @@ from covey.models.decoder import Decoder
 from covey.models.dtypes import with_rounded_head
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.arrays import mesh_of
+from covey.registry import offered
 from covey.rl.inference import RowScorer
 from covey.rl.sampling_weights import SamplingWeights, StackLoan
-from covey.sampling.calculator import Tool, make_tool
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import SamplerStats
-from covey.sampling.responder import ResponderFactory, SamePrompt
+from covey.sampling.responder import ResponderFactory, SamePrompt, TextResponder
 from covey.sampling.scheduler import check_length, check_positions
+from covey.sampling.sequence import StopCondition
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group, Prompt
 
@@ -151,8 +151,13 @@ class RolloutWorker:
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
         encode = episodes.encode_prompt if episodes else self.tokenizer.encode_prompt
         shared = episodes.requests if episodes else [SamePrompt(row, 0, samples) for row in range(len(examples))]
+        decode = tool.text if tool else self.tokenizer.decode
+        common: dict[str, Any] = {
+            "responder": episodes or tool,
+            "stop_conditions": stop_conditions(config or self.config, decode),
+        }
         requests = [
-            Request(encode(prompt), one.size, first + one.row, step, one.first, responder=episodes or tool, id=number)
+            Request(encode(prompt), one.size, first + one.row, step, one.first, id=number, **common)
             for number, (prompt, one) in enumerate(zip(row_prompts, shared, strict=True))
         ]
         sampled = self._sample(requests, config or self.config, progress)
@@ -161,7 +166,7 @@ class RolloutWorker:
             episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds, chunk_seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         else:
-            sampled = [[self._with_text(c, tool) for c in group] for group in sampled]
+            sampled = [[c.with_text(decode) for c in group] for group in sampled]
         columns = [{name: value for name, value in examples[one.row].items() if name != "prompt"} for one in shared]
         groups = [
             Group(prompt, request.prompt, tuple(completions), column)
@@ -244,10 +249,12 @@ class RolloutWorker:
         """Return the current weights, with a head of its own if sampling needs one."""
         return nnx.split(with_rounded_head(self.model))[1]
 
-    def _prepare(self, config: RolloutConfig) -> Tool | None:
+    def _prepare(self, config: RolloutConfig) -> TextResponder | None:
         """Check that the model has enough positions for `config`, and return its tool."""
         check_positions(config, self._positions)
-        tool = make_tool(self.tokenizer, config)
+        tool: TextResponder | None = None
+        if config.tool != "none":
+            tool = offered("covey.responders", config.tool)(self.tokenizer, config)
         if self.environments:
             self.environments.prepare(self.tokenizer.chat_template)
         if tool and self.environments:
@@ -255,6 +262,11 @@ class RolloutWorker:
             raise RecipeError(what, want="one of them", fix="let the environment calculate", where="rollout.tool")
         return tool
 
-    def _with_text(self, completion: Completion, tool: Tool | None) -> Completion:
-        read = self.tokenizer.decode if tool is None else tool.text
-        return dataclasses.replace(completion, text=read(completion.tokens))
+
+def stop_conditions(config: RolloutConfig, decode: Callable[[np.ndarray], str]) -> tuple[StopCondition, ...]:
+    """Return the conditions of `config` that end a completion, besides stop ids and limits."""
+    if not config.stop:
+        return ()
+    from covey.sampling.stop_strings import StopStrings  # late: most runs have none
+
+    return (StopStrings(config.stop, decode),)

@@ -8,8 +8,8 @@ tokens present. The slot axis shrinks between chunks of steps when few completio
 Keys are stored [S, K, W, B] and values [S, K, B, W]: a decode step then reads them in order (measured against
 [S, B, K, W] on CPU: 5 times the bandwidth).
 
-Tokens that the model did not draw are appended by a prefill behind what a slot holds: slot after slot, in pieces of a
-few sizes that depend on the number of tokens alone. So the bits of a slot depend on nothing that other slots do.
+Tokens that the model did not draw are appended to a slot by a prefill: slot after slot, in pieces of a few sizes that
+depend on the number of tokens alone. So the bits of a slot do not depend on other slots.
 
 On accelerators a layer has one block of the cache's final length, in the order in which the kernel reads it
 (`CacheLayout`); the kernel reads each slot's own tokens only.
@@ -133,7 +133,7 @@ def decode_attention(
     """Return attention of one new token per slot: it writes its key and value at `length` and attends up to it.
 
     Blocks beyond the longest `active` slot are skipped. The output of a slot that is not active has no meaning.
-    `interpret` is that of `span_attention`.
+    `interpret` as in `span_attention`.
     """
     if model.platform in KERNELS:
         return _kernel_attention(model, length, active, interpret)
@@ -286,8 +286,8 @@ def keep_sharding(cache: list[LayerCache], like: Array) -> list[LayerCache]:
 def insert_prompts(
     cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
 ) -> list[LayerCache]:
-    """Copy row `prompt[s]` of `prefix` to every slot that is `inserted`, in all layers, where `cache` are those blocks
-    alone that a prompt reaches.
+    """Copy row `prompt[s]` of `prefix` to every slot that is `inserted`, in all layers. `cache` has only the blocks
+    that a prompt reaches.
     """
     if not cache[0][0].layout.divided:
         return _insert_in_place(cache, prefix, prompt, inserted)

@@ -1,8 +1,6 @@
 """Sample completions with continuous batching: slots are refilled while others are still decoding.
 
     add ─▶ waiting ─▶ schedule ─▶ launch: prefill and insert, or decode a chunk of steps ─▶ collect ─▶ finished
-                         ▲                                                                   │
-                         └───────────── respond, resume ◀── halt ◀───────────────────────────┘
 
 The scheduler decides which slot draws which sample, the model runner runs the programs, and a `Sequence` gathers the
 tokens of each sample. A prompt is prefilled once; its keys and values are copied into the slot of each of its samples.
@@ -10,27 +8,25 @@ tokens of each sample. A prompt is prefilled once; its keys and values are copie
 The noise of a token depends only on (seed, step, prompt index, sample index, token index), so the same completion is
 drawn in any slot, batch, order or chunk size.
 
+Programs end a completion at stop ids and at its limit. Other stop conditions are asked when the tokens of a chunk are
+read; tokens that were drawn after the end are dropped.
+
 On accelerators an engine runs ahead: a step launches a program before it reads the one before, so the device does not
-wait for the host. A slot that has ended is seen one program late, and draws nothing in that; a program finds what it
-needs of a slot on the device. Where sizes follow the samples, each step reads what it launched.
+wait for the host. A slot that has ended is seen one program late; a program finds what it needs of a slot on the
+device. Where sizes follow the samples, each step reads what it launched.
 
-With a responder (a tool, an environment) a sample that halts gets a response. Its tokens are appended by a
-prefill into the same slot; they count toward the limit and are marked in the mask. Then the sample is decoded on. A
-response that comes later is taken as soon as it is there, or a fixed number of chunks behind its turn
-(`Responder.answer_lag`), so that which programs are launched, and with what in which slot, does not follow the clock.
+A sample with a responder (a tool, an environment) gets a response where it halts, and goes on (`turns`).
 
-One thread at a time uses an engine. What a responder raises comes out of `step` and cancels its request; the others go
-on. After any other exception, as an interruption, `reset` the engine.
+One thread at a time uses an engine. An exception of a responder comes out of `step` and cancels its request; the others
+go on. After any other exception, as an interruption, `reset` the engine.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -41,14 +37,18 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.parallel.arrays import flatten
 from covey.parallel.programs import abstract, is_abstract
-from covey.sampling import noise, sequence
+from covey.sampling import sequence
 from covey.sampling.cache import CacheLayout
-from covey.sampling.logits import SamplingParams
-from covey.sampling.model_runner import ModelRunner, SamplerStats
-from covey.sampling.programs import Drawn, Programs
-from covey.sampling.responder import PendingResponses, Responder, Turn, demands_of
-from covey.sampling.scheduler import Sample, Scheduler, check_length
+from covey.sampling.logits import sample_keys
+from covey.sampling.model_runner import ModelRunner, Programs, SamplerStats
+from covey.sampling.programs import Drawn
+from covey.sampling.scheduler import NO_REQUIREMENTS, Sample, Scheduler, check_length
+from covey.sampling.sequence import StopCondition, StopIds
 from covey.types import Completion
+
+if TYPE_CHECKING:
+    from covey.sampling.responder import Responder
+    from covey.sampling.turns import Turns
 
 MAX_WAITING = 65_536
 """Maximum number of requests that wait, unless an engine has another one."""
@@ -63,9 +63,10 @@ class Request:
         samples: number of completions.
         index: the prompt's index in the step; with `step` and the sample index it seeds the noise.
         step: the training step (or any other number that distinguishes calls).
-        first: number of the first completion among those of the prompt's index.
+        first: number of the first completion among all completions of the prompt's index.
         sampling_params: temperature and truncation; None for the engine's.
         max_new_tokens: maximum number of tokens of a completion; None for the engine's.
+        stop_conditions: end a completion, besides stop ids and the limit.
         responder: responds where the model halts; every completion then has a mask.
         id: id of the request; None for a new one.
     """
@@ -77,7 +78,8 @@ class Request:
     first: int = 0
     sampling_params: SamplingConfig | None = None
     max_new_tokens: int | None = None
-    responder: Responder | None = None
+    stop_conditions: tuple[StopCondition, ...] = ()
+    responder: "Responder | None" = None
     id: int | None = None
 
 
@@ -86,7 +88,8 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
 
     Raises:
         DataError: its prompt has no tokens, too many for the settings or the model, or one that is no token of it.
-        CoveyError: its limit of new tokens is not from 1 to that of the settings, or the noise has no such position.
+        CoveyError: its limit of new tokens is not from 1 to the limit of the settings, the noise has no such position,
+            or nothing looks for the stop strings of the settings.
     """
     tokens = np.asarray(request.prompt)
     limit = config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
@@ -95,6 +98,9 @@ def check_request(request: Request, name: str, config: RolloutConfig, model: Mod
         raise CoveyError(f"{name} has a limit of {limit} new tokens", want=want)
     if min(place := (request.step, request.index, request.first)) < 0 or max(place) + request.samples > 2**32:
         raise CoveyError(f"{name} has the step, index and first sample {place}", want="from 0 to 2**32 each")
+    if config.stop and not request.stop_conditions:
+        want = "StopStrings(config.stop, tokenizer.decode) among Request.stop_conditions: an engine knows tokens only"
+        raise CoveyError(f"{name} has no stop conditions, and rollout.stop is {list(config.stop)}", want=want)
     check_length(len(tokens), config, f"the prompt of {name}", limit)
     if (needed := len(tokens) + limit) > model.max_positions:
         want = f"at most {model.max_positions}, the positions that the model was made for"
@@ -138,10 +144,10 @@ class Launched:
     decodes: bool
     began: float
 
-    def drop(self, request: int) -> None:
-        """Forget the samples of a request."""
-        for slot in [slot for slot, sample in self.samples.items() if sample.request == request]:
-            del self.samples[slot]
+    def drop(self, slots: Iterable[int]) -> None:
+        """Forget the samples in these slots."""
+        for slot in slots:
+            self.samples.pop(slot, None)
 
 
 class Engine:
@@ -158,7 +164,8 @@ class Engine:
     Attributes:
         scheduler: assigns sequences to slots.
         runner: draws their tokens in these slots.
-        sequences: those that are not finished, by the id of their request and their number.
+        turns: turns that are not answered yet; None before the first request with a responder.
+        sequences: sequences that are not finished, by the id of their request and their number.
         version: version of the weights.
     """
 
@@ -181,7 +188,8 @@ class Engine:
         self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
         self.runs_ahead = model.platform != "cpu" if runs_ahead is None else runs_ahead
         self._launched, self._read_at, self._stepped_at = deque[Launched](), 0.0, 0.0
-        self._responses, self._finished = PendingResponses(), list[Finished]()
+        self.turns: Turns | None = None
+        self._finished: list[Finished] = []
 
     @property
     def config(self) -> RolloutConfig:
@@ -214,7 +222,7 @@ class Engine:
 
         Args:
             params: the decoder's state, all of it.
-            version: number of these weights; by default one more than that of the last ones.
+            version: number of these weights; by default the last number plus 1.
 
         Raises:
             WeightsError: an array is missing, or has another shape or type than before.
@@ -249,15 +257,21 @@ class Engine:
         number = next(i for i in self._ids if i not in self.sequences) if request.id is None else request.id
         self._check_place(number)
         check_request(request, f"request {number}", self.config, self._model)
-        responder, limit = request.responder, request.max_new_tokens or self.config.max_new_tokens
-        sampling_params = SamplingParams.from_config(request.sampling_params or self.config)
-        samples = {
-            n: sequence.Sequence(request.prompt, limit, sampling_params, responder) for n in range(request.samples)
-        }
+        limit = request.max_new_tokens or self.config.max_new_tokens
+        sampling_params = request.sampling_params or self.config
+        conditions = [*request.stop_conditions, StopIds(self.stop_ids)]
+        make: Any = sequence.Sequence
+        requirements = NO_REQUIREMENTS
+        if request.responder is not None:
+            from covey.sampling import turns  # late: most runs have no responder
+
+            self.turns = self.turns or turns.Turns(self)
+            make, requirements = turns.of_responder(request.responder)
+        samples = {n: make(request.prompt, limit, sampling_params, conditions) for n in range(request.samples)}
         if samples:
             self.sequences[number] = samples
         self._without_key += [(one, (request.step, request.index, request.first + n)) for n, one in samples.items()]
-        self.scheduler.add(number, len(request.prompt), request.samples, demands_of(responder))
+        self.scheduler.add(number, len(request.prompt), request.samples, requirements)
         return number
 
     def cancel(self, request: int) -> None:
@@ -272,13 +286,18 @@ class Engine:
 
     def _forget(self, request: int) -> list[int]:
         """Forget a request; return the slots of its samples."""
-        del self.sequences[request]
-        self._responses.drop(request)
+        if self.turns is not None:
+            self.turns.drop(request)
         for launched in self._launched:
-            launched.drop(request)
-        if not self.sequences:  # nobody is left to read for
-            self._launched.clear()
+            launched.drop([slot for slot, sample in launched.samples.items() if sample.request == request])
+        self._remove(request)
         return self.scheduler.cancel(request)
+
+    def _remove(self, request: int) -> None:
+        """Remove a request without samples, or with samples that nobody wants."""
+        del self.sequences[request]
+        if not self.sequences:  # nobody is left to read for, and the next requests may have another batch
+            self._launched.clear()
 
     def step(self) -> list[Finished]:
         """Run one batch: prompts that enter free slots, or else a chunk of decode steps. Return the samples that ended,
@@ -304,12 +323,8 @@ class Engine:
         self._make_keys()
         if self.scheduler.fit():
             self.runner.allocate(len(self.scheduler.slots), self.scheduler.cache_length)
-        self._take_responses(block=self.scheduler.stalled)
-        for slot, one in self._in_slots(self.scheduler.swap_out()).items():
-            one.swapped = self.runner.swap_out(slot)
-        for slot, one in self._in_slots(self.scheduler.swap_in()).items():
-            self.runner.swap_in(slot, one.swapped)
-            one.swapped = None
+        if self.turns is not None:
+            self.turns.proceed()
         while (slots := self.scheduler.resize()) is not None:
             self.runner.resize(slots, self.scheduler.cache_length)
 
@@ -325,13 +340,13 @@ class Engine:
         return Launched(samples, drawn, self.version, decodes=False, began=began)
 
     def _decode(self) -> Launched:
-        """Append the responses of the samples in slots, and decode a chunk of steps."""
+        """Decode a chunk of steps for the samples in slots."""
         samples = self.scheduler.active
         active = self._in_slots(samples)
-        self.runner.resume({slot: one for slot, one in active.items() if one.response is not None})
+        if self.turns is not None:
+            self.turns.begin_chunk(active)
         began = time.perf_counter()
-        drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.demands.pause_id)
-        self._responses.count_chunk()
+        drawn = self.runner.decode(active, self.config.decode_chunk, self.scheduler.requirements.pause_id)
         return Launched(samples, drawn, self.version, decodes=True, began=began)
 
     def _read(self, num_unread: int) -> None:
@@ -340,19 +355,32 @@ class Engine:
             self._collect(self._launched.popleft())
 
     def _collect(self, launched: Launched) -> None:
-        """Read the tokens that a program drew, and ask for responses to the samples that have halted in it."""
-        chunk = self.runner.read(launched.drawn, launched.samples)
+        """Read the tokens that a program drew, and end the samples that have halted in it."""
+        chunk = self.runner.read(launched.drawn)
         self._count_seconds(launched)
-        self.scheduler.update(chunk.counts)
-        drew = {slot: sample for slot, sample in launched.samples.items() if chunk.counts[slot]}
-        for slot, sample in drew.items():
-            self._sequence(sample).extend(chunk.of(slot), launched.version)
-        for slot, sample in drew.items():
-            if not chunk.active[slot]:
-                self.scheduler.pause(sample)
-                halted = self._sequence(sample)
-                self._responses.submit(Turn(sample, halted.tokens, halted.remaining), halted.responder)
-        self._take_responses(block=False)
+        kept, halted = np.zeros_like(chunk.counts), dict[int, Sample]()
+        for slot, sample in launched.samples.items():
+            if chunk.counts[slot]:
+                one = self._sequence(sample)
+                kept[slot] = one.extend(chunk.of(slot), launched.version, is_active=bool(chunk.active[slot]))
+                if one.ending is not None:
+                    halted[slot] = sample
+        self.runner.count_tokens(int(kept.sum()), first=not launched.decodes)
+        self._stop_drawing([slot for slot in halted if chunk.active[slot]])
+        finished = {slot: sample for slot, sample in halted.items() if self._sequence(sample).responder is None}
+        self.scheduler.update(kept, finished)
+        for sample in finished.values():
+            self.finish(sample)
+        if self.turns is not None:
+            self.turns.submit(sample for slot, sample in halted.items() if slot not in finished)
+
+    def _stop_drawing(self, slots: Sequence[int]) -> None:
+        """Halt slots of samples that a stop condition has ended, which programs do not know; forget what they draw in
+        programs that are launched.
+        """
+        self.runner.halt(slots)
+        for launched in self._launched:
+            launched.drop(slots)
 
     def _count_seconds(self, launched: Launched) -> None:
         """Count the time that the device took for a chunk: since its launch, or since it was done with what was before,
@@ -363,25 +391,13 @@ class Engine:
             self.stats.decode_seconds += now - max(launched.began, self._read_at)
         self._read_at = now
 
-    def _take_responses(self, *, block: bool) -> None:
-        """Free the slots of samples that end, and let those with a response go on; with `block`, wait for one."""
-        for sample, answer in self._responses.collect(block=block):
-            with self._cancelling(sample.request):
-                response = answer.result() if isinstance(answer, Future) else answer
-            appended = self._sequence(sample).take_response(response)
-            if appended is None:
-                self._finish(sample)
-            else:
-                self.scheduler.resume(sample, appended)
-
-    def _finish(self, sample: Sample) -> None:
-        """Free the slot of a sample and let the next step return its completion."""
-        self.scheduler.finish(sample)
+    def finish(self, sample: Sample) -> None:
+        """Let the next step return the completion of a sample that has ended."""
         samples = self.sequences[sample.request]
         ended = samples.pop(sample.number)
         if not samples:
-            del self.sequences[sample.request]
-        self._finished.append(Finished(*sample, ended.completion(self.stop_ids), ended.versions))
+            self._remove(sample.request)
+        self._finished.append(Finished(*sample, ended.completion(), ended.versions))
 
     def _sequence(self, sample: Sample) -> sequence.Sequence:
         return self.sequences[sample.request][sample.number]
@@ -393,18 +409,9 @@ class Engine:
         """Make the random keys of the samples that were added since the last step."""
         if self._without_key:
             rows = np.array([where for _, where in self._without_key], np.uint32)
-            for (one, _), key in zip(self._without_key, noise.sample_keys(self.config.seed, rows), strict=True):
+            for (one, _), key in zip(self._without_key, sample_keys(self.config.seed, rows), strict=True):
                 one.key = key
             self._without_key = []
-
-    @contextmanager
-    def _cancelling(self, request: int) -> Iterator[None]:
-        """Cancel a request whose responder raises."""
-        try:
-            yield
-        except BaseException:
-            self.cancel(request)
-            raise
 
     def _check_place(self, number: int) -> None:
         """Refuse one more request, with this id."""

@@ -3,6 +3,11 @@
 Nothing sorts the vocabulary. Top-k searches only the blocks that can hold the k largest logits, top-p finds its
 threshold by bisection, and min-p compares with the largest logit. The order is temperature, then top-k, then top-p over
 what top-k left, then min-p, as in Hugging Face generation. Tokens tied with the last one kept are also kept.
+
+The noise of a draw depends on (seed, step, prompt index, sample index, token index) alone. It comes from Threefry
+(Salmon et al., 2011): integers in 32 bits, hence the same on every platform, in every slot, batch, chunk and mesh. The
+host computes the key of each completion; the compiled program derives the keys of its tokens, and expands them to the
+numbers of a draw. An appended token uses up an index, and the noise of that index is not used.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +21,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from covey.config.schema import SamplingConfig
-from covey.sampling.noise import exponential_noise
 
 BLOCKS = 128
 """Number of blocks in the first level of a draw, and of tokens in a block that top-k searches."""
 LOWEST = jnp.finfo(jnp.float32).min
+DRAW_VERSION = 2
+"""Version of the map from noise to tokens, recorded in checkpoints: 1 was an inverse CDF, 2 is a race in two levels."""
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_PARITY = np.uint32(0x1BD11BDA)
 
 
 @jax.tree_util.register_static
@@ -41,7 +50,7 @@ class SamplingParams(SamplingConfig):
         return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
     def of_rows(self, count: int) -> "TracedSamplingParams":
-        """Return the numbers of so many rows with these settings."""
+        """Return the numbers of `count` rows with these settings."""
         return TracedSamplingParams.stack([self] * count)
 
 
@@ -64,7 +73,7 @@ class TracedSamplingParams(NamedTuple):
     min_p: Any = None
 
     @classmethod
-    def stack(cls, rows: Sequence[SamplingParams]) -> "TracedSamplingParams":
+    def stack(cls, rows: Sequence[SamplingConfig]) -> "TracedSamplingParams":
         """Return the numbers of each row."""
         drawn = [(row.temperature, False, row.top_k, row.top_p, row.min_p) for row in rows]
         each = [one if one[0] else (1.0, True, 0, 1.0, 0.0) for one in drawn]
@@ -107,7 +116,7 @@ Draw = tuple[Int[Array, "S"], Float[Array, "S"], Float[Array, "S"]]
 def draw(
     logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"], sampling_params: SamplingParams | TracedSamplingParams
 ) -> Draw:
-    """Draw one token per row. `keys`, those of `noise.token_keys`, are the only randomness."""
+    """Draw one token per row. `keys`, from `token_keys`, are the only randomness."""
     numbers = sampling_params.of_rows(len(logits))
     scaled = numbers.scale(logits)
     token, kept_total = race(truncate(scaled, numbers), keys)
@@ -124,7 +133,7 @@ def race(logits: Float[Array, "S V"], keys: UInt32[Array, "S 2"]) -> tuple[Int[A
     mass / E over `BLOCKS` blocks, of the tokens of equal id modulo `BLOCKS`, and the token that wins is the argmax of
     m / F within that block. Each is Gumbel-max without its logarithms, so the draw is exact. When the logits change a
     little, few tokens do: two distributions p and q with the same keys draw different tokens with a probability of at
-    most twice the total variation of their blocks plus twice that of their tokens.
+    most twice the total variation of their blocks plus twice the total variation of their tokens.
     """
     top = logits.max(-1, keepdims=True)
     mass = masses(logits, top)
@@ -200,3 +209,67 @@ def split_blocks(values: Float[Array, "*n V"], fill: Any) -> Float[Array, "*n ro
 
 def gather(values: Float[Array, "S n"], index: Int[Array, "S"]) -> Float[Array, "S"]:
     return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
+
+
+# --- noise
+
+
+def sample_keys(seed: int, rows: UInt32[np.ndarray, "n 3"]) -> UInt32[np.ndarray, "n 2"]:
+    """Return the random key of each (step, prompt index, sample index) under the run's seed: `jax.random.fold_in` of
+    the three in turn.
+    """
+    keys = np.broadcast_to(np.array([0, seed & 0xFFFFFFFF], np.uint32), (len(rows), 2))
+    for column in rows.T:
+        keys = _fold_in(keys, column)
+    return keys
+
+
+def token_keys(keys: UInt32[Any, "*n 2"], index: Int[Any, "*n"]) -> UInt32[Any, "*n 2"]:
+    """Return the random key of a token of each completion, from the completion's key and the token's index, by
+    `jax.random.fold_in`: an array of NumPy or of JAX, as these are.
+    """
+    return _fold_in(keys, index)
+
+
+def exponential_noise(
+    keys: UInt32[Array, "*n 2"], blocks: int, places: int
+) -> tuple[Float[Array, "*n blocks"], Float[Array, "*n places"]]:
+    """Return independent exponential numbers of each token's key: for the blocks, and for the places in a block.
+
+    They are the two words of the encrypted counters 0, 1, …, so a number does not depend on how many are asked for.
+    """
+    counters = jnp.arange(max(blocks, places), dtype=jnp.uint32)
+    of_block, of_place = _threefry(keys[..., None, :], np.uint32(0), counters)
+    return _exponential(of_block[..., :blocks]), _exponential(of_place[..., :places])
+
+
+def place_noise(keys: UInt32[Array, "*n 2"], places: Int[Array, "*n places"]) -> Float[Array, "*n places"]:
+    """Return the numbers of `exponential_noise` of these `places` in a block, in any order."""
+    _, of_place = _threefry(keys[..., None, :], np.uint32(0), places.astype(jnp.uint32))
+    return _exponential(of_place)
+
+
+def _exponential(bits: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Map random bits to an exponential number between 1.1e-10 and 16.7: one of 0 would win against any mass."""
+    unit = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-32)
+    return -jnp.log1p(-jnp.minimum(unit, np.float32(1 - 2**-24)))
+
+
+def _fold_in(keys: Any, data: Any) -> Any:
+    words = _threefry(keys, np.uint32(0), data.astype(np.uint32))
+    return jnp.stack(words, axis=-1) if isinstance(data, jax.Array) else np.stack(words, axis=-1)
+
+
+def _threefry(keys: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """Encrypt the counters (high, low), uint32, by 20 rounds of Threefry-2x32 under `keys`, uint32 [..., 2]; arrays of
+    NumPy and of JAX give the same words.
+    """
+    first, second = keys[..., 0], keys[..., 1]
+    schedule = (first, second, first ^ second ^ _PARITY)
+    x, y = first + high, second + low
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x = x + y
+            y = ((y << rotation) | (y >> (32 - rotation))) ^ x
+        x, y = x + schedule[(group + 1) % 3], y + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y

@@ -6,15 +6,21 @@ slot it knows from the sequence there. It reads what the slots drew, in one tran
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
 
-from covey.sampling.cache import LayerCache, Prefix, append_size
+from covey.models.decoder import Decoder
+from covey.parallel import mesh_of, processes
+from covey.parallel.arrays import sharding_of
+from covey.sampling import programs
+from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, append_size, keep_rows, put_slot, take_slot
 from covey.sampling.logits import TracedSamplingParams
-from covey.sampling.programs import Drawn, Programs, Slots, empty_slots, front
-from covey.sampling.responder import NewBranch
+from covey.sampling.programs import Drawn, Slots
 from covey.sampling.scheduler import Admission
 from covey.sampling.sequence import SampledTokens, Sequence
 
@@ -79,11 +85,61 @@ class Chunk(NamedTuple):
         return SampledTokens(*(x[slot, : self.counts[slot]] for x in self.tokens))
 
 
+def empty_slots(slots: int) -> Slots:
+    """Create empty slots, on the host."""
+    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
+    return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
+
+
+def front(cache: list[LayerCache], prefix: list[LayerCache]) -> list[LayerCache]:
+    """Return the blocks into which a prefix is inserted."""
+    return [blocks[: len(new)] for blocks, new in zip(cache, prefix, strict=True)]
+
+
+class Programs:
+    """Programs of a decoder, compiled once for each shape; settings of the sampling distribution are arguments.
+
+    Args:
+        graph: the decoder's `nnx.GraphDef`.
+        stop_ids: tokens that end a completion.
+    """
+
+    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
+        self.graph, self.stop_ids = graph, stop_ids
+        self.prefill = jax.jit(partial(programs.prefill, graph))
+        self.admit = jax.jit(partial(programs.admit, stop_ids), donate_argnums=0)
+        # All arguments are kept, since the cache is made on the devices of the weights.
+        self.empty_cache = jax.jit(partial(programs.empty_cache, graph), static_argnums=(1, 2, 3), keep_unused=True)
+        self.put_rows = jax.jit(programs.put_rows)
+        self.keep = jax.jit(keep_rows)
+        self.take = jax.jit(take_slot)
+        self.put = jax.jit(put_slot, donate_argnums=0)
+        self.append = jax.jit(partial(programs.append, graph), donate_argnums=1)
+        static = ("steps", "pause_id")
+        self.decode = jax.jit(partial(programs.decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+
+    def place_slots(self, params: Any, slots: Slots) -> Slots:
+        """Put slots of the host onto the devices, as the programs return them."""
+        sharding = sharding_for(params, (), ())
+        return slots if sharding is None else processes.here().put_host(slots, sharding)
+
+
+def sharding_for(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
+    """Return the sharding of an array with these logical axes, by default of keys or values; on one device the sharding
+    of the weights.
+    """
+    mesh = mesh_of(params)
+    if mesh is None:
+        return getattr(jax.tree.leaves(params)[0], "sharding", None)
+    sharding: Sharding = sharding_of(axes, shape, mesh)
+    return sharding
+
+
 class ModelRunner:
     """Runs the programs of a decoder on slots, and on the prompts that were prefilled last.
 
     Args:
-        programs: those of the decoder.
+        programs: programs of the decoder.
 
     Attributes:
         params: the decoder's state; None without weights.
@@ -136,7 +192,7 @@ class ModelRunner:
         return drawn
 
     def _numbers(self, sequences: Mapping[int, Sequence]) -> TracedSamplingParams:
-        """Return the settings of each slot; one in which no sequence is has those of another."""
+        """Return the settings of each slot; a free slot has the settings of another."""
         default = next(iter(sequences.values()))
         slots = range(len(self.slots.token))
         return TracedSamplingParams.stack([sequences.get(slot, default).sampling_params for slot in slots])
@@ -150,46 +206,29 @@ class ModelRunner:
         self.stats.chunks += 1
         return drawn
 
-    def read(self, drawn: Drawn, slots: Collection[int]) -> Chunk:
-        """Wait for the tokens that a program drew, and return those of these slots."""
+    def read(self, drawn: Drawn) -> Chunk:
+        """Wait for the tokens that a program drew, and return them."""
         draws, counts, active, steps = jax.device_get(drawn)  # all at once: the host waits for one transfer
-        kept = np.zeros_like(counts)
-        kept[list(slots)] = counts[list(slots)]
-        self.stats.tokens += int(kept.sum())
-        self.stats.first_tokens += 0 if steps else int(kept.sum())
         self.stats.slot_steps += int(steps) * len(counts)
         # Copies, since the device may use its buffers again.
-        return Chunk(SampledTokens(*(x.T.copy() for x in draws)), kept, active)
+        return Chunk(SampledTokens(*(x.T.copy() for x in draws)), counts, active)
 
-    def resume(self, sequences: Mapping[int, Sequence]) -> None:
-        """Append the responses of sequences that have halted in these slots, and let them go on. A new branch drops the
-        last tokens of the slot first.
-        """
-        pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self.slots.token))
-        for slot, one in sequences.items():
-            response, length, tokens = one.response, one.length - 1, one.tokens
-            # Without a branch, the last token that was drawn is not in the cache either.
-            start = response.kept if isinstance(response, NewBranch) else length - len(response)
-            if start < length:
-                pieces[slot] = start, tokens[start - length - 1 : -1]
-            state = Slots(one.key, length, tokens[-1], one.num_tokens, True, one.turn_end)
-            for array, value in zip(rows, state, strict=True):
-                array[slot] = value
-            one.response = None
-        self._append(pieces)
-        self._put_rows(sequences, rows)
+    def count_tokens(self, number: int, *, first: bool) -> None:
+        """Count tokens that were kept; `first` if they were drawn at prefill."""
+        self.stats.tokens += number
+        self.stats.first_tokens += number if first else 0
 
     def halt(self, slots: Collection[int]) -> None:
         """Empty these slots."""
-        self._put_rows(slots, empty_slots(len(self.slots.token)))
+        self.put_rows(slots, empty_slots(len(self.slots.token)))
 
-    def _put_rows(self, slots: Collection[int], rows: Slots) -> None:
+    def put_rows(self, slots: Collection[int], rows: Slots) -> None:
         """Write the state that these slots have in `rows`."""
         if slots:
             chosen = np.isin(np.arange(len(self.slots.token)), list(slots))
             self.slots = self.programs.put_rows(self.slots, chosen, rows)
 
-    def _append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
+    def append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
         """Append tokens, int32 [n], to the cache of each slot from a position on, piece by piece."""
         while pieces:
             sizes = {slot: append_size(len(tokens)) for slot, (_, tokens) in pieces.items()}
@@ -222,9 +261,7 @@ class ModelRunner:
         self.cache = self.programs.put(self.cache, cache, np.int32(slot))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
-        """Give the slots the content of those at `indices`, and room for `cache_length` tokens each. Slots behind those
-        that there were are free.
-        """
+        """Give slots the content of the slots at `indices`, and room for `cache_length` tokens; new slots are free."""
         if len(indices) != (old := len(self.slots.token)):
             # On the host, which has read all there is: a program more for each size would only cost its compiling.
             slots = jax.tree.map(lambda x: x[indices], jax.device_get(self.slots))

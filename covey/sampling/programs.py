@@ -1,25 +1,17 @@
-"""Programs of the sampler: prefill, insert, append, decode, and those that move slots.
+"""Programs of the sampler as pure functions: make a cache, prefill, admit, append, decode, write slots.
 
-They are pure functions; `Programs` holds those compiled for a decoder, and `ModelRunner` calls them.
+`model_runner` compiles and calls them.
 """
 
-from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
-from covey.config.schema import RolloutConfig
-from covey.models.decoder import Decoder
-from covey.parallel import mesh_of, processes
-from covey.parallel.arrays import sharding_of
-from covey.parallel.programs import Program, abstract
 from covey.sampling.cache import (
-    CACHE_AXES,
     CacheLayout,
     LayerCache,
     Prefix,
@@ -27,14 +19,12 @@ from covey.sampling.cache import (
     decode_attention,
     empty_block,
     insert_prompts,
-    keep_rows,
     keep_sharding,
     prefill_attention,
     put_slot,
     take_slot,
 )
-from covey.sampling.logits import SamplingParams, TracedSamplingParams
-from covey.sampling.noise import token_keys
+from covey.sampling.logits import TracedSamplingParams, token_keys
 from covey.sampling.sharded_draw import draw_sharded
 
 Tree = TypeVar("Tree")
@@ -65,7 +55,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         draws: tokens and their log-probs, see `logits.Draw`, [steps, S] each.
-        counts: number of tokens of each slot: it was active in so many steps, from the first on.
+        counts: number of tokens of each slot: it was active in this number of steps, from the first on.
         active: whether the slot is still active.
         steps: number of decode steps that were made.
     """
@@ -74,104 +64,6 @@ class Drawn(NamedTuple):
     counts: Int[Any, "S"]
     active: Bool[Any, "S"]
     steps: Int[Any, ""]
-
-
-def empty_slots(slots: int) -> Slots:
-    """Create empty slots, on the host."""
-    length, token, num_tokens, limit = np.zeros((4, slots), np.int32)
-    return Slots(np.zeros((slots, 2), np.uint32), length, token, num_tokens, np.zeros(slots, bool), limit)
-
-
-class Programs:
-    """Programs of a decoder, compiled once for each shape; settings of the sampling distribution are arguments.
-
-    Args:
-        graph: the decoder's `nnx.GraphDef`.
-        stop_ids: tokens that end a completion.
-    """
-
-    def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
-        self.graph, self.stop_ids = graph, stop_ids
-        self.prefill = jax.jit(partial(prefill, graph))
-        self.admit = jax.jit(partial(admit, stop_ids), donate_argnums=0)
-        self.put_rows = jax.jit(put_rows)
-        self.keep = jax.jit(keep_rows)
-        self.take = jax.jit(take_slot)
-        self.put = jax.jit(put_slot, donate_argnums=0)
-        self.append = jax.jit(partial(append, graph), donate_argnums=1)
-        static = ("steps", "pause_id")
-        self.decode = jax.jit(partial(decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
-
-    def empty_cache(self, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
-        """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
-        model = nnx.merge(self.graph, params)
-        layout = CacheLayout.of(model)
-        lengths, c = layout.block_lengths(end)[len(layout.block_lengths(start)) :], model.config
-        make = _empty_block(_sharding(params, (slots, c.num_kv_heads, 1, 1)))
-        shape = (c.num_kv_heads, c.head_dim, model.embed.embedding.get_value().dtype)
-        return [[make(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
-
-    def place_slots(self, params: Any, slots: Slots) -> Slots:
-        """Put slots of the host onto the devices, as the programs return them."""
-        sharding = _sharding(params, (), ())
-        return slots if sharding is None else processes.here().put_host(slots, sharding)
-
-    def prefill_program(self, params: Any, prompts: int, length: int) -> Program:
-        """Return the program that prefills so many prompts of `length` tokens. `params` are arrays or shapes, here and
-        in the methods below, and no array is made.
-        """
-        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((prompts, length), (prompts,)))
-        return Program("prefill", self.prefill, (abstract(params), tokens, lengths))
-
-    def admit_program(
-        self, params: Any, slots: int, cache_length: int, prompts: int, prompt_length: int, config: RolloutConfig
-    ) -> Program:
-        """Return the program that inserts prefilled prompts into slots and draws their first tokens."""
-        prefill = self.prefill_program(params, prompts, prompt_length)
-        prefilled = jax.eval_shape(prefill.function, *prefill.args)
-        prefix, cache = _placed(prefilled.cache, params), self._abstract_cache(params, slots, cache_length)
-        logits = abstract(prefilled.logits, _sharding(params, prefilled.logits.shape, ("rows", "vocab")))
-        number, inserted = (jax.ShapeDtypeStruct((slots,), dtype) for dtype in (jnp.int32, jnp.bool))
-        samples = inserted, number, abstract(empty_slots(slots)), _abstract_numbers(config, slots)
-        args = front(cache, prefix), _abstract_slots(params, slots), Prefix(prefix, logits), *samples
-        return Program("admit", self.admit, args)
-
-    def decode_program(
-        self, params: Any, slots: int, cache_length: int, config: RolloutConfig, pause_id: int | None = None
-    ) -> Program:
-        """Return the program of a chunk of decode steps; `pause_id` as for `decode`."""
-        cache = self._abstract_cache(params, slots, cache_length)
-        args = abstract(params), cache, _abstract_slots(params, slots), _abstract_numbers(config, slots)
-        return Program("decode", self.decode, args, {"steps": config.decode_chunk, "pause_id": pause_id})
-
-    def _abstract_cache(self, params: Any, slots: int, cache_length: int) -> list[LayerCache]:
-        cache = jax.eval_shape(lambda: self.empty_cache(params, slots, 0, cache_length))
-        return _placed(cache, params)
-
-
-@cache
-def _empty_block(sharding: Sharding | None) -> Any:
-    return jax.jit(empty_block, static_argnums=(0, 1, 2, 3, 4, 5), out_shardings=sharding)
-
-
-def _sharding(params: Any, shape: tuple[int, ...], axes: tuple[str | None, ...] = CACHE_AXES) -> Sharding | None:
-    """Return the sharding of an array with these logical axes, by default keys or values; on one device that of the
-    weights.
-    """
-    mesh = mesh_of(params)
-    if mesh is None:
-        return getattr(jax.tree.leaves(params)[0], "sharding", None)
-    sharding: Sharding = sharding_of(axes, shape, mesh)
-    return sharding
-
-
-def _abstract_numbers(config: RolloutConfig, slots: int) -> TracedSamplingParams:
-    numbers: TracedSamplingParams = abstract(SamplingParams.from_config(config).of_rows(slots))
-    return numbers
-
-
-def _abstract_slots(params: Any, slots: int) -> Slots:
-    return abstract(empty_slots(slots), _sharding(params, (), ()))
 
 
 def _replicated(tree: Tree, like: Array) -> Tree:
@@ -185,10 +77,14 @@ def _replicated(tree: Tree, like: Array) -> Tree:
     return constrained
 
 
-def _placed(cache: Tree, params: Any) -> Tree:
-    """Return the shapes of a cache with its shardings."""
-    shapes: Tree = jax.tree.map(lambda x: abstract(x, _sharding(params, x.shape)), cache)
-    return shapes
+def empty_cache(graph: Any, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
+    """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
+    model = nnx.merge(graph, params)
+    layout, c = CacheLayout.of(model), model.config
+    lengths = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
+    shape = (c.num_kv_heads, c.head_dim, model.embed.embedding[...].dtype)
+    blocks = [[empty_block(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
+    return keep_sharding(blocks, model.embed.embedding[...])
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -209,11 +105,6 @@ def put_rows(slots: Slots, rows: Bool[Array, "S"], new: Slots) -> Slots:
 
     after: Slots = jax.tree.map(put, slots, new)
     return _replicated(after, slots.token)
-
-
-def front(cache: list[LayerCache], prefix: list[LayerCache]) -> list[LayerCache]:
-    """Return the blocks into which a prefix is inserted."""
-    return [blocks[: len(new)] for blocks, new in zip(cache, prefix, strict=True)]
 
 
 def admit(

@@ -1,21 +1,21 @@
 """Schedule samples onto slots: which prompts are prefilled next, which slot draws which sample, how large the batch is.
 
-Samples are admitted in the order of their requests. A prompt is prefilled once, together with those behind it, and
+Samples are admitted in the order of their requests. A prompt is prefilled once, together with the next prompts, and
 admitted to the slot of each of its samples. Free slots are refilled as long as samples wait; when none wait, the batch
 shrinks with the samples that are left, from one size to the next. Batch and KV cache come in few sizes, so that few
 programs are compiled: a decode step skips what the cache has room for but does not hold, so room costs only memory.
 
-Sizes are fitted to the requests that wait when none is begun, and grow with those that come later. Accelerators keep
+Sizes are fitted to the requests that wait when none is begun, and grow with later requests. Accelerators keep
 batch and cache as they begin: a free slot costs them next to nothing, and a program minutes. There a request that does
-not fit waits until none is begun. In a run of training, whose evaluations have other numbers of prompts than its
-steps, all sizes follow the settings there.
+not fit waits until none is begun. In a run of training, all sizes follow the settings there,
+because evaluations have other numbers of prompts than steps.
 
 The first functions hold the limits on the lengths of a prompt and its completion, and the sizes of buffers.
 
 Plain Python without JAX: the device follows what is decided here (see `model_runner`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -38,8 +38,8 @@ MIN_CACHE_TOKENS = 16384
 
 
 def check_length(size: int, config: RolloutConfig, name: str, limit: int | None = None) -> None:
-    """Check that a prompt of `size` tokens can be sampled; `name` is the prompt's in the error. `limit` is that of new
-    tokens, by default `max_new_tokens`.
+    """Check that a prompt of `size` tokens can be sampled; `name` is its name in the error, and `limit` the
+    limit of new tokens, by default `max_new_tokens`.
 
     Errors: DataError for no tokens, more than `max_prompt_length`, or more than fit the cache with the completion.
     """
@@ -125,18 +125,18 @@ class Sample(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A sample that enters the batch: its slot, and the row of its prompt among those prefilled last."""
+    """A sample that enters the batch: its slot, and the row of its prompt among the prompts prefilled last."""
 
     slot: int
     row: int
     sample: Sample
 
 
-class Demands(NamedTuple):
-    """Demands of a request on the whole batch: only requests with equal demands run side by side.
+class BatchRequirements(NamedTuple):
+    """Requirements of a request on the whole batch: only requests with equal requirements run side by side.
 
     Attributes:
-        pause_id: token behind which slots halt, beside the stop tokens; None for none.
+        pause_id: token at which slots halt, besides the stop tokens; None for none.
         is_async: whether responses may come later: no size may depend on the time at which they come.
         max_num_seqs: maximum number of samples that are begun and not finished; None for the number of slots. Those
             that wait for a response may be more than there are slots.
@@ -147,17 +147,17 @@ class Demands(NamedTuple):
     max_num_seqs: int | None = None
 
 
-NO_DEMANDS = Demands()
-"""Demands of a request without a responder."""
+NO_REQUIREMENTS = BatchRequirements()
+"""Requirements of a request without a responder."""
 
 
 @dataclass
 class Queued:
-    """A request with samples that have not begun: those from `next` on."""
+    """A request with samples that have not begun, from number `next` on."""
 
     prompt_length: int
     samples: int
-    demands: Demands
+    requirements: BatchRequirements
     next: int = 0
 
 
@@ -168,59 +168,34 @@ class Scheduler:
         config: slots, decode chunk, maximum lengths, maximum size of the KV cache.
         may_resize: whether batch and cache may follow the samples; otherwise the cache has room for the longest at
             once.
-        fixed_shapes: whether all sizes follow `config` alone: those of the longest prompts, and as many as there may
-            be.
+        fixed_shapes: whether all sizes follow `config` alone: the longest prompts, and as many as there may be.
 
     Attributes:
-        waiting: requests with samples that have not begun, by id.
-        demands: those of the samples that are begun.
+        waiting: requests with samples that have not begun, by id; `num_waiting` is the number of these samples.
+        requirements: requirements of the samples that are begun.
         slots: the sample in each slot, None in a free one.
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
         prefilled: requests that were prefilled last.
-        paused: samples that wait for a response.
+        paused: samples that wait for a response (`turns`).
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
     """
 
     def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
         self.config, self.fixed_shapes, self.may_resize = config, fixed_shapes, may_resize and not fixed_shapes
         self.waiting: dict[int, Queued] = {}
-        self.demands = NO_DEMANDS
+        self.requirements = NO_REQUIREMENTS
         self.slots: list[Sample | None] = []
         self.lengths, self.cache_length = np.zeros(0, np.int64), 0
         self.prefilled: list[int] = []
         self.paused: set[Sample] = set()
         self.swapped: dict[Sample, int] = {}
-        self._ready: set[Sample] = set()
-        self._num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
-
-    @classmethod
-    def fitted(
-        cls,
-        prompt_lengths: Sequence[int],
-        num_samples: Sequence[int],
-        config: RolloutConfig,
-        *,
-        may_resize: bool = True,
-        fixed_shapes: bool = False,
-        demands: Demands = NO_DEMANDS,
-    ) -> "Scheduler":
-        """Return a scheduler in which requests with prompts of these lengths and so many samples wait."""
-        scheduler = cls(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
-        for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
-            scheduler.add(request, *sizes, demands)
-        scheduler.fit()
-        return scheduler
+        self.num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
 
     @property
     def unfinished(self) -> bool:
         """Whether a sample waits or runs."""
         return bool(self.waiting or self.num_live)
-
-    @property
-    def stalled(self) -> bool:
-        """Whether nothing can be done before a response comes."""
-        return not (self.active or self.can_admit or self._ready)
 
     @property
     def running(self) -> dict[int, Sample]:
@@ -245,7 +220,7 @@ class Scheduler:
     @property
     def max_num_seqs(self) -> int:
         """Maximum number of samples that are begun and not finished."""
-        return max(len(self.slots), self.demands.max_num_seqs or 0)
+        return max(len(self.slots), self.requirements.max_num_seqs or 0)
 
     @property
     def can_admit(self) -> bool:
@@ -256,7 +231,7 @@ class Scheduler:
     @property
     def resizes(self) -> bool:
         """Whether batch and cache follow the samples."""
-        return self.may_resize and not self.demands.is_async
+        return self.may_resize and not self.requirements.is_async
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
@@ -270,17 +245,19 @@ class Scheduler:
 
     @property
     def _first(self) -> int:
-        """Id of the request whose sample begins next."""
+        """Id of the request from which the next sample begins."""
         return next(iter(self.waiting))
 
-    def add(self, request: int, prompt_length: int, samples: int, demands: Demands = NO_DEMANDS) -> None:
+    def add(
+        self, request: int, prompt_length: int, samples: int, requirements: BatchRequirements = NO_REQUIREMENTS
+    ) -> None:
         """Let the samples of a request wait."""
         self._is_fitted = self._is_fitted and self.unfinished
         if request in self.prefilled:  # an earlier request with this id
             self.prefilled = []
         if samples:
-            self.waiting[request] = Queued(prompt_length, samples, demands)
-            self._num_waiting += samples
+            self.waiting[request] = Queued(prompt_length, samples, requirements)
+            self.num_waiting += samples
         if self._is_fitted and self.resizes:
             self._longest_prompt = max(self._longest_prompt, prompt_length)
 
@@ -291,7 +268,7 @@ class Scheduler:
         if self.num_live or not self.waiting or (self._is_fitted and self._fits(self._first)):
             return False
         config, longest = self.config, max(queued.prompt_length for queued in self.waiting.values())
-        self._is_fitted, self.prefilled, self.demands = True, [], self.waiting[self._first].demands
+        self._is_fitted, self.prefilled, self.requirements = True, [], self.waiting[self._first].requirements
         self._longest_prompt = config.max_prompt_length if self.fixed_shapes else longest
         self._prefill_rows = self._wanted_rows
         slots = config.slots if self.fixed_shapes else self._wanted_slots
@@ -305,12 +282,14 @@ class Scheduler:
 
     @property
     def _wanted_slots(self) -> int:
-        return min(self.config.slots, power_of_two(self.num_live + self._num_waiting))
+        return min(self.config.slots, power_of_two(self.num_live + self.num_waiting))
 
     def _fits(self, request: int) -> bool:
-        """Return whether a request may run beside those that are begun."""
+        """Return whether a request may run together with the requests that are begun."""
         queued = self.waiting[request]
-        return queued.demands == self.demands and (self.resizes or queued.prompt_length <= self._longest_prompt)
+        return queued.requirements == self.requirements and (
+            self.resizes or queued.prompt_length <= self._longest_prompt
+        )
 
     def next_prefill(self) -> list[int]:
         """Return the requests to prefill before `admit`: none while one that was prefilled last has samples waiting."""
@@ -330,7 +309,7 @@ class Scheduler:
             sample = self.slots[slot] = Sample(request, queued.next)
             # One less than the prompt: `update` counts the first token, which is not in the cache yet.
             self.lengths[slot] = queued.prompt_length - 1
-            queued.next, self._num_waiting = queued.next + 1, self._num_waiting - 1
+            queued.next, self.num_waiting = queued.next + 1, self.num_waiting - 1
             if queued.next == queued.samples:
                 del self.waiting[request]
             admitted.append(Admission(slot, self.prefilled.index(request), sample))
@@ -339,13 +318,10 @@ class Scheduler:
     def cancel(self, request: int) -> list[int]:
         """Remove all samples of a request; return the slots that they had."""
         if (queued := self.waiting.pop(request, None)) is not None:
-            self._num_waiting -= queued.samples - queued.next
+            self.num_waiting -= queued.samples - queued.next
         slots = [slot for slot, sample in self.running.items() if sample.request == request]
         for slot in slots:
             self.slots[slot] = None
-        self.swapped = {sample: length for sample, length in self.swapped.items() if sample.request != request}
-        for samples in (self.paused, self._ready):
-            samples.difference_update([sample for sample in samples if sample.request == request])
         return slots
 
     def update(self, new_tokens: np.ndarray, finished: Iterable[int] = ()) -> None:
@@ -354,49 +330,13 @@ class Scheduler:
         for slot in finished:
             self.slots[slot] = None
 
-    def pause(self, sample: Sample) -> None:
-        """Let a running sample wait for a response."""
-        self.paused.add(sample)
-
-    def resume(self, sample: Sample, appended: int) -> None:
-        """Let a sample that waited go on after so many appended tokens, as soon as it has a slot."""
-        self.paused.remove(sample)
-        if sample in self.swapped:
-            self.swapped[sample] += appended
-            self._ready.add(sample)
-        else:
-            self.lengths[self.slots.index(sample)] += appended
-
-    def finish(self, sample: Sample) -> None:
-        """Remove a sample that has ended."""
-        self.paused.remove(sample)
-        if self.swapped.pop(sample, None) is None:
-            self.slots[self.slots.index(sample)] = None
-
-    def swap_out(self) -> dict[int, Sample]:
-        """Take paused samples out of the slots that others could use, the last ones first; return them by slot."""
-        others = len(self._ready) + min(self._num_waiting, self.max_num_seqs - self.num_live)
-        paused = [(sample, slot) for slot, sample in self.running.items() if sample in self.paused]
-        leaving = {slot: sample for sample, slot in sorted(paused, reverse=True)[: max(others - len(self.free), 0)]}
-        for slot, sample in leaving.items():
-            self.swapped[sample], self.slots[slot] = int(self.lengths[slot]), None
-        return leaving
-
-    def swap_in(self) -> dict[int, Sample]:
-        """Give free slots to swapped samples that can go on, the first ones first; return them by slot."""
-        returning = dict(zip(self.free, sorted(self._ready), strict=False))
-        for slot, sample in returning.items():
-            self.slots[slot], self.lengths[slot] = sample, self.swapped.pop(sample)
-        self._ready.difference_update(returning.values())
-        return returning
-
     def resize(self) -> np.ndarray | None:
         """Fit the KV cache to the longest running sample and the next chunk, and the batch to the samples.
 
-        While samples wait, the batch grows to the size that holds them too, and the cache to that of their prompts.
-        Once none waits, each call shrinks the batch to its next smaller size if that holds all running samples.
-        Returns the slots whose content the slots are to have, those of running samples first if these are fewer; None
-        when neither size changes.
+        While samples wait, the batch grows to hold them too, and the cache to the length of their prompts. Once none
+        waits, each call shrinks the batch to its next smaller size if that holds all running samples.
+        Return the old slot of each new slot's content, of running samples first if the batch shrinks; None when neither
+        size changes.
         """
         if not self.resizes:
             return None

@@ -1,13 +1,12 @@
-"""Sequences: the tokens of a completion while it is sampled, and its random key."""
+"""Sequences: the tokens of a completion while it is sampled, its random key, and where and why it ends."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from covey.sampling.logits import SamplingParams
-from covey.sampling.responder import NewBranch, Responder, Response
-from covey.types import Branch, Completion, FinishReason
+from covey.config.schema import SamplingConfig
+from covey.types import Completion, FinishReason
 
 
 class SampledTokens(NamedTuple):
@@ -18,6 +17,38 @@ class SampledTokens(NamedTuple):
     sampler_logps: np.ndarray
 
 
+class Ending(NamedTuple):
+    """End of a completion, or of a turn of the model in it.
+
+    Attributes:
+        length: number of tokens that the model drew since the completion or the turn began.
+        reason: why it ends there.
+        hidden: number of characters at the end of its text that are left out.
+    """
+
+    length: int
+    reason: FinishReason
+    hidden: int = 0
+
+    def visible(self, text: str) -> str:
+        """Return the text of a turn with this end without the characters that are left out."""
+        return text[: len(text) - self.hidden]
+
+
+StopCondition = Callable[[np.ndarray, int], Ending | None]
+"""Function that finds the end of a completion or of a turn: from its tokens so far, int32 [n], and the number of new
+tokens among them, to the end; None if it goes on.
+"""
+
+
+class StopIds(frozenset[int]):
+    """Stop condition: the last token is one of these ids. Programs draw nothing after such a token."""
+
+    def __call__(self, tokens: np.ndarray, _: int) -> Ending | None:
+        """Return the end of a turn."""
+        return Ending(len(tokens), FinishReason.STOP) if int(tokens[-1]) in self else None
+
+
 class Sequence:
     """A prompt with one completion so far.
 
@@ -25,89 +56,67 @@ class Sequence:
         prompt: int32 [n].
         limit: maximum number of tokens of the completion.
         sampling_params: settings of its distribution.
-        responder: responds where the model halts.
+        stop_conditions: say where it ends; the first that does counts.
 
     Attributes:
+        responder: answers the turns of the model; None if the completion is a single turn.
         key: random key, uint32 [2].
-        num_tokens: number of tokens of the completion so far.
+        sampled: the tokens of the completion so far.
         versions: versions of the weights that drew the first and the last token.
-        branches: branches that the responder has begun.
-        response: what goes into the cache before the next token is drawn; None for nothing.
-        swapped: content of its slot while another sequence has that; None otherwise.
+        turn_start: number of tokens of the completion before the present turn of the model.
+        ending: end of the completion or of its turn; None while it is drawn.
     """
 
+    responder: Any = None
+
     def __init__(
-        self, prompt: np.ndarray, limit: int, sampling_params: SamplingParams, responder: Responder | None = None
+        self,
+        prompt: np.ndarray,
+        limit: int,
+        sampling_params: SamplingConfig,
+        stop_conditions: Iterable[StopCondition] = (),
     ):
-        self.prompt, self.limit, self.sampling_params, self.responder = prompt, limit, sampling_params, responder
+        self.prompt, self.limit, self.sampling_params = prompt, limit, sampling_params
+        self.stop_conditions = stop_conditions
         self.key = np.zeros(2, np.uint32)
-        self.branches, self.num_tokens, self.versions = [Branch(0, len(prompt))], 0, (0, 0)
-        self.response: Any = None
-        self.swapped: Any = None
-        self._turn_start = 0
-        self._parts: list[SampledTokens] = []
-        self._drawn: list[np.ndarray] = []
+        self.sampled = SampledTokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.float32, np.float32)))
+        self.versions, self.turn_start = (0, 0), 0
+        self.ending: Ending | None = None
 
     @property
     def tokens(self) -> np.ndarray:
         """The completion so far, int32 [n]."""
-        return np.concatenate([part.ids for part in self._parts])
-
-    @property
-    def length(self) -> int:
-        """Number of tokens: those of the last branch, and those that it kept."""
-        last = self.branches[-1]
-        return last.kept + self.num_tokens - last.start
-
-    @property
-    def remaining(self) -> int:
-        """Number of tokens of the completion before its limit."""
-        return self.limit - self.num_tokens
+        return self.sampled.ids
 
     @property
     def turn_end(self) -> int:
-        """Number of tokens of the completion at which the present turn ends."""
-        limit = None if self.responder is None else self.responder.turn_limit
-        return min(self._turn_start + (limit or self.limit), self.limit)
+        """Number of tokens of the completion at which its turn must end."""
+        return self.limit
 
-    def extend(self, new: SampledTokens, version: int = 0) -> None:
-        """Add tokens that the model drew with weights of this version."""
-        self.versions = (self.versions[0] if self.num_tokens else version), version
-        self._extend(new, drawn=True)
+    def extend(self, new: SampledTokens, version: int = 0, *, is_active: bool = True) -> int:
+        """Add tokens that the model drew, up to the first end that a stop condition finds; return their number.
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Add `tokens`, int32 [n], that the model did not draw; their log-probs are 0."""
-        zeros = np.zeros(len(tokens), np.float32)
-        self._extend(SampledTokens(tokens, zeros, zeros), drawn=False)
-        self._turn_start = self.num_tokens
-
-    def branch(self, kept: int) -> None:
-        """Begin a branch that keeps so many tokens of the sequence so far."""
-        self.branches.append(Branch(self.num_tokens, kept))
-
-    def take_response(self, response: Response) -> int | None:
-        """Append the response to a turn, in a new branch if it is one. Return by how many tokens the sequence is longer
-        then; None if it has ended.
+        Args:
+            new: at least one token.
+            version: version of the weights that drew them.
+            is_active: whether more are drawn after them; otherwise a stop token or a limit was reached.
         """
-        if response is None:
-            return None
-        before, tokens = self.length, response.tokens if isinstance(response, NewBranch) else response
-        if isinstance(response, NewBranch):
-            assert 0 < len(tokens) < self.remaining, "a branch has room for its next turn"
-            assert 0 <= response.kept < before, "a branch drops tokens"
-            self.branch(response.kept)
-        self.append(tokens[: self.remaining])
-        self.response = response
-        return self.length - before if self.remaining else None
+        before = len(self.tokens)
+        self.versions = (self.versions[0] if before else version), version
+        turn = np.concatenate([self.tokens[self.turn_start :], new.ids])
+        found = [condition(turn, len(new.ids)) for condition in self.stop_conditions]
+        if not is_active:
+            found.append(Ending(len(turn), FinishReason.LENGTH))
+        self.ending = min(filter(None, found), key=lambda ending: ending.length, default=None)
+        kept = len(new.ids) if self.ending is None else self.turn_start + self.ending.length - before
+        self.add(SampledTokens(*(x[:kept] for x in new)))
+        return kept
 
-    def completion(self, stop_ids: Collection[int]) -> Completion:
-        """Return the finished completion, without its text; with a responder it has a mask of the model's tokens."""
-        parts = SampledTokens(*map(np.concatenate, zip(*self._parts, strict=True)))
-        finish = FinishReason.STOP if int(parts.ids[-1]) in stop_ids else FinishReason.LENGTH
-        mask = None if self.responder is None else np.concatenate(self._drawn)
-        return Completion(*parts, finish, mask=mask, branches=tuple(self.branches[1:]) or None, key=self.key)
+    def add(self, new: SampledTokens) -> None:
+        """Add tokens at the end."""
+        self.sampled = SampledTokens(*map(np.concatenate, zip(self.sampled, new, strict=True)))
 
-    def _extend(self, new: SampledTokens, *, drawn: bool) -> None:
-        self.num_tokens += len(new.ids)
-        self._parts.append(new)
-        self._drawn.append(np.full(len(new.ids), drawn))
+    def completion(self) -> Completion:
+        """Return the finished completion, without its text."""
+        assert self.ending is not None, "a completion is finished where it has ended"
+        return Completion(*self.sampled, self.ending.reason, hidden=self.ending.hidden, key=self.key)

@@ -3,7 +3,7 @@
 Where `tp` divides the head, a device has the logits of V / tp adjacent tokens. Three small exchanges take the place of
 one of whole rows of logits. First the devices agree on the largest logit, then on the sums of the blocks of
 `logits.BLOCKS`: all know which block wins. Then each races its own tokens of that block, and they gather the best of
-each part. Tokens are those of one device, but for near-ties within the rounding of sums.
+each part. One device would draw the same tokens, but for near-ties within the rounding of sums.
 
 Top-k and top-p search for their thresholds in whole rows: if a slot needs one, the devices exchange logits, so that
 each draws for some of the slots.
@@ -25,11 +25,12 @@ from covey.sampling.logits import (
     SamplingParams,
     TracedSamplingParams,
     draw,
+    exponential_noise,
     gather,
     masses,
+    place_noise,
     split_blocks,
 )
-from covey.sampling.noise import exponential_noise, place_noise
 
 
 def draw_sharded(
@@ -80,8 +81,8 @@ def _draw_part(
 def _sum_blocks(
     first: Int[Array, ""], kept: Float[Array, "S part"], top: Float[Array, "S"]
 ) -> Float[Array, "S blocks"]:
-    """Sum exp(logit - top) of a device's part by block: ids that are equal modulo BLOCKS, counted from that of token 0
-    and not from the `first` of the part.
+    """Sum exp(logit - top) of a device's part by block: ids that are equal modulo BLOCKS, counted from token 0 and not
+    from the `first` of the part.
     """
     sums = masses(split_blocks(kept, LOWEST), top[:, None, None]).sum(1)
     return jnp.roll(sums, first % BLOCKS, axis=1)
@@ -96,8 +97,8 @@ def _race_part(
     keys: UInt32[Array, "S 2"],
     is_greedy: Bool[Array, "S"] | None,
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Return the tokens that win the race of `logits.race` in the block that wins, and their logits; greedily those
-    with the largest logits, of equal ones the first, as `argmax` does.
+    """Return the tokens that win the race of `logits.race` in the block that wins, and their logits; greedily the
+    tokens with the largest logits, of equal logits the first, as `argmax` does.
     """
     of_block, _ = exponential_noise(keys, BLOCKS, 0)
     block = jnp.argmax(sums / of_block, axis=-1)

@@ -1,10 +1,10 @@
 """Chat templates: the checkpoint's own jinja2 code, run in a sandbox in a process of its own, and their messages.
 
 A template is untrusted code from the checkpoint, so it gets plain text only and cannot reach Python. Its length, its
-output, its CPU time and its memory are limited. A package enforces the last two: it offers `templates` by the entry
-point `covey.isolation`, a function that has `template_child.handle_request` called in a process which the system kills
-when it exceeds them. Without such a package no template is rendered. Names and filters are those that templates written
-for Hugging Face expect, with one deviation: the date is fixed.
+output, its CPU time and its memory are limited. A package enforces the last two: by the entry point `templates` of
+`covey.isolation` it offers a function that renders in a process which the system kills when it exceeds them. Without
+such a package no template is rendered. Names and filters are as templates written for Hugging Face expect, with one
+deviation: the date is fixed.
 """
 
 import json

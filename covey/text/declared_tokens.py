@@ -1,4 +1,4 @@
-"""Tokens that a Hugging Face folder declares beside tokenizer.json, added as transformers 5 does it, with its ids.
+"""Tokens that a Hugging Face folder declares outside tokenizer.json, added as transformers 5 does it, with its ids.
 
 tokenizer_config.json declares them in `added_tokens_decoder`, `extra_special_tokens`, `additional_special_tokens`, and
 by names as `pad_token`. Where it has no `added_tokens_decoder`, the files special_tokens_map.json and added_tokens.json
@@ -63,7 +63,7 @@ def _special_tokens(
 
 
 def _pop_names(settings: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Remove special tokens with names of this tokenizer's own, as `image_token`, and return those of a kind."""
+    """Remove special tokens with names of this tokenizer's own, as `image_token`; return the names of a kind."""
     own = [name for name in settings if name.endswith("_token") and name not in ROLES]
     return {name: settings.pop(name) for name in own if isinstance(settings[name], kind)}
 

@@ -53,10 +53,6 @@ MAX_REMEMBERED = 2**22
 
 NO_ID = 2**32 - 1
 """Id that no token has."""
-MOST_BYTES = 4
-"""Number of bytes of the longest character in UTF-8: so many tokens may share one."""
-REPLACEMENT = "\ufffd"
-"""Character that a decoder gives for bytes that are no whole character."""
 
 
 class Tokenizer:
@@ -105,7 +101,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, rows: int | None = None) -> "Tokenizer":
-        """Read tokenizer.json, and the config files beside it, which may declare further tokens.
+        """Read tokenizer.json, and the config files in its folder, which may declare further tokens.
 
         Args:
             rows: number of tokens that the model embeds, if it is known.
@@ -259,9 +255,9 @@ class Tokenizer:
         Args:
             chat: the conversation before the sampled turn.
             messages: the messages after it; text if `chat` is text.
-            last: last sampled token. If the template ends a turn with it, the result begins behind it.
+            last: last sampled token. If the template ends a turn with it, the result begins after it.
             tools: JSON Schemas of tools that the chat template lists.
-            turn_has_calls: whether the placeholder is a tool call: some templates take a result only behind one.
+            turn_has_calls: whether the placeholder is a tool call: some templates take a result only after a call.
 
         Raises:
             DataError: messages are malformed, the template refuses them or leaves out the sampled turn, or data become
@@ -384,7 +380,7 @@ class Tokenizer:
         )
 
     def _split_at_controls(self, text: str, mark: str) -> tuple[list[str], list[int], np.ndarray]:
-        """Split `text` at marked control tokens; return the pieces (every second a token), those ids and all ids."""
+        """Split `text` at marked control tokens; return pieces (every second a token), their ids, and all ids."""
         pieces = [piece.replace(mark, "") for piece in re.split(f"{mark}({self._control_pattern}){mark}", text)]
         encoded = self._encode_with(self.inner, "".join(pieces))
         return pieces, [self._control_ids[piece] for piece in pieces[1::2]], encoded
@@ -406,8 +402,8 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> dict[int, str]:
-        """Text by id of the tokens that data must not become: special tokens, BOS, stop tokens, and those without a row
-        in the model's embedding.
+        """Text by id of the tokens that data must not become: special tokens, BOS, stop tokens, and tokens without a
+        row in the model's embedding.
 
         The token for unknown characters is not one of them, since ordinary text contains it.
         """
@@ -484,30 +480,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsError(f"cannot be read: {error}", where=str(path)) from error
-
-
-def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
-    """Split a completion's text by token: return the text that each token adds to those before it.
-
-    A character whose bytes several tokens share is the text of the last of them, and the others have none. Each token
-    is decoded behind the one before it, because some tokenizers leave out a space at the beginning of a text. Joined,
-    the texts are the text of all tokens, unless bytes of the completion are no text.
-
-    Args:
-        decode: function from tokens to text, control tokens included.
-        tokens: ids of a completion, [n].
-    """
-    texts: list[str] = []
-    context = done = 0
-    for end in range(1, len(tokens) + 1):
-        before, now = decode(tokens[context:done]), decode(tokens[context:end])
-        unfinished = now.endswith(REPLACEMENT) and end < len(tokens) and end - done < MOST_BYTES
-        if unfinished:
-            texts.append("")
-            continue
-        texts.append(now.removeprefix(before) if now.startswith(before) else decode(tokens[done:end]))
-        context, done = done, end
-    return texts
 
 
 # --- a Hugging Face folder

@@ -21,7 +21,7 @@ from covey.errors import CoveyError, WeightsError
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**27
-"""Maximum size of a text behind a tokenizer's rules: the library needs about 17 times as much memory."""
+"""Maximum size of a text after a tokenizer's rules: the library needs about 17 times as much memory."""
 UNICODE_FACTORS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "BertNormalizer": 12, "ByteLevel": 2}
 """Largest growth of UTF-8 by a normal form (Unicode, UAX 15, table 8), and by rules that are made of such forms."""
 
@@ -62,13 +62,13 @@ def unknown_id(inner: tokenizers.Tokenizer) -> int | None:
 
 
 class Growth(NamedTuple):
-    """Bound on the size of a text behind some rules: `factor` × its bytes + `added`."""
+    """Bound on the size of a text after some rules: `factor` × its bytes + `added`."""
 
     factor: int = 1
     added: int = 0
 
     def of(self, size: int) -> int:
-        """Return the bound for a text of so many bytes.
+        """Return the bound for a text of `size` bytes.
 
         >>> Growth(3, 2).of(10)
         32

@@ -122,11 +122,11 @@ class Episodes:
         """
         state = self._states[request][number]
         branches = (completion.branches or ()) if self._rewrites else None
+        ended = replace(completion, episode=state.record, finish=self._finish(state), branches=branches)
         if self._tools:
             text = next((m["content"] for m in reversed(state.record.messages) if m["role"] == "assistant"), "")
-        else:
-            text = self._tokenizer.decode(completion.tokens)
-        return replace(completion, episode=state.record, finish=self._finish(state), branches=branches, text=text)
+            return replace(ended, text=text)
+        return ended.with_text(self._tokenizer.decode)
 
     def _finish(self, state: _State) -> FinishReason:
         """Return the reason why an episode ended."""
@@ -214,16 +214,17 @@ class Episodes:
         if state.record.failure:
             return None
         tokens = turn.tokens[state.start :]
-        state.turn_was_cut = int(tokens[-1]) not in self._tokenizer.stop_ids
-        text_tokens = tokens if state.turn_was_cut else tokens[:-1]
-        reply = self._tokenizer.decode(text_tokens)
+        state.turn_was_cut = turn.ending.reason.was_cut
+        text_tokens = tokens[:-1] if turn.ending.reason is FinishReason.STOP else tokens
+        reply = turn.ending.visible(self._tokenizer.decode(text_tokens))
         ends, began = (*state.record.turn_ends, len(turn.tokens)), time.perf_counter()
         message: Message = {"role": "assistant", "content": reply}
         state.record = replace(state.record, turn_ends=ends, messages=(*state.record.messages, message))
         try:
             assert state.environment is not None, "an episode without a failure has an environment"
             # A family may mark its calls by control tokens, which are left out of a reply otherwise.
-            text = self._tokenizer.decode(text_tokens, skip_special=False) if self._tools else reply
+            raw = self._tokenizer.decode(text_tokens, skip_special=False) if self._tools else ""
+            text = turn.ending.visible(raw) if self._tools else reply
             result = await self._runner.call("step", state.environment.step, text)
             step = checked_step(result, not isinstance(state.chat, str), self._runner.config.max_characters)
             response = self._append(state, turn, reply, step)

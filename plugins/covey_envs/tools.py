@@ -25,9 +25,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from covey.config.schema import EnvsConfig
 from covey.display import safe_format
 from covey.errors import DataError, EpisodeError, RecipeError
-from covey.sampling.calculator import calculate
 from covey.text.tokenizer import Tokenizer
 from covey.types import Message, Prompt
+from covey_envs.calculator import calculate
 from covey_envs.protocol import FaultError, Step, independent, invoke
 from covey_envs.schemas import Schema, function_name, json_schema, parameters, type_hints
 from covey_envs.tool_calls import Call, CallFormat, choose_format, lists_tools, read_json

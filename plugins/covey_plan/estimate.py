@@ -23,13 +23,13 @@ from covey.monitor.formats import duration
 from covey.rl.evaluate import presets_of
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun, memory_in_use
-from covey.sampling.scheduler import Scheduler
 from covey.sft.batch import encode_example
 from covey.train.trainer import Trainer
 from covey_plan.lengths import Lengths, cut_geometric, expected_lengths
 from covey_plan.machines import MACHINES, Machine
 from covey_plan.memory import checkpoint_bytes, nbytes, num_checkpoints, size_in_words
 from covey_plan.roofline import CPU_SHARE, present_rates, step_times
+from covey_plan.schedule import fitted
 from covey_plan.topologies import mesh_size
 from covey_plan.work import Sizes
 
@@ -195,7 +195,7 @@ def _cache_bytes(run: SavedRun, lengths: Lengths) -> int:
         return 0
     prompts = math.ceil(recipe.training.prompts_per_step / jax.process_count())
     requests = [lengths.prompt] * prompts, [recipe.grpo.num_generations] * prompts
-    scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed)
+    scheduler = fitted(*requests, recipe.rollout, fixed_shapes=fixed)
     tokens = len(scheduler.slots) * scheduler.longest_cache
     position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(recipe.model.dtype).itemsize
     return tokens * position // mesh_size(recipe.model.mesh)

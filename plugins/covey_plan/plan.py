@@ -466,7 +466,8 @@ def num_batch_sizes(scheduler: Scheduler) -> int:
     samples finish, and each doubling of its cache.
 
     >>> from covey.config.schema import RolloutConfig
-    >>> num_batch_sizes(Scheduler.fitted([4], [64], RolloutConfig(slots=64, max_new_tokens=16)))  # 64 48 32 24 16 8 4
+    >>> from covey_plan.schedule import fitted
+    >>> num_batch_sizes(fitted([4], [64], RolloutConfig(slots=64, max_new_tokens=16)))  # 64 48 32 24 16 8 4
     7
     """
     if not scheduler.resizes:

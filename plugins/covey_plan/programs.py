@@ -16,8 +16,10 @@ from covey.rl.cluster import RLCluster
 from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
-from covey.sampling.scheduler import Demands, Scheduler
+from covey.sampling.scheduler import BatchRequirements, Scheduler
 from covey.sft.learner import SFTLearner
+from covey_plan.sampler_programs import SamplerPrograms
+from covey_plan.schedule import fitted
 from covey_report.token_values import longest_shown, token_values_interval
 
 
@@ -41,6 +43,7 @@ class RLPrograms:
         self.trainer = cluster.trainer or cluster.make_trainer(grpo, total_steps)
         self.rollout_params = cluster.rollout.sampling_params()
         self._engine, self._algorithm = cluster.rollout.engine, algorithm_of(grpo)
+        self._sampler = SamplerPrograms(self._engine.programs, self.rollout_params)
 
     def score(self, count: int, length: int) -> Program:
         """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
@@ -63,31 +66,31 @@ class RLPrograms:
 
     def prefill(self, prompts: int, length: int) -> Program:
         """Return the program that prefills `prompts` prompts of `length` tokens."""
-        return self._engine.programs.prefill_program(self.rollout_params, prompts, length)
+        return self._sampler.prefill(prompts, length)
 
     def admit(self, slots: int, cache_length: int, prompts: int, prompt_length: int) -> Program:
         """Return the program that inserts such prompts into slots and draws their first tokens."""
         sizes, config = (slots, cache_length, prompts, prompt_length), self.config.rollout_config
-        return self._engine.programs.admit_program(self.rollout_params, *sizes, config)
+        return self._sampler.admit(*sizes, config)
 
     def decode(self, slots: int, cache_length: int) -> Program:
         """Return the program of a chunk of decode steps for slots with room for `cache_length` tokens each."""
         config, tool = self.config.rollout_config, self.cluster.rollout.tool
         pause_id = None if tool is None else tool.pause_id
-        return self._engine.programs.decode_program(self.rollout_params, slots, cache_length, config, pause_id)
+        return self._sampler.decode(slots, cache_length, config, pause_id)
 
     def scheduler(self) -> Scheduler:
         """Return the scheduler of a rollout of prompts of the largest length."""
         config, samples = self.config.rollout_config, self.grpo.num_generations
         fraction = -(-self.config.training_config.prompts_per_step // self.num_processes)
         prompts = min(stage_sizes(self.config.training_config, samples).rollout, fraction)
-        return Scheduler.fitted(
+        return fitted(
             [config.max_prompt_length] * prompts,
             [samples] * prompts,
             config,
             may_resize=self._engine.scheduler.may_resize,
             fixed_shapes=self._engine.scheduler.fixed_shapes,
-            demands=Demands(is_async=self.is_async),
+            requirements=BatchRequirements(is_async=self.is_async),
         )
 
     @property

@@ -7,12 +7,14 @@ the longest sample has ended.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Int
 
-from covey.sampling.scheduler import Scheduler
+from covey.config.schema import RolloutConfig
+from covey.sampling.scheduler import NO_REQUIREMENTS, BatchRequirements, Scheduler
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,23 @@ class Timeline:
     def use(self) -> float:
         """Fraction of the slots' decode steps that draw a token."""
         return self.drawn / self.slot_steps if self.slot_steps else 0.0
+
+
+def fitted(
+    prompt_lengths: Sequence[int],
+    num_samples: Sequence[int],
+    config: RolloutConfig,
+    *,
+    may_resize: bool = True,
+    fixed_shapes: bool = False,
+    requirements: BatchRequirements = NO_REQUIREMENTS,
+) -> Scheduler:
+    """Return a scheduler in which requests with prompts of these lengths and numbers of samples wait."""
+    scheduler = Scheduler(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
+    for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
+        scheduler.add(request, *sizes, requirements)
+    scheduler.fit()
+    return scheduler
 
 
 def timeline(scheduler: Scheduler, lengths: Int[np.ndarray, "prompts samples"], unread: int = 0) -> Timeline:

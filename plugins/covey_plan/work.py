@@ -26,9 +26,8 @@ from covey.models.config import ModelConfig
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import GroupShape, Layout, make_layout
 from covey.rl.stage_sizes import stage_sizes
-from covey.sampling.scheduler import Scheduler
 from covey_plan.lengths import Lengths
-from covey_plan.schedule import Timeline, timeline
+from covey_plan.schedule import Timeline, fitted, timeline
 
 BLOCKS_VISITED = 2.0
 """Pairs in the blocks that attention kernels visit over pairs that see each other: 1.1 to 2.2 for blocks of 128."""
@@ -209,7 +208,7 @@ def rollout_timeline(
     (prompts, samples), schedule = completions.shape, Timeline()
     for part in np.split(completions, range(at_once, prompts, at_once)):
         requests = [prompt] * len(part), [samples] * len(part)
-        scheduler = Scheduler.fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes)
+        scheduler = fitted(*requests, recipe.rollout, fixed_shapes=fixed_shapes)
         schedule += timeline(scheduler, part, unread=0 if scheduler.resizes else 1)
     return schedule
 

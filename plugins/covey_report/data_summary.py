@@ -23,7 +23,6 @@ from covey.recipes.load_model import abstract_for
 from covey.rewards.call import argument_names, of_evaluation
 from covey.rewards.registry import resolve
 from covey.sft.batch import encode_example
-from covey.text.tokenizer import token_texts
 from covey_report.data_findings import find_problems
 from covey_report.diagnosis import Finding
 from covey_report.lengths import Lengths, Limit, describe_lengths
@@ -37,6 +36,7 @@ from covey_report.scan import (
     sorted_columns,
 )
 from covey_report.segments import Segment, prompt_segments
+from covey_report.token_texts import token_texts
 
 LEARNT = "completion"
 """Role of the tokens that supervised training learns."""

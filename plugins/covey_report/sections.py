@@ -10,10 +10,10 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from covey.config.schema.data import FROM_PYTHON
-from covey.monitor.status import FINISHED, RUNNING
 from covey_report import evaluation
 from covey_report.results import as_text
 from covey_report.run_data import RunData
+from covey_status.watched_run import FINISHED, RUNNING
 
 COMMON = ("elements", "formats", "page", "findings")
 """Names of the scripts that every page has, in the order in which they are joined."""

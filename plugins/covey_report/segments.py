@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from covey.text.chat_template import unused_mark
-from covey.text.tokenizer import Tokenizer, token_texts
+from covey.text.tokenizer import Tokenizer
 from covey.types import Message, Prompt
+from covey_report.token_texts import token_texts
 
 TEMPLATE, TEXT = "template", "prompt"
 """Roles of tokens that the chat template adds, and of a prompt that is text or whose messages are not found in it."""

@@ -25,9 +25,9 @@ from covey.parallel import processes
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun
 from covey.sampling.scheduler import power_of_two
-from covey.text.tokenizer import token_texts
 from covey.types import Completion, FinishReason, Group
 from covey_report.run_files import TOKENS as TOKENS_FILE
+from covey_report.token_texts import token_texts
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster

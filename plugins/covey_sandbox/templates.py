@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered (`covey/text/template_child.py`).
+"""The process in which chat templates are rendered (`template_child`).
 
 The system limits its CPU time per request and its memory: it kills the process that exceeds them, and the next request
 starts another. One process serves all templates, one request at a time.
@@ -12,7 +12,7 @@ from typing import Any
 from covey.text.chat_template import MAX_MEMORY
 from covey_sandbox.child import Child
 
-HANDLER = "covey.text.template_child:handle_request"
+HANDLER = "covey_sandbox.template_child:handle_request"
 """Function that the rendering process calls."""
 MAX_SECONDS = 1.0
 """Limit of the CPU seconds for compiling a template, and for one rendering. A long chat takes some hundredths."""

@@ -20,8 +20,9 @@ from covey.config.schema import RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.arrays import place_model
-from covey.sampling.programs import Programs
+from covey.sampling.model_runner import Programs
 from covey_plan.hlo import Program
+from covey_plan.sampler_programs import SamplerPrograms
 from covey_plan.topologies import H100
 
 SLOTS, LAYERS, VOCABULARY = 64, 2, 1024
@@ -59,7 +60,7 @@ def test_decoding_writes_to_the_cache_in_place(
     device has some heads, and none gathers the logits.
     """
     graph, params = decoder(heads, kv_heads, width, topology("v5e:2x2").devices, 1, devices)
-    program = Programs(graph, (2,)).decode_program(params, SLOTS, time, ROLLOUT)
+    program = SamplerPrograms(Programs(graph, (2,)), params).decode(SLOTS, time, ROLLOUT)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(program.args[1])) // devices
@@ -75,7 +76,7 @@ def test_decoding_writes_to_the_cache_in_place(
 def test_a_mesh_draws_without_rows_of_logits(topology: Callable[[str], Any]) -> None:
     """Where nothing is cut from the distribution: the maximum, sums of 128 blocks, and best tokens."""
     graph, params = decoder(8, 4, 256, topology("v5e:2x2").devices, 1, 4)
-    program = Programs(graph, (2,)).decode_program(params, SLOTS, 256, replace(ROLLOUT, top_k=0))
+    program = SamplerPrograms(Programs(graph, (2,)), params).decode(SLOTS, 256, replace(ROLLOUT, top_k=0))
     collectives = Program(program.lower().compile().as_text()).collectives()
     drawing = [(x.opcode, x.bytes) for x in collectives if x.shapes[0].startswith("f32")]
     exchanged = [("all-reduce", SLOTS * 4), ("all-reduce", SLOTS * 128 * 4), ("all-gather", 4 * SLOTS * 3 * 4)]
@@ -103,7 +104,7 @@ def test_admitting_prompts_copies_no_cache(
     else:
         there = topology(name).devices
     graph, params = decoder(8, kv_heads, width, there, rows, columns)
-    program = Programs(graph, (2,)).admit_program(params, SLOTS, 2048, 8, prompt, ROLLOUT)
+    program = SamplerPrograms(Programs(graph, (2,)), params).admit(SLOTS, 2048, 8, prompt, ROLLOUT)
     compiled = program.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     row = kv_heads * width * 2 // columns
@@ -125,7 +126,7 @@ def test_appending_tokens_copies_no_cache(
     """The tokens of a response are written in place too: what is copied is at most one slot."""
     graph, params = decoder(8, kv_heads, width, topology("v5e:2x2").devices, rows, columns)
     programs = Programs(graph, (2,))
-    cache = programs.decode_program(params, SLOTS, 2048, ROLLOUT).args[1]
+    cache = SamplerPrograms(programs, params).decode(SLOTS, 2048, ROLLOUT).args[1]
     numbers = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     slots, tokens = numbers((SLOTS,)), numbers((SLOTS, 64))
     compiled = programs.append.lower(params, cache, slots, tokens, slots, slots, numbers(())).compile()

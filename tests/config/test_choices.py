@@ -16,7 +16,6 @@ from covey.data.sources import TASKS
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES
 from covey.rl.evaluate import PRESETS as SAMPLING_PRESETS
-from covey.sampling.calculator import TOOLS
 from covey.train.optimizers import OPTIMIZERS, SCHEDULES
 
 
@@ -42,7 +41,7 @@ def choices(cls: type[Config], name: str) -> set[str]:
         (EvalConfig, "preset", SAMPLING_PRESETS, {"all"}),
         (OptimizerConfig, "kind", OPTIMIZERS, set()),
         (OptimizerConfig, "schedule", SCHEDULES, set()),
-        (RolloutConfig, "tool", TOOLS, {"none"}),
+        (RolloutConfig, "tool", "covey_envs.calculator:TOOLS", {"none"}),
     ],
 )
 def test_a_choice_has_its_entry_in_the_table(

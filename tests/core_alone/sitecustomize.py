@@ -1,7 +1,7 @@
 """Hide the plugins from every Python that starts with this folder on its path: `make test-core`.
 
 Their packages cannot be imported, and Covey's metadata offer none of their entry points. In their place chat templates,
-which are those of the tests, are rendered in the process of the test.
+which are those of the tests, are rendered in the process of the test (`template_renderer`).
 """
 
 import importlib.metadata
@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path[:] = [folder for folder in sys.path if not folder.endswith("/plugins")]
 _entry_points = importlib.metadata.entry_points
-TEMPLATES = importlib.metadata.EntryPoint("templates", "covey.text.template_child:handle_request", "covey.isolation")
+TEMPLATES = importlib.metadata.EntryPoint("templates", "template_renderer:handle_request", "covey.isolation")
 
 
 def entry_points(**params: Any) -> Any:

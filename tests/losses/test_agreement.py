@@ -10,7 +10,7 @@ import pytest
 
 from covey.config.schema import SamplingConfig
 from covey.losses.logprobs import HeadConfig, chunked_logps, frozen_head_logps, redraw
-from covey.sampling import noise
+from covey.sampling import logits as noise
 from covey.sampling.logits import SamplingParams, draw
 from tests.losses.test_vocab_parallel import put
 

@@ -26,8 +26,7 @@ from covey.models.loading.config_fields import check_config
 from covey.models.loading.hf_config import TEXT_PARTS, text_name
 from covey.packing.rows import pack, unpack
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]

@@ -19,7 +19,7 @@ from covey.parallel import make_mesh, shardings
 from covey.sampling import cache, programs
 from covey.sampling.cache import LayerCache
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.programs import Programs
+from covey.sampling.model_runner import Programs
 from covey.types import Completion, FinishReason
 
 STOPS = (3, 7, 11)
@@ -94,7 +94,7 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     monkeypatch.setattr(engine.programs, "keep", None)  # nothing is resized
     same(generate(engine, requests(1)), sample(requests(1)))
     assert engine.programs.prefill._cache_size() == 1
-    assert engine.programs.decode._cache_size() == 1 + meshed  # on a mesh one sharding in two spellings
+    assert engine.programs.decode._cache_size() == 1
 
 
 @jax.jit
@@ -220,14 +220,14 @@ def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
 def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come in few lengths, so that few programs are compiled; 94 tokens would have 128."""
     made: list[int] = []
-    build = Programs.empty_cache
+    build = SHARED.programs.empty_cache
 
     def noted(*args: Any) -> list[LayerCache]:
         cache = build(*args)
         made.extend(sum(block.length for block in blocks) for blocks in cache)
         return cache
 
-    monkeypatch.setattr(Programs, "empty_cache", noted)
+    monkeypatch.setattr(SHARED.programs, "empty_cache", noted)
     tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
     limited = sample(tall, kv_cache_size=94, decode_chunk=32)
     assert max(made) == 94

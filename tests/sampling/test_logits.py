@@ -17,9 +17,10 @@ from covey.sampling.logits import (
     draw,
     nucleus_threshold,
     race,
+    sample_keys,
+    token_keys,
     truncate,
 )
-from covey.sampling.noise import sample_keys, token_keys
 
 DRAWS, WORDS = 20_000, 300
 LOWEST = np.finfo(np.float32).min

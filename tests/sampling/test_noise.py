@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats  # comes with jax
 
-from covey.sampling import noise
+from covey.sampling import logits as noise
 
 ROWS = np.random.default_rng(0).integers(0, 2**32, (40, 3), dtype=np.uint32)
 numbers = jax.jit(noise.exponential_noise, static_argnums=(1, 2))

@@ -71,7 +71,7 @@ def finish(engine: Engine) -> dict[tuple[int, int], Finished]:
 def step_until_stalled(engine: Engine) -> None:
     """Step until all samples wait for a response."""
     engine.step()
-    while not engine.scheduler.stalled:
+    while engine.turns is None or not engine.turns.stalled:
         engine.step()
 
 

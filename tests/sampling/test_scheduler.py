@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,19 +10,37 @@ import pytest
 from covey.config.schema import RolloutConfig
 from covey.sampling.scheduler import (
     MIN_SLOTS,
-    NO_DEMANDS,
+    NO_REQUIREMENTS,
     PREFILL_BATCH,
     Admission,
-    Demands,
+    BatchRequirements,
     Sample,
     Scheduler,
     block_lengths,
     length_bucket,
 )
+from covey.sampling.turns import WaitingSamples
+
+
+def fitted(
+    prompt_lengths: Sequence[int],
+    num_samples: Sequence[int],
+    config: RolloutConfig,
+    *,
+    may_resize: bool = True,
+    fixed_shapes: bool = False,
+    requirements: BatchRequirements = NO_REQUIREMENTS,
+) -> Scheduler:
+    """A scheduler in which requests with prompts of these lengths and numbers of samples wait."""
+    scheduler = Scheduler(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
+    for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
+        scheduler.add(request, *sizes, requirements)
+    scheduler.fit()
+    return scheduler
 
 
 def made(prompts: list[int], samples: int = 1, **settings: int) -> Scheduler:
-    return Scheduler.fitted(prompts, [samples] * len(prompts), RolloutConfig(**settings))
+    return fitted(prompts, [samples] * len(prompts), RolloutConfig(**settings))
 
 
 def fill(scheduler: Scheduler) -> list[Admission]:
@@ -76,9 +95,9 @@ def test_only_free_slots_are_refilled() -> None:
 
 
 def test_requests_without_samples_are_passed_over() -> None:
-    scheduler = Scheduler.fitted([2, 3, 4], [0, 2, 0], RolloutConfig())
+    scheduler = fitted([2, 3, 4], [0, 2, 0], RolloutConfig())
     assert [a.sample for a in fill(scheduler)] == [Sample(1, 0), Sample(1, 1)]
-    assert not Scheduler.fitted([], [], RolloutConfig()).unfinished
+    assert not fitted([], [], RolloutConfig()).unfinished
 
 
 def test_the_batch_shrinks_once_none_wait_and_keeps_what_runs() -> None:
@@ -124,7 +143,7 @@ def test_the_batch_shrinks_step_by_step() -> None:
 def test_the_cache_grows_in_few_steps_to_its_limit_and_always_holds_the_next_chunk(
     limit: int | None, sizes: list[int]
 ) -> None:
-    scheduler = Scheduler.fitted(
+    scheduler = fitted(
         [30, 50],
         [128, 128],
         RolloutConfig(max_prompt_length=50, max_new_tokens=100, slots=256, decode_chunk=8, kv_cache_size=limit),
@@ -147,13 +166,13 @@ def test_a_small_cache_has_room_for_the_longest_sample_at_once() -> None:
 
 def test_a_batch_that_is_not_resized_has_room_for_the_longest_sample() -> None:
     config = RolloutConfig(max_prompt_length=256, max_new_tokens=512, slots=32, decode_chunk=8)
-    scheduler = Scheduler.fitted([30, 250], [16, 16], config, may_resize=False)
+    scheduler = fitted([30, 250], [16, 16], config, may_resize=False)
     assert scheduler.cache_length == scheduler.longest_cache == 768
     fill(scheduler)
     scheduler.update(np.full(32, 500), range(31))
     assert scheduler.resize() is None
     limited = RolloutConfig(max_prompt_length=256, max_new_tokens=512, kv_cache_size=762)
-    assert Scheduler.fitted([250], [1], limited, may_resize=False).cache_length == 762
+    assert fitted([250], [1], limited, may_resize=False).cache_length == 762
 
 
 @pytest.mark.parametrize(
@@ -171,8 +190,8 @@ def test_few_programs_serve_a_ragged_run(how: dict[str, bool], prefill: int, dec
 def test_fixed_shapes_follow_the_settings_alone() -> None:
     config = RolloutConfig(max_prompt_length=100, max_new_tokens=50, slots=16)
     one, many = (
-        Scheduler.fitted([3], [1], config, fixed_shapes=True),
-        Scheduler.fitted([90] * 40, [2] * 40, config, fixed_shapes=True),
+        fitted([3], [1], config, fixed_shapes=True),
+        fitted([90] * 40, [2] * 40, config, fixed_shapes=True),
     )
     for scheduler in (one, many):
         assert (len(scheduler.slots), scheduler.cache_length, scheduler.prefill_shape) == (16, 256, (8, 128))
@@ -183,7 +202,7 @@ def programs_of_a_run(**how: bool) -> dict[str, int]:
     programs: set[tuple[object, ...]] = set()
     for _ in range(30):
         prompts = rng.lognormal(4.6, 0.35, 8).astype(int).clip(20, 250).tolist()
-        scheduler = Scheduler.fitted(prompts, [8] * 8, config, **how)
+        scheduler = fitted(prompts, [8] * 8, config, **how)
         programs |= programs_of(scheduler, np.minimum(rng.geometric(1 / 90, (8, 8)), 256))
     return {str(name): sum(name == key[0] for key in programs) for name, *_ in programs}
 
@@ -232,34 +251,36 @@ def test_it_is_plain_python() -> None:
 
 
 def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
-    scheduler = Scheduler.fitted([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), demands=Demands(None, True, 3))
+    scheduler = fitted([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 3))
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     first, second = [admission.sample for admission in scheduler.admit()]
     scheduler.update(np.ones(2, int))
-    scheduler.pause(first)
+    waiting.pause(first)
     assert not scheduler.can_admit
-    assert scheduler.swap_out() == {0: first}
+    assert waiting.swap_out() == {0: first}
     assert scheduler.can_admit
     (third,) = [admission.sample for admission in scheduler.admit()]
     assert scheduler.running == {0: third, 1: second}
-    scheduler.resume(first, 7)
-    assert scheduler.swap_out() == scheduler.swap_in() == {}  # nobody waits
-    scheduler.pause(second)
-    assert scheduler.swap_out() == {1: second}
-    assert scheduler.swap_in() == {1: first}
+    waiting.resume(first, 7)
+    assert waiting.swap_out() == waiting.swap_in() == {}  # nobody waits
+    waiting.pause(second)
+    assert waiting.swap_out() == {1: second}
+    assert waiting.swap_in() == {1: first}
     assert scheduler.lengths[1] == 5 + 7
     assert scheduler.active == {0: third, 1: first}
-    scheduler.finish(second)
+    waiting.finish(second)
     assert scheduler.num_live == 2
 
 
 def test_no_more_samples_begin_than_may_be_live() -> None:
-    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 2))
+    scheduler = fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 2))
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for admission in scheduler.admit():
-        scheduler.pause(admission.sample)
-    assert scheduler.stalled
-    assert scheduler.swap_out() == {}
+        waiting.pause(admission.sample)
+    assert waiting.stalled
+    assert waiting.swap_out() == {}
 
 
 def test_buckets_are_few_and_close() -> None:
@@ -295,41 +316,45 @@ def test_sizes_grow_with_requests_that_come_later() -> None:
     assert not scheduler.fit()
 
 
-@pytest.mark.parametrize(("length", "demands"), [(17, NO_DEMANDS), (4, Demands(pause_id=5))])
-def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, demands: Demands) -> None:
-    scheduler = Scheduler.fitted([16], [1], RolloutConfig(slots=4, max_new_tokens=8), may_resize=False)
+@pytest.mark.parametrize(("length", "requirements"), [(17, NO_REQUIREMENTS), (4, BatchRequirements(pause_id=5))])
+def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, requirements: BatchRequirements) -> None:
+    scheduler = fitted([16], [1], RolloutConfig(slots=4, max_new_tokens=8), may_resize=False)
     fill(scheduler)
-    scheduler.add(1, length, 2, demands)
+    scheduler.add(1, length, 2, requirements)
     assert not scheduler.can_admit
     assert not scheduler.fit()
     scheduler.update(np.zeros(1, int), [0])
     assert scheduler.fit()
-    assert (scheduler.can_admit, len(scheduler.slots), scheduler.demands) == (True, 2, demands)
+    assert (scheduler.can_admit, len(scheduler.slots), scheduler.requirements) == (True, 2, requirements)
 
 
 def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
     """Not in that of the clock: responses that come together in another order change nothing."""
-    scheduler = Scheduler.fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler = fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4))
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for _ in range(2):
         for admission in scheduler.admit():
-            scheduler.pause(admission.sample)
-        scheduler.swap_out()
+            waiting.pause(admission.sample)
+        waiting.swap_out()
     assert list(scheduler.swapped) == [Sample(1, 0), Sample(0, 0)]
     for request in (1, 0):
-        scheduler.resume(Sample(request, 0), 2)
-    assert scheduler.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
-    assert scheduler.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
+        waiting.resume(Sample(request, 0), 2)
+    assert waiting.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
+    assert waiting.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
 
 
 def test_a_cancelled_request_leaves_no_sample_behind() -> None:
-    scheduler = Scheduler.fitted([5] * 3, [2] * 3, RolloutConfig(slots=2), demands=Demands(None, True, 4))
+    scheduler = fitted([5] * 3, [2] * 3, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4))
+    waiting = WaitingSamples(scheduler)
     scheduler.next_prefill()
     for admission in scheduler.admit():
-        scheduler.pause(admission.sample)
-    scheduler.swap_out()
-    scheduler.resume(Sample(0, 1), 2)
-    assert [scheduler.cancel(request) for request in (0, 2)] == [[], []]
+        waiting.pause(admission.sample)
+    waiting.swap_out()
+    waiting.resume(Sample(0, 1), 2)
+    for request in (0, 2):
+        assert scheduler.cancel(request) == []
+        waiting.drop(request)
     assert [admission.sample for admission in scheduler.admit()] == [Sample(1, 0), Sample(1, 1)]
     assert scheduler.cancel(1) == [0, 1]
     assert not scheduler.unfinished

@@ -7,10 +7,12 @@ import numpy as np
 
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import Chunk
-from covey.sampling.sequence import SampledTokens, Sequence
+from covey.sampling.sequence import Ending, SampledTokens, Sequence, StopCondition, StopIds
+from covey.sampling.turns import TurnSequence
 from covey.types import FinishReason
 
 STOP = 9
+RESPONDER: Any = SimpleNamespace(turn_limit=None)
 
 
 def sampled(*ids: int) -> SampledTokens:
@@ -19,8 +21,8 @@ def sampled(*ids: int) -> SampledTokens:
     return SampledTokens(tokens, logps, logps / 2)
 
 
-def a_sequence(responder: Any = None) -> Sequence:
-    return Sequence(np.zeros(3, np.int32), 64, SamplingParams(), responder)
+def a_sequence(*conditions: StopCondition) -> Sequence:
+    return Sequence(np.zeros(3, np.int32), 64, SamplingParams(), [StopIds([STOP]), *conditions])
 
 
 def test_a_chunk_gives_each_slot_the_tokens_that_it_drew() -> None:
@@ -34,9 +36,9 @@ def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
     stopped, cut = a_sequence(), a_sequence()
     logps = np.array([np.nextafter(np.float32(-1), 0), -1e-30], np.float32)
     cut.extend(sampled(1))
-    cut.extend(SampledTokens(np.array([2**24 + 1, 2**31 - 1], np.int32), logps, logps))
-    stopped.extend(sampled(3, STOP))
-    first, second = (one.completion((STOP,)) for one in (cut, stopped))
+    cut.extend(SampledTokens(np.array([2**24 + 1, 2**31 - 1], np.int32), logps, logps), is_active=False)
+    stopped.extend(sampled(3, STOP), is_active=False)
+    first, second = (one.completion() for one in (cut, stopped))
     assert (first.tokens.tolist(), first.finish, first.mask) == ([1, 2**24 + 1, 2**31 - 1], FinishReason.LENGTH, None)
     assert first.logps[1:].tobytes() == logps.tobytes()
     assert [first.tokens.dtype, first.logps.dtype, first.sampler_logps.dtype] == [np.int32, np.float32, np.float32]
@@ -44,16 +46,36 @@ def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
 
 
 def test_appended_tokens_are_masked_and_a_branch_counts_what_it_kept() -> None:
-    resumed = a_sequence(SimpleNamespace())
+    resumed = TurnSequence(RESPONDER, np.zeros(3, np.int32), 64, SamplingParams(), [StopIds([STOP])])
     resumed.extend(sampled(1, 7))
     resumed.append(np.array([4, 5], np.int32))
     assert resumed.length == 3 + 4
     resumed.branch(2)
     resumed.extend(sampled(3, STOP))
     assert resumed.length == 2 + 2
-    completion = resumed.completion((STOP,))
+    completion = resumed.completion()
     assert completion.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
     assert completion.mask is not None
     assert completion.mask.tolist() == [True, True, False, False, True, True]
     assert completion.logps[2:4].tolist() == [0, 0]
     assert completion.branches == ((4, 2),)
+
+
+def test_the_first_end_of_all_conditions_counts_and_what_was_drawn_after_it_is_dropped() -> None:
+    """The trap: tokens of the same chunk, and of a turn before."""
+
+    def third(tokens: np.ndarray, new: int) -> Ending | None:
+        return Ending(3, FinishReason.STOP_STRING, 6) if len(tokens) >= 3 else None
+
+    one = a_sequence(third)
+    assert (one.extend(sampled(1, 2)), one.ending) == (2, None)
+    assert one.extend(sampled(4, 5, STOP), is_active=False) == 1
+    assert one.completion().tokens.tolist() == [1, 2, 4]
+    assert one.completion().finish is FinishReason.STOP_STRING
+    assert one.completion().with_text(lambda tokens: "ab</end>"[: 8 * len(tokens)]).text == "ab"
+    turns = TurnSequence(RESPONDER, np.zeros(3, np.int32), 64, SamplingParams(), [third])
+    turns.extend(sampled(1, 2, 3, 4))
+    assert turns.take_response(np.array([8, 8], np.int32)) == 2
+    assert (turns.extend(sampled(5, 6)), turns.ending) == (2, None)
+    assert turns.extend(sampled(7, 7)) == 1
+    assert turns.completion().tokens.tolist() == [1, 2, 3, 8, 8, 5, 6, 7]

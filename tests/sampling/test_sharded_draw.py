@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from covey.parallel import make_mesh
 from covey.parallel.arrays import partition_spec
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 from covey.sampling.sharded_draw import draw_sharded
 
 S, D = 64, 16

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.errors import DataError, WeightsError
 from covey.models.loading import sources, weights
-from covey.text.tokenizer import Tokenizer, token_texts
+from covey.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
@@ -76,7 +76,6 @@ def test_smollm2_encodes_tricky_strings_as_it_was_trained(smollm2: Tokenizer):
     for case in cases:
         assert smollm2.encode(case["text"]).tolist() == case["ids"], case["text"]
         assert smollm2.decode(case["ids"], skip_special=False) == case["text_back"]
-        assert "".join(token_texts(partial(smollm2.decode, skip_special=False), case["ids"])) == case["text_back"]
 
 
 @pytest.mark.slow
@@ -678,37 +677,3 @@ def test_ids_that_are_none_are_left_out(folder: Path):
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.stop_ids == (0, 2)
     assert tokenizer.pad_id == tokenizer.inner.token_to_id("<|im_start|>")
-
-
-# --- texts of single tokens
-
-
-def from_bytes(tokens: Sequence[int]) -> str:
-    """A decoder whose tokens are bytes."""
-    return bytes(tokens).decode("utf-8", errors="replace")
-
-
-def test_a_character_is_the_text_of_its_last_byte() -> None:
-    assert token_texts(from_bytes, list("aé😀".encode())) == ["a", "", "é", "", "", "", "😀"]
-    assert token_texts(from_bytes, list("é".encode())[:1]) == ["\ufffd"]
-    assert token_texts(from_bytes, [0x80, 0x41]) == ["", "\ufffdA"]
-
-
-@given(st.text())
-@settings(max_examples=30)
-def test_texts_join_to_the_whole(text: str) -> None:
-    tokens = list(text.encode("utf-8", errors="ignore"))
-    texts = token_texts(from_bytes, tokens)
-    assert len(texts) == len(tokens)
-    assert "".join(texts) == from_bytes(tokens)
-
-
-@given(st.binary())
-@settings(max_examples=30)
-def test_any_bytes_have_texts(tokens: bytes) -> None:
-    assert len(token_texts(from_bytes, list(tokens))) == len(tokens)
-
-
-def test_a_space_that_the_decoder_leaves_out_at_the_beginning_is_kept_between() -> None:
-    words = [" the", " end"]
-    assert token_texts(lambda tokens: "".join(words[i] for i in tokens).removeprefix(" "), [0, 1]) == ["the", " end"]

@@ -59,6 +59,14 @@ class RolloutConfig(SamplingConfig, section="rollout", on_resume="report"):
     """
     tool_markers: tuple[str, ...] = CALCULATOR_MARKERS
     """Four control tokens of the tokenizer: begin and end of a question, begin and end of its answer."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion as a stop token does. Its text ends before the string; its tokens include the one
+    that completes the string.
+    """
+
+    def contradictions(self) -> Iterable[Problem]:
+        """Return a problem for an empty stop string."""
+        return refuse_if("" in self.stop, "stop", "rollout.stop has an empty string", "strings of a character or more")
 
     def with_seed(self, seed: int) -> "RolloutConfig":
         """Return these settings with another seed."""

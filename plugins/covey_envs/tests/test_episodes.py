@@ -23,6 +23,7 @@ from covey.rl.group_table import table_of
 from covey.rl.metrics import episode_metrics
 from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
+from covey.sampling.sequence import Ending
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason, Group
 from covey_envs.episodes import Episodes
@@ -30,6 +31,7 @@ from covey_envs.episodes import Episodes
 TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
 END = int(TOKENIZER.encode("<|im_end|>")[0])
+STOPPED = Ending(1, FinishReason.STOP)
 ASK = [{"role": "user", "content": "Count."}]
 
 
@@ -68,7 +70,8 @@ class Play:
         """The response to a turn of the model."""
         said = np.append(TOKENIZER.encode(text), [] if end is None else end).astype(np.int32)
         self.tokens = np.concatenate([self.tokens, said])
-        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, room)).result(10)
+        ending = STOPPED if end is not None else Ending(len(said), FinishReason.LENGTH)
+        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, room, ending)).result(10)
         if response is not None:
             self.tokens = np.concatenate([self.tokens, response])
         return response
@@ -334,7 +337,7 @@ def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.Mo
     rendered = np.append(before, more) if more else before[:-2]
     monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: False)
     monkeypatch.setattr(Episodes, "encode_prompt", lambda *_: rendered)
-    branch = play.episodes.answer(Turn(Sample(0, 0), said, 100)).result(10)
+    branch = play.episodes.answer(Turn(Sample(0, 0), said, 100, STOPPED)).result(10)
     assert isinstance(branch, NewBranch)
     assert branch.kept == min(len(before), len(rendered)) - 1
     np.testing.assert_array_equal(branch.tokens, rendered[branch.kept :])
@@ -349,7 +352,7 @@ def test_a_rewritten_history_is_warned_of_once_by_the_first_sample_of_a_row(
     play = Play(samples=2, turns=9)
     said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
     for number, count_of_warnings in ((1, 0), (0, 1)):
-        play.episodes.answer(Turn(Sample(0, number), said, 100)).result(10)
+        play.episodes.answer(Turn(Sample(0, number), said, 100, STOPPED)).result(10)
         assert len(asked) == caplog.text.count("renders earlier turns") == count_of_warnings
 
 

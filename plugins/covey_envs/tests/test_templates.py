@@ -20,6 +20,7 @@ from covey.models.spans import span_mask
 from covey.packing.rows import attention_spans, pack
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
+from covey.sampling.sequence import Ending, StopIds
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, FinishReason, Group
 from covey_envs.episodes import Episodes
@@ -90,7 +91,9 @@ def play(episodes: Episodes, tokenizer: Tokenizer, number: int, prompt: np.ndarr
             held.append(token)
             tokens.append(token)
             drawn.append(True)
-        turn = Turn(Sample(number, 0), np.array(tokens, np.int32), 10_000)
+        stopped = StopIds(tokenizer.stop_ids)(np.array(tokens, np.int32), 1)
+        ending = stopped or Ending(len(tokens), FinishReason.LENGTH)
+        turn = Turn(Sample(number, 0), np.array(tokens, np.int32), 10_000, ending)
         response = episodes.answer(turn).result(30)
         if response is None:
             break

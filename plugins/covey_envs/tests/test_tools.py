@@ -27,6 +27,7 @@ from covey.errors import DataError, EpisodeError, RecipeError
 from covey.recipes.build import prompt_encoder
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.scheduler import Sample
+from covey.sampling.sequence import Ending
 from covey.text import chat_template
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason
@@ -37,6 +38,7 @@ from covey_envs.tool_calls import FORMATS, choose_format
 from covey_envs.tools import MAX_CALLS, CallError, Tool
 
 F = TypeVar("F", bound=Callable[..., Any])
+STOPPED = Ending(1, FinishReason.STOP)
 PARITY = Path(__file__).parents[3] / "tests" / "parity"
 GIVEN = runpy.run_path(str(PARITY / "tool_functions.py"))
 PLAIN, NESTED, CHOSEN, *OTHERS = GIVEN["FUNCTIONS"]
@@ -98,7 +100,7 @@ class Play:
         """What is appended to a turn of the model, as text."""
         said = np.append(self.tokenizer.encode(text), self.tokenizer.eos_id).astype(np.int32)
         self.tokens = np.concatenate([self.tokens, said])
-        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, 2000)).result(10)
+        response = self.episodes.answer(Turn(Sample(0, 0), self.tokens, 2000, STOPPED)).result(10)
         if response is None:
             return None
         self.tokens = np.concatenate([self.tokens, response])
@@ -480,7 +482,7 @@ def test_a_rewritten_history_still_lists_the_tools() -> None:
         QWEN.replace("message.content + '<|im_end|>", "message.content | trim + '<|im_end|>"), history="template"
     )
     said = np.append(play.tokenizer.encode("  " + hermes("add", a=2, b=3)), play.tokenizer.eos_id).astype(np.int32)
-    response = play.episodes.answer(Turn(Sample(0, 0), said, 2000)).result(10)
+    response = play.episodes.answer(Turn(Sample(0, 0), said, 2000, STOPPED)).result(10)
     assert isinstance(response, NewBranch)
     sequence = np.concatenate([play.episodes.encode_prompt(play.prompt), said])[: response.kept]
     shown = play.tokenizer.decode(np.concatenate([sequence, response.tokens]), skip_special=False)

@@ -11,7 +11,7 @@ from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 from covey.sampling.scheduler import Scheduler
 from covey_plan.lengths import cut_geometric, expected_lengths
-from covey_plan.schedule import Timeline, timeline
+from covey_plan.schedule import Timeline, fitted, timeline
 
 
 def played(scheduler: Scheduler, lengths: np.ndarray) -> Timeline:
@@ -41,22 +41,20 @@ def test_calls_are_those_of_the_scheduler(seed: int) -> None:
     config = RolloutConfig(max_prompt_length=16, max_new_tokens=64, slots=int(slots), decode_chunk=int(chunk))
     lengths = random.integers(2, 65, (prompts, samples))
     requests = [16] * int(prompts), [int(samples)] * int(prompts)
-    fitted = [Scheduler.fitted(*requests, config, may_resize=False) for _ in range(2)]
-    assert timeline(fitted[0], lengths) == played(fitted[1], lengths)
+    schedulers = [fitted(*requests, config, may_resize=False) for _ in range(2)]
+    assert timeline(schedulers[0], lengths) == played(schedulers[1], lengths)
 
 
 def test_a_slot_stays_free_through_a_chunk_that_was_launched_before_its_end_was_read() -> None:
     config = RolloutConfig(max_prompt_length=16, max_new_tokens=64, slots=2, decode_chunk=8)
     lengths = np.array([[9, 33], [9, 9]])  # one, four, one and one chunks in two slots
-    read, unread = (
-        timeline(Scheduler.fitted([16] * 2, [2] * 2, config, fixed_shapes=True), lengths, n) for n in (0, 1)
-    )
+    read, unread = (timeline(fitted([16] * 2, [2] * 2, config, fixed_shapes=True), lengths, n) for n in (0, 1))
     assert (read.chunks, unread.chunks) == (4, 5)  # the second sample ends with chunk 4, the last with 3 or with 5
 
 
 def test_the_longest_completion_decides_when_a_rollout_ends() -> None:
     config = RolloutConfig(max_prompt_length=16, max_new_tokens=1024, slots=8, decode_chunk=8)
-    scheduler = Scheduler.fitted([16], [8], config, fixed_shapes=True)
+    scheduler = fitted([16], [8], config, fixed_shapes=True)
     found = timeline(scheduler, np.array([[100] * 7 + [1000]]))
     assert (found.steps, found.chunks) == (999, 125)
     assert found.use == (7 * 99 + 999) / (8 * 999)

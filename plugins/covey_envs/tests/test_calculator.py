@@ -29,12 +29,12 @@ from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout import RolloutWorker
-from covey.sampling.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.logits import SamplingParams, draw
-from covey.sampling.noise import sample_keys, token_keys
+from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
+from covey_envs.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
+from covey_plan.sampler_programs import SamplerPrograms
 
 RULES = {
     "neg": lambda a: -a,
@@ -464,7 +464,7 @@ def test_a_tool_costs_the_decode_program_no_input() -> None:
     """What a tool answers is appended by a program of its own, so its decode steps are those of a run without one."""
     config = RolloutConfig(decode_chunk=4)
     made, params = shared_engine().programs, talker()[1]
-    programs = [made.decode_program(params, 8, 128, config, pause_id) for pause_id in (None, 20)]
+    programs = [SamplerPrograms(made, params).decode(8, 128, config, pause_id) for pause_id in (None, 20)]
     plain, with_tool = ([x.shape for x in jax.tree.leaves(program.args)] for program in programs)
     assert plain == with_tool
 
@@ -496,7 +496,6 @@ def test_a_tool_without_its_markers_is_an_error_that_names_them() -> None:
     bare = made_tokenizer(("<stop>", "<|python_start|>", "<|python_end|>", "<|output_end|>"))
     with pytest.raises(RecipeError, match=r"no token '<\|output_start\|>'"):
         make_tool(bare, RolloutConfig(tool="calculator"))
-    assert make_tool(bare, RolloutConfig()) is None
     with pytest.raises(RecipeError, match=r"<\|python_end\|>' is a stop token"):
         make_tool(made_tokenizer(stop="<|python_end|>"), RolloutConfig(tool="calculator"))
 

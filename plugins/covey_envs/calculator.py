@@ -223,13 +223,11 @@ class Tool:
         return self.decode([token for token in tokens.tolist() if token not in self.hidden])
 
 
-def make_tool(tokenizer: Tokenizer, config: RolloutConfig) -> Tool | None:
-    """Return the tool that `config` names, or None when it names none.
+def make_tool(tokenizer: Tokenizer, config: RolloutConfig) -> Tool:
+    """Return the tool that `rollout.tool` names.
 
     Errors: RecipeError when the tokenizer lacks a marker, or a marker equals another one or a stop token.
     """
-    if config.tool == "none":
-        return None
     markers = _markers(tokenizer, config.tool_markers)
     control = {token for token, added in tokenizer.inner.get_added_tokens_decoder().items() if added.special}
     decode = partial(tokenizer.decode, skip_special=False)
