@@ -18,9 +18,9 @@ from typing import Any
 
 from covey.data.loader import PromptLoader
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch
-from covey.rl.rollouts import Rollouts, SamplingContext
-from covey.rl.step_stats import FailureCounts, StepStats
+from covey.rl.metrics import StepStats
+from covey.rl.rollouts import FailureCounts, Rollouts, SamplingContext
+from covey.rl.step_data import PromptBatch, RolloutBatch
 
 STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
 """Number of steps, numbers of steps ahead, and seconds in which a step is sampled without rewards."""

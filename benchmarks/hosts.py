@@ -31,9 +31,8 @@ from covey.config.schema import GRPOConfig
 from covey.packing.rows import make_layout
 from covey.parallel import processes
 from covey.parallel.values import deserialize, serialize
-from covey.rl.experience import Experience, make_train_batch
-from covey.rl.group_table import GroupTable, join, table_of
-from covey.rl.packed_groups import PackedGroups
+from covey.rl.batches import PackedGroups, make_train_batch
+from covey.rl.step_data import Experience, GroupTable, join, table_of
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import Channel
 from covey_hosts.links import Peer

@@ -28,7 +28,7 @@ from covey.recipes.load_model import available_mesh, available_own_mesh, load_fo
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.learner import fit_rows
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.run.saved_run import console_of_process
 from covey.run.settings import check_same_recipe
 from covey.sft.learner import HELD_OUT, SFTLearner

@@ -31,17 +31,10 @@ from covey.packing.rows import Rows
 from covey.parallel import processes
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
-from covey.rl.inference import (
-    InferenceWorker,
-    RowScorer,
-    copy_donated_arrays,
-    make_reference,
-    polyak_update,
-)
-from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
+from covey.rl.batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
-from covey.rl.rollout import RolloutWorker
-from covey.rl.sampling_weights import StackLoan
+from covey.rl.rollout_worker import RolloutWorker, StackLoan
+from covey.rl.scorers import InferenceWorker, RowScorer, copy_donated_arrays, make_reference, polyak_update
 from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from covey.losses.advantages import ADVANTAGES, AdvantageFn, reward_table
 from covey.registry import offered
 from covey.rewards import RewardFns
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import Experience
 from covey.rl.learner import Learner
+from covey.rl.step_data import Experience
 
 
 class GRPOLearner(Learner):

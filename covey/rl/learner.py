@@ -50,27 +50,26 @@ from covey.rewards import (
     resolve_reward_fns,
     score,
 )
+from covey.rl.batches import AGREEMENT, PackedGroups, Replay, TrainBatch, gather_batches, make_train_batch
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.evaluate import during_training as during
-from covey.rl.experience import (
-    Experience,
-    PromptBatch,
-    RolloutBatch,
-    make_train_batch,
-    penalize_length,
-    split_by_reward_variance,
-)
-from covey.rl.group_table import GroupTable, gather_table
-from covey.rl.metrics import Clock
-from covey.rl.micro_batches import AGREEMENT, Replay, TrainBatch, gather_batches, slices
-from covey.rl.packed_groups import PackedGroups
+from covey.rl.metrics import Clock, StepStats, gather_step_stats, step_metrics
 from covey.rl.roles import Role
-from covey.rl.rollout import RolloutWorker
-from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, load_steps
+from covey.rl.rollout_worker import RolloutWorker
+from covey.rl.rollouts import FailureCounts, Rollouts, SampledStep, SamplingContext, load_steps
 from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
-from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
+from covey.rl.step_data import (
+    Experience,
+    GroupTable,
+    PromptBatch,
+    RolloutBatch,
+    gather_table,
+    penalize_length,
+    slices,
+    split_by_reward_variance,
+)
 from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, RunResources
 from covey.run.script import checksum, model_options

@@ -1,22 +1,26 @@
-"""Metrics of a step, with the names of TRL's and Tunix's logs."""
+"""Record of how a step was made, and its metrics, with the names of TRL's and Tunix's logs."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from covey.config.algorithms import Algorithm
 from covey.config.metrics import OVERLONG
 from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
+from covey.parallel import processes
 from covey.rewards.correlation import centre, correlate, labels_of
-from covey.rl.group_table import GroupTable
+from covey.rl.step_data import GroupTable, RolloutBatch, sum_by_name
 from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory
+from covey.types import Group
 
 MIN_EQUAL = 8
 """Smallest number of completions, beyond the first of their tokens, from which the noise of rewards is measured."""
@@ -205,3 +209,56 @@ def _std(values: np.ndarray) -> float:
     """Return the standard deviation of the values that are known (ddof 1); NaN for fewer than two."""
     known = values[~np.isnan(values)]
     return float(known.std(ddof=1)) if known.size > 1 else math.nan
+
+
+@dataclass
+class StepStats:
+    """Record of how a step's data was made.
+
+    Attributes:
+        clock: measures the phases.
+        rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
+            of all processes, and the sums of their rollouts' counts.
+        waste: fraction of padding in each micro-batch's rows.
+        version: number of updates of the weights that sampled the step, where samples may be older than the weights.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
+    waste: list[float] = field(default_factory=list)
+    version: int = 0
+
+    def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
+        """Add a rollout, whose groups to train on are `trained` since they have advantages."""
+        self.rollout = self.rollout.joined(rollout.with_advantages(trained))
+        self.clock.add(rollout.seconds)
+
+
+def gather_step_stats(stats: StepStats) -> StepStats:
+    """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
+    local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
+    sampler, failed, dropped, seconds = zip(*processes.here().all_gather(local, "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
+    rollout = replace(
+        stats.rollout, stats=sum(sampler, SamplerStats()), failed=sum_by_name(*failed), dropped=sum(dropped)
+    )
+    return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
+
+
+def step_metrics(
+    stats: StepStats,
+    updates: Sequence[Mapping[str, float]],
+    algorithm: Algorithm,
+    environments: ResponderFactory | None,
+) -> dict[str, float]:
+    """Compute the metrics of a step from the record of all processes, and from those of its updates."""
+    rollout, dynamic = stats.rollout, algorithm.max_sampling_rounds > 1
+    groups_prompts = environments is not None and environments.groups_prompts
+    return {
+        **group_metrics(rollout.table),
+        **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
+        **combine_updates(updates),
+        **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
+        **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
+        **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, known_mean(stats.waste)),
+    }

@@ -19,11 +19,11 @@ from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
 from covey.parallel import processes
 from covey.rewards import RewardFns
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import Role
+from covey.rl.step_data import Experience, tokens_in_loss
 from covey.train.trainer import Metrics
 
 

@@ -14,7 +14,7 @@ the next prompts are sampled. In several processes each has two such threads, wh
 alone. Those that score meet where they exchange rewards, in the order of the steps.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -32,14 +32,20 @@ import numpy as np
 from covey.data.loader import PromptLoader
 from covey.parallel import processes
 from covey.parallel.values import deserialize
-from covey.rl.experience import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
+from covey.rewards import RewardRunner
 from covey.rl.metrics import Clock
+from covey.rl.step_data import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
+from covey.sampling.responder import ResponderFactory
 from covey.types import Completion
 
 if TYPE_CHECKING:
     from covey.rl.learner import Learner
 
-FORMER_NAMES = {b'drawn_steps:DrawnStep"': b'rollouts:SampledStep"'}
+FORMER_NAMES = {
+    b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"',
+    b'"covey.rl.experience:RolloutBatch"': b'"covey.rl.step_data:RolloutBatch"',
+    b'"covey.rl.group_table:GroupTable"': b'"covey.rl.step_data:GroupTable"',
+}
 """Names of classes in earlier checkpoints, and their names now."""
 
 
@@ -320,3 +326,59 @@ class Rollouts:
 
 def _known(step: SampledStep) -> Callable[[], SampledStep]:
     return lambda: step
+
+
+class FailureCounts:
+    """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
+    run. Those of a step follow from its number, while a thread may be sampling later ones: so the failures of
+    environments are taken as each of its samples ends, and those of reward functions as it is scored. The step whose
+    failures exceed a budget ends the run, also where a later one is being sampled.
+
+    Args:
+        rewards: runs the reward functions of this process.
+        environments: runs its environments, if there are some.
+    """
+
+    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
+        self._rewards, self._environments, self._lock = rewards, environments, Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the counts of a checkpoint, which are those of all processes."""
+        self._known = self.counts()
+        self._taken = self._known[1]
+
+    def take_sampled(self) -> int:
+        """Return the failures of this process's environments since the last time; one thread at a time may sample."""
+        with self._lock:
+            before, self._taken = self._taken, self.counts()[1]
+            return self._taken - before
+
+    def agree(self, sampled: int) -> tuple[Counter[str], int]:
+        """Add the failures of the other processes since the last time. All processes must call it.
+
+        Args:
+            sampled: failures of this process's environments since then.
+
+        Returns:
+            The failures of each reward function and those of environments, in all processes since the run began.
+
+        Raises:
+            RewardError, EpisodeError: there are more in all processes than the budget allows.
+        """
+        rewards, environments = self.counts()[0], self._known[1] + sampled
+        new = rewards - self._known[0]
+        of_rewards, of_environments = zip(*processes.here().all_gather((dict(new), sampled), "failures"), strict=True)
+        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new, sum(of_environments) - sampled
+        self._known = rewards + elsewhere[0], environments + elsewhere[1]
+        if elsewhere[0]:
+            self._rewards.count_elsewhere(elsewhere[0])
+        if self._environments:
+            with self._lock:
+                self._taken += elsewhere[1]
+                self._environments.count_elsewhere(elsewhere[1], self._known[1])
+        return self.counts()[0], self._known[1]
+
+    def counts(self) -> tuple[Counter[str], int]:
+        """Return the failures of each reward function and those of environments, as this process knows them."""
+        return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from covey.config.algorithms import Algorithm
 from covey.losses.advantages import AdvantageFn, merge_ties
-from covey.rl.experience import Experience, sampled_mask
+from covey.rl.step_data import Experience, sampled_mask
 from covey.types import Completion
 
 

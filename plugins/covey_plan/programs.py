@@ -12,8 +12,8 @@ from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
 from covey.packing.rows import abstract_rows
 from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards, rows_placement
+from covey.rl.batches import abstract_policy_batch
 from covey.rl.cluster import RLCluster
-from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import Demands, Scheduler

@@ -31,7 +31,7 @@ from covey.types import Completion, FinishReason, Group
 
 if TYPE_CHECKING:
     from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
-    from covey.rl.experience import Experience
+    from covey.rl.step_data import Experience
 
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""

@@ -23,8 +23,8 @@ from covey.models.lora import projections, split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel.reshard import flatten
-from covey.rl.inference import RowScorer
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
+from covey.rl.scorers import RowScorer
 from covey.sampling.engine import Engine, Request, generate
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import MicroBatch, Trainer
@@ -90,7 +90,7 @@ def test_log_probs_and_gradients_have_the_same_bits(
 
     seen: list[set[Any]] = []
     got = compute()
-    for module in ("covey.rl.inference", "covey.train.programs"):
+    for module in ("covey.rl.scorers", "covey.train.programs"):
         monkeypatch.setattr(f"{module}.operand_type", lambda model: None)
     for new, old in zip(got, compute(), strict=True):
         np.testing.assert_array_equal(new, old)

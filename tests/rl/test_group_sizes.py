@@ -9,11 +9,10 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig
 from covey.rewards import score
 from covey.rl.evaluate import evaluate_groups
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics
 from covey.rl.ppo import gae_advantages
+from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, Episode, FinishReason, Group
 
 RNG = np.random.default_rng(0)

@@ -25,9 +25,9 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.monitor.record import StepRecord
 from covey.parallel import make_mesh
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer

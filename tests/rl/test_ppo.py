@@ -22,12 +22,11 @@ from covey.losses.advantages import gae
 from covey.losses.policy import KLS
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import ValueInputs
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
+from covey.rl.batches import Replay
 from covey.rl.grpo import GRPOLearner, group_advantages
-from covey.rl.micro_batches import Replay
 from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, FinishReason, Group
 
 G = 3

@@ -18,10 +18,10 @@ from covey.errors import EpisodeError
 from covey.parallel import processes
 from covey.parallel.values import serialize
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch
-from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, Worker, load_steps
+from covey.rl.metrics import StepStats
+from covey.rl.rollouts import FORMER_NAMES, FailureCounts, Rollouts, SampledStep, SamplingContext, Worker, load_steps
 from covey.rl.stage_sizes import StageSizes
-from covey.rl.step_stats import FailureCounts, StepStats
+from covey.rl.step_data import PromptBatch, RolloutBatch
 
 LIMIT = 10.0
 """Seconds after which a wait that should end has failed."""
@@ -209,7 +209,10 @@ def test_steps_of_a_checkpoint_are_not_sampled_again() -> None:
 def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
     data = serialize([SampledStep(3, RolloutBatch([]), {"judge": 2}, 1)])
     start = 8 + int.from_bytes(data[:8], "little")
-    text = data[8:start].replace(b"covey.rl.rollouts:SampledStep", b"covey.rl.drawn_steps:DrawnStep")
+    text = data[8:start]
+    for former, name in FORMER_NAMES.items():
+        assert text.count(name) == 1
+        text = text.replace(name, former)
     (step,) = load_steps([len(text).to_bytes(8, "little") + text + data[start:]])
     assert (step.version, step.failed, step.env_failed) == (3, {"judge": 2}, 1)
 

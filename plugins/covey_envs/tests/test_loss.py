@@ -15,9 +15,9 @@ from flax import nnx
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.models.attention import causal_attention
 from covey.rewards import environment_reward
+from covey.rl.batches import RowBatch, policy_loss_fn
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
-from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.rl.roles import ClusterConfig
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import SamplerStats

@@ -29,14 +29,13 @@ from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import make_mesh, processes
 from covey.rewards.runner import RewardRunner
-from covey.rl.experience import RolloutBatch
 from covey.rl.grpo import GRPOLearner
-from covey.rl.metrics import group_metrics
+from covey.rl.metrics import gather_step_stats, group_metrics
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rollouts import Rollouts
+from covey.rl.rollouts import FailureCounts, Rollouts
 from covey.rl.stage_sizes import StageSizes
-from covey.rl.step_stats import FailureCounts, gather_step_stats
+from covey.rl.step_data import RolloutBatch
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import Channel

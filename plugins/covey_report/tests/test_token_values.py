@@ -12,8 +12,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
+from covey.rl.step_data import Experience, table_of
 from covey.types import Branch
 from covey_report import token_values
 from covey_report.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval

@@ -24,8 +24,8 @@ from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
 from covey.parallel.reshard import reshard
 from covey.parallel.sharding import shardings
-from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import Role
+from covey.rl.scorers import InferenceWorker, RowScorer
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

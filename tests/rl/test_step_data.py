@@ -13,16 +13,14 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import processes
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch, tokens_in_loss
-from covey.rl.group_table import table_of
+from covey.rl.batches import TrainBatch
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
-from covey.rl.metrics import Clock
-from covey.rl.micro_batches import TrainBatch
+from covey.rl.metrics import Clock, gather_step_stats
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.rl.rollouts import SampledStep, local_step
-from covey.rl.step_stats import gather_step_stats
+from covey.rl.step_data import PromptBatch, RolloutBatch, table_of, tokens_in_loss
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 

@@ -1,0 +1,389 @@
+"""Batches of a step: rows of groups, training micro-batches, and the losses of policy and critic on them.
+
+A step's prompts are sampled and scored in batches of whole training micro-batches, large enough for every stage before
+training to work in full slices (`StageSizes.rollout_batch_size`). Each stage runs over such a batch in slices of its
+own size, and the result is split again at the boundaries of the training micro-batches. The sizes (`stage_sizes`)
+change speed and memory, never the result.
+
+All processes assign the completions to rows by the table of the groups, which is the same in all. The tokens of a row
+lie in the processes that have sampled its groups; the processes whose devices compute the row get them from there. So
+the work and the memory of a process do not grow with the number of processes. One process has all rows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from covey.config.algorithms import Algorithm
+from covey.losses.logprobs import token_logps
+from covey.losses.policy import AGGREGATES, LossInputs, Surrogate, policy_loss
+from covey.losses.value import ValueInputs, row_values, value_loss
+from covey.packing.rows import Layout, Rows, scatter_to_rows, split_micro_batches
+from covey.parallel import processes
+from covey.parallel.sharding import put_rows
+from covey.rl.roles import Role
+from covey.rl.step_data import Experience, GroupTable, sampled_mask, slices, tokens_in_loss
+from covey.sampling.logits import SamplingParams
+from covey.sampling.noise import token_keys
+from covey.train.programs import LossFn
+from covey.train.trainer import MicroBatch
+from covey.types import Group, Mean, MetricSums
+
+T = TypeVar("T")
+
+RowHolders = Callable[[int, int], Sequence[Int[np.ndarray, "r"]]]
+"""Function (number of rows, row length) → numbers of the rows that the devices of each process compute, by process."""
+
+
+class PackedSlice:
+    """Rows of consecutive groups.
+
+    Args:
+        groups: those of the groups that this process has sampled.
+        table: numbers of all of them.
+        layout: the rows.
+        holders: rows that the devices of each process compute, by process.
+
+    Attributes:
+        rows: NumPy rows; those that no device of this process computes are zeros.
+        own: numbers of the rows that devices of this process compute.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], table: GroupTable, layout: Layout, holders: Sequence[Int[np.ndarray, "r"]]
+    ):
+        self.table, self.layout, self._holders = table, layout, holders
+        self.own = holders[processes.here().index]
+        self._sampled = self._by_process(np.repeat(table.owner, table.sizes))
+        self._computed = self._in_rows([list(chain.from_iterable(p.indices for p in row)) for row in layout.rows])
+        prompts = processes.here().move(
+            dict(zip(table.own.tolist(), (np.asarray(group.prompt_tokens) for group in groups), strict=True)),
+            self._by_process(table.owner),
+            self._in_rows([[piece.group for piece in row] for row in layout.rows]),
+            table.prompts,
+            np.int32,
+            "prompts",
+        )
+        tokens = self._held([np.asarray(c.tokens) for group in groups for c in group.completions], np.int32, "tokens")
+        self.rows: Rows = layout.fill(prompts, tokens, self.own)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each completion, of all processes."""
+        lengths: list[int] = self.table.lengths.tolist()
+        return lengths
+
+    def scatter(self, per_token: Sequence[np.ndarray], about: str) -> Float[np.ndarray, "R M"]:
+        """Scatter per-token values to the scored tokens of the own rows; 0 in all others. All processes must call it.
+
+        Args:
+            per_token: one array per completion of this process's groups.
+            about: what the values are.
+        """
+        return scatter_to_rows(self.rows, self._held(per_token, np.float32, about))
+
+    def gather(self, per_token: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+        """Return per-token values of this process's groups, one float32 array per completion; the inverse of `scatter`.
+        All processes must call it.
+
+        Args:
+            per_token: one array per completion of all processes, with the values of those in own rows.
+            about: what the values are.
+        """
+        every = dict(enumerate(per_token))
+        values = processes.here().move(every, self._computed, self._sampled, self.table.lengths, np.float32, about)
+        return [values[i] for i in self.table.own_completions.tolist()]
+
+    def _held(self, per_token: Sequence[np.ndarray], dtype: Any, about: str) -> Mapping[int, np.ndarray]:
+        """Return arrays of the completions in own rows, and of the own ones, by number, given the own ones."""
+        own = dict(zip(self.table.own_completions.tolist(), per_token, strict=True))
+        return processes.here().move(own, self._sampled, self._computed, self.table.lengths, dtype, about)
+
+    @property
+    def counted(self) -> Int[np.ndarray, "r"]:
+        """Numbers of the rows that this process counts in sums over the rows of all: each is counted by the first
+        process that has it.
+        """
+        before = set(chain.from_iterable(rows.tolist() for rows in self._holders[: processes.here().index]))
+        return np.array([row for row in self.own.tolist() if row not in before], int)
+
+    def _by_process(self, owners: Int[np.ndarray, "n"]) -> list[list[int]]:
+        """Return the numbers of what each process has sampled, given the owner of each."""
+        return [np.flatnonzero(owners == process).tolist() for process in range(len(self._holders))]
+
+    def _in_rows(self, by_row: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the numbers that `by_row` has in the rows that each process computes."""
+        return [[i for row in rows.tolist() for i in by_row[row]] for rows in self._holders]
+
+
+class PackedGroups:
+    """Rows of groups, packed slice by slice; stages that use the same slice share its rows.
+
+    Args:
+        groups: those of the groups that this process has sampled.
+        table: numbers of all of them.
+        pack: returns the rows of some groups.
+        holders: see `RowHolders`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        table: GroupTable,
+        pack: Callable[[GroupTable], Layout],
+        holders: RowHolders,
+    ):
+        self._groups, self._table, self._pack, self._holders = groups, table, pack, holders
+        self._slices: dict[tuple[int, int], PackedSlice] = {}
+
+    def slice(self, start: int, stop: int) -> PackedSlice:
+        """Return the rows of groups `start` to `stop`."""
+        if (start, stop) not in self._slices:
+            table = self._table.select(range(start, stop))
+            layout, own = self._pack(table), self._table.own
+            groups = [group for number, group in zip(own, self._groups, strict=True) if start <= number < stop]
+            holders = self._holders(len(layout.rows), layout.length)
+            self._slices[start, stop] = PackedSlice(groups, table, layout, holders)
+        return self._slices[start, stop]
+
+    def map(
+        self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int, about: str
+    ) -> list[np.ndarray]:
+        """Apply `compute` to `size` groups at a time; return one array per completion of this process's groups."""
+        out: list[np.ndarray] = []
+        for part in slices(range(len(self._table)), size):
+            packed = self.slice(part[0], part[-1] + 1)
+            out += packed.gather(compute(packed.rows, packed.lengths), about)
+        return out
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Training micro-batch: groups packed into rows, with the other inputs of the losses.
+
+    Attributes:
+        groups: the groups in the rows; of several processes those that this one has sampled.
+        rows: NumPy arrays; of several processes, as the inputs, with zeros for rows of other processes' devices.
+        inputs: inputs of the actor's loss.
+        denominator: part of these completions in the denominator of the actor's loss.
+        value_inputs: inputs of the critic's loss; None without a critic.
+        value_denominator: number of tokens in the critic's loss.
+        counted: the rows that this process counts in a sum over those of all processes.
+        table: numbers of the groups of all processes; None where these are `groups`.
+    """
+
+    groups: Sequence[Group]
+    rows: Rows
+    inputs: LossInputs
+    denominator: float
+    value_inputs: ValueInputs | None = None
+    value_denominator: float = 0.0
+    counted: "slice | np.ndarray" = field(default_factory=lambda: slice(None))
+    table: GroupTable | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the rows and the other inputs of the losses by name; the critic's names begin with `critic.`."""
+        of_critic = {} if self.value_inputs is None else self.value_inputs._asdict()
+        named = {f"critic.{name}": array for name, array in of_critic.items()}
+        arrays = self.rows._asdict() | self.inputs._asdict() | named
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def loss_batch(self, role: Role) -> tuple["RowBatch", float]:
+        """Return the rows with the inputs of the loss of `role`, actor or critic, and the denominator."""
+        if role == Role.ACTOR:
+            return RowBatch(self.rows, self.inputs), self.denominator
+        assert self.value_inputs is not None, "an algorithm with a critic computes returns"
+        return RowBatch(self.rows, self.value_inputs), self.value_denominator
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return name and shape of each array, which have to be equal in all processes."""
+        return [(name, array.shape) for name, array in self.arrays().items()]
+
+
+def make_train_batch(
+    x: Experience,
+    packed: PackedSlice,
+    algorithm: Algorithm,
+    beta: float,
+    max_new_tokens: int,
+    *,
+    with_keys: bool = False,
+) -> TrainBatch:
+    """Return the micro-batch of some groups.
+
+    Args:
+        x: the groups with their advantages.
+        packed: their rows.
+        algorithm: gives the weight of each token.
+        beta: weight of the KL.
+        max_new_tokens: limit of a completion, by which the aggregate `constant` divides.
+        with_keys: whether the agreement with the sampler is measured, where the completions have keys.
+    """
+    completions = [c for g in x.groups for c in g.completions]
+    in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in completions]
+    counts = np.where(x.table.cut & algorithm.mask_truncated, 0, x.table.sampled)
+    weights, denominator = AGGREGATES[algorithm.aggregate](counts, max_new_tokens)
+    own_weights = weights[x.table.own_completions]
+    drawn, has_keys = [sampled_mask(c) for c in completions], with_keys and x.table.keys.any(1).all()
+    inputs = LossInputs(
+        advantage=packed.scatter(x.advantages, "advantages"),
+        weight=packed.scatter([w * mask for w, mask in zip(own_weights, in_loss, strict=True)], "weights"),
+        rollout_logps=packed.scatter([c.logps for c in completions], "log-probs of the rollout"),
+        beta=np.full((len(packed.rows.tokens), 1), beta, np.float32),
+        old_logps=None if x.old_logps is None else packed.scatter(x.old_logps, "old log-probs"),
+        ref_logps=None if x.ref_logps is None else packed.scatter(x.ref_logps, "log-probs of the reference"),
+        keys=token_keys_of(packed.rows, x.table.keys, packed.scatter(drawn, "drawn tokens")) if has_keys else None,
+    )
+    scored = float(counts[~np.isnan(x.table.rewards)].sum())
+    values = _value_inputs(x, packed, in_loss)
+    return TrainBatch(x.groups, packed.rows, inputs, denominator, values, scored, packed.counted, x.table)
+
+
+def token_keys_of(
+    rows: Rows, keys: UInt32[np.ndarray, "B 2"], drawn: Float[np.ndarray, "R M"]
+) -> UInt32[np.ndarray, "R M 2"]:
+    """Return the random key that drew each scored token, from those of the completions; 0 where the model drew none."""
+    of_tokens, at = np.zeros((*drawn.shape, 2), np.uint32), drawn > 0  # rows of other processes have none
+    number, index = rows.scatter_index[at].T
+    of_tokens[at] = token_keys(keys[number], index)
+    return of_tokens
+
+
+def _value_inputs(x: Experience, packed: PackedSlice, in_loss: Sequence[np.ndarray]) -> ValueInputs | None:
+    if x.returns is None or x.values is None:
+        return None
+    weight = [mask & is_scored for mask, is_scored in zip(in_loss, ~np.isnan(x.completion_rewards), strict=True)]
+    return ValueInputs(
+        returns=packed.scatter(x.returns, "returns"),
+        old_values=packed.scatter(x.values, "values"),
+        weight=packed.scatter(weight, "weights of values"),
+    )
+
+
+class Replay(Generic[T]):
+    """Items that can be iterated several times, although they may still have to be made: each pass goes through those
+    that exist and then makes the others.
+
+    >>> replay = Replay(iter("ab"))
+    >>> [*replay], [*replay]
+    (['a', 'b'], ['a', 'b'])
+    """
+
+    def __init__(self, items: Iterable[T]):
+        self._made: list[T] = []
+        self._rest = iter(items)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._made
+        for item in self._rest:
+            self._made.append(item)
+            yield item
+
+
+class RowBatch(NamedTuple):
+    """Rows and inputs of a loss on its devices."""
+
+    rows: Rows
+    inputs: Any
+
+
+def put_micro_batches(batch: RowBatch, denominator: float, like: Any, rows: int) -> Iterator[MicroBatch]:
+    """Yield a batch in pieces of `rows` rows on the devices that hold `like`; the first has the denominator."""
+    for piece in split_micro_batches(batch, rows):
+        yield MicroBatch(put_rows(piece, like), denominator)
+        denominator = 0.0
+
+
+def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool, keys: bool) -> RowBatch:
+    """Return the shapes of the inputs of the policy's loss beside `rows`, which are shapes too.
+
+    Args:
+        old_logps: whether a batch is used for several updates.
+        ref_logps: whether there is a reference.
+        keys: whether the agreement with the sampler is measured.
+    """
+
+    def shape(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows.tokens.sharding)
+
+    per_token = shape(rows.tokens.shape)
+    inputs = LossInputs(
+        advantage=per_token,
+        weight=per_token,
+        rollout_logps=per_token,
+        beta=shape((rows.tokens.shape[0], 1)),
+        old_logps=per_token if old_logps else None,
+        ref_logps=per_token if ref_logps else None,
+        keys=shape((*rows.tokens.shape, 2), jnp.uint32) if keys else None,
+    )
+    return RowBatch(rows, inputs)
+
+
+AGREEMENT = "sampling/token_agreement"
+"""Metric: share of the tokens drawn by the sampler that the trainer's logits would have drawn too, with their noise."""
+REDRAWN_COLUMN = 64
+"""A truncated draw is compared in each column with this distance: it needs whole rows of logits, a second pass over the
+head, which for all tokens would take half as long as an update.
+"""
+
+
+def policy_loss_fn(algorithm: Algorithm, sampling_params: SamplingParams, surrogate: Surrogate | None = None) -> LossFn:
+    """Return the policy's loss on a `RowBatch` with `LossInputs`; inputs with keys add the metric `AGREEMENT`.
+
+    Args:
+        algorithm: settings of the loss.
+        sampling_params: settings of the distribution that the tokens were drawn from. Log-probs are of the full
+            distribution at its temperature, as `Completion.logps` are.
+        surrogate: replaces the algorithm's surrogate.
+    """
+    every = 1 if sampling_params.is_plain else REDRAWN_COLUMN
+    score = partial(
+        token_logps,
+        temperature=sampling_params.temperature,
+        entropy_gradient=bool(algorithm.entropy_bonus),
+        sampling_params=sampling_params,
+        every=every,
+    )
+
+    def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
+        rows, inputs = batch.rows, batch.inputs
+        scores = score(graph, params, rows, keys=inputs.keys)
+        total, sums = policy_loss(algorithm, scores.logps, scores.entropy, rows.segment_ids, inputs, surrogate)
+        if scores.agreed is not None:
+            sums[AGREEMENT] = Mean(jnp.sum(scores.agreed), jnp.sum(inputs.keys[:, ::every].any(-1)))
+        return total, sums
+
+    return loss
+
+
+def value_loss_fn(value_clip: float) -> LossFn:
+    """Return the critic's loss on a `RowBatch` with `ValueInputs`; see `GRPOConfig.value_clip`."""
+
+    def loss(graph: Any, params: Any, batch: RowBatch) -> tuple[Array, MetricSums]:
+        values, inputs = row_values(graph, params, batch.rows), batch.inputs
+        return value_loss(values, inputs.old_values, inputs.returns, inputs.weight, value_clip)
+
+    return loss
+
+
+def gather_batches(batches: Sequence[TrainBatch]) -> tuple[list[Group], dict[str, np.ndarray]]:
+    """Return the groups and the arrays of several micro-batches, of all processes; arrays of the first micro-batch are
+    named `0.tokens`, `0.advantage`, ... All processes must call it.
+    """
+    groups, arrays = list[Group](), dict[str, np.ndarray]()
+    for number, batch in enumerate(batches):
+        groups += batch.groups if batch.table is None else batch.table.collect(batch.groups, "groups of a bad batch")
+        own = batch.counted, {name: array[batch.counted] for name, array in batch.arrays().items()}
+        parts = processes.here().all_gather(own, "arrays of a bad batch")
+        for name, array in batch.arrays().items():
+            arrays[f"{number}.{name}"] = whole = np.array(array)
+            for rows, of_process in parts:
+                whole[rows] = of_process[name]
+    return groups, arrays

@@ -1,0 +1,429 @@
+"""Data of a training step: the records that `Learner` hands from stage to stage, and functions on them.
+
+`GroupTable` has what every process knows of the groups of a step, numbers of tokens and scores. A process holds the
+tokens of the groups that it has sampled, and no others. Decisions that all processes make alike, such as the rows of a
+micro-batch, dynamic sampling, advantages and metrics, follow from this table.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt32
+
+from covey.config.algorithms import Algorithm
+from covey.config.metrics import OVERLONG
+from covey.losses.advantages import has_reward_variance, merge_ties, reward_table
+from covey.losses.shaping import kl_penalty, overlong_penalty
+from covey.packing.rows import GroupShape
+from covey.parallel import processes
+from covey.sampling.model_runner import SamplerStats
+from covey.types import Branch, Completion, Episode, Group
+
+if TYPE_CHECKING:
+    from covey.rl.batches import PackedGroups
+
+T = TypeVar("T")
+
+NextPrompts = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Function that returns the given number of new prompts."""
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """Numbers of the groups of a step, in one order in all processes. Arrays have one entry per group [P], or per
+    completion [B], group after group.
+
+    Attributes:
+        owner: index of the process that has sampled the group.
+        prompts: tokens of the prompt.
+        sizes: completions of the group.
+        lengths: tokens of the completion.
+        sampled: tokens of it that the model generated.
+        cut: whether a limit ended it.
+        mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
+        empty: whether its text is empty or white space.
+        characters: characters of its text.
+        repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
+        first_equal: number within the group of the first completion with the same tokens.
+        rewards: reward; NaN where no function scored the completion.
+        by_function: the same of each reward function, and of the length penalty.
+        keys: random key of the completion; 0 without one, because another engine drew it.
+        branches: branches of each completion; None where it can have none.
+        episodes: episode of each completion, without its messages; None without one.
+    """
+
+    owner: Int[np.ndarray, "P"]
+    prompts: Int[np.ndarray, "P"]
+    sizes: Int[np.ndarray, "P"]
+    lengths: Int[np.ndarray, "B"]
+    sampled: Int[np.ndarray, "B"]
+    cut: Bool[np.ndarray, "B"]
+    mass: Float[np.ndarray, "B"]
+    empty: Bool[np.ndarray, "B"]
+    characters: Int[np.ndarray, "B"]
+    repetition: Float[np.ndarray, "B"]
+    first_equal: Int[np.ndarray, "B"]
+    rewards: Float[np.ndarray, "B"]
+    by_function: Mapping[str, Float[np.ndarray, "B"]]
+    keys: UInt32[np.ndarray, "B 2"]
+    branches: Sequence[tuple[Branch, ...] | None]
+    episodes: Sequence[Episode | None]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def own(self) -> Int[np.ndarray, "p"]:
+        """Numbers of the groups that this process has sampled."""
+        return np.flatnonzero(self.owner == processes.here().index)
+
+    @property
+    def own_completions(self) -> Int[np.ndarray, "b"]:
+        """Numbers of the completions of these groups."""
+        return np.flatnonzero(np.repeat(self.owner, self.sizes) == processes.here().index)
+
+    @cached_property
+    def starts(self) -> Int[np.ndarray, "P+1"]:
+        """Number of the first completion of each group, and the number of all."""
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=int)])
+
+    @property
+    def reward_table(self) -> Float[np.ndarray, "P G"]:
+        """Rewards as a table; NaN where no function scored the completion, and behind smaller groups."""
+        return reward_table(self.split(self.rewards))
+
+    @property
+    def shapes(self) -> list[GroupShape]:
+        """Numbers of tokens of each group, for the rows."""
+        lengths = self.lengths.tolist()
+        return [
+            GroupShape(prompt, tuple(lengths[start:end]), tuple(self.branches[start:end]))
+            for prompt, start, end in zip(self.prompts.tolist(), self.starts[:-1], self.starts[1:], strict=True)
+        ]
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return values of all completions by group."""
+        return [values[start:end] for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)]
+
+    def select(self, groups: Sequence[int] | Int[np.ndarray, "p"]) -> "GroupTable":
+        """Return the groups with these numbers, in this order."""
+        groups = np.asarray(groups, int)
+        completions = np.concatenate([np.zeros(0, int), *(np.arange(*self.starts[[i, i + 1]]) for i in groups)])
+
+        def taken(name: str, values: Any) -> Any:
+            if isinstance(values, Mapping):
+                return {key: taken(name, of_key) for key, of_key in values.items()}
+            if not isinstance(values, np.ndarray):
+                return [values[i] for i in completions]
+            return values[groups if name in BY_GROUP else completions]
+
+        return GroupTable(**{field.name: taken(field.name, getattr(self, field.name)) for field in fields(self)})
+
+    def collect(self, values: Sequence[Any], about: str) -> list[Any]:
+        """Return the values of all groups, given those of this process's. All processes must call it."""
+        by_process = [iter(theirs) for theirs in processes.here().all_gather(list(values), about)]
+        return [next(by_process[owner]) for owner in self.owner]
+
+    def collect_numbers(self, values: np.ndarray, about: str) -> np.ndarray:
+        """Return the values of all completions, given those of this process's, [b] or [b, n]. All processes must call
+        it.
+        """
+        own = np.split(values, np.cumsum(self.sizes[self.own], dtype=int)[:-1]) if len(self.own) else []
+        return np.concatenate([values[:0], *self.collect(own, about)])
+
+
+NO_KEY = np.zeros(2, np.uint32)
+BY_GROUP = ("owner", "prompts", "sizes")
+"""Columns with one entry per group."""
+HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
+"""Factors by which a sequence of as many tokens becomes one number."""
+
+
+def table_of(groups: Sequence[Group]) -> GroupTable:
+    """Return the table of groups with rewards, all of them this process's."""
+    completions = [c for group in groups for c in group.completions]
+
+    def column(kind: type, values: Iterator[Any]) -> np.ndarray:
+        return np.array(list(values), kind)
+
+    none = [np.full(len(group.completions), np.nan) for group in groups]
+    rewards = [n if group.rewards is None else np.asarray(group.rewards) for group, n in zip(groups, none, strict=True)]
+    names = groups[0].rewards_by_function if groups else ()
+    return GroupTable(
+        owner=np.full(len(groups), processes.here().index),
+        prompts=column(int, (len(group.prompt_tokens) for group in groups)),
+        sizes=column(int, (len(group.completions) for group in groups)),
+        lengths=column(int, (len(c.tokens) for c in completions)),
+        sampled=column(int, (c.num_sampled for c in completions)),
+        cut=column(bool, (c.finish.was_cut for c in completions)),
+        mass=column(float, map(_kept_mass, completions)),
+        empty=column(bool, (not c.text.strip() for c in completions)),
+        characters=column(int, (len(c.text) for c in completions)),
+        repetition=column(float, map(_repeated_fraction, completions)),
+        first_equal=column(int, chain.from_iterable(map(_first_equal, groups))),
+        rewards=_concatenated(rewards),
+        by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
+        keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
+        branches=[c.branches for c in completions],
+        episodes=[c.episode and replace(c.episode, messages=()) for c in completions],
+    )
+
+
+def join(tables: Sequence[GroupTable]) -> GroupTable:
+    """Return the groups of all tables, one table after the other."""
+    tables = [table for table in tables if len(table)] or list(tables[:1])
+
+    def joined(name: str) -> Any:
+        columns = [getattr(table, name) for table in tables]
+        if isinstance(columns[0], Mapping):
+            return {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
+        return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else list(chain(*columns))
+
+    return GroupTable(**{field.name: joined(field.name) for field in fields(GroupTable)})
+
+
+def gather_table(groups: Sequence[Group]) -> GroupTable:
+    """Return the table of the groups of all processes, given those of this one. All processes must call it."""
+    return join(processes.here().all_gather(table_of(groups), "groups"))
+
+
+def _first_equal(group: Group) -> list[int]:
+    first: dict[bytes, int] = {}
+    return [first.setdefault(c.tokens.tobytes(), i) for i, c in enumerate(group.completions)]
+
+
+def _repeated_fraction(completion: Completion) -> float:
+    tokens = completion.tokens if completion.mask is None else completion.tokens[completion.mask]
+    if len(tokens) <= len(HASH):
+        return 0.0
+    hashes = np.sort(sum(tokens[i : len(tokens) - len(HASH) + 1 + i] * factor for i, factor in enumerate(HASH)))
+    return float((hashes[1:] == hashes[:-1]).mean(dtype=np.float64)) * (len(hashes) - 1) / len(hashes)
+
+
+def _kept_mass(completion: Completion) -> float:
+    mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
+    mass = mass if completion.mask is None or not mass.size else mass[completion.mask]
+    return float(mass.sum(dtype=np.float64)) if mass.size else float("nan")
+
+
+def _concatenated(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *values])
+
+
+class PromptBatch(NamedTuple):
+    """Prompts that are sampled and scored together.
+
+    Attributes:
+        step: number of the step, which seeds the noise.
+        first: number of the first prompt in the step.
+        examples: data rows with a prompt, for all processes.
+        more: returns more of them, for groups that dynamic sampling replaces; none by default.
+    """
+
+    step: int
+    first: int
+    examples: Sequence[Mapping[str, Any]]
+    more: NextPrompts = lambda missing: ()
+
+
+def prompt_batches(
+    examples: Sequence[Mapping[str, Any]], step: int, size: int, more: NextPrompts
+) -> Iterator[PromptBatch]:
+    """Yield the prompts of a step, `size` at a time: as many as every stage needs to work in full slices, or all.
+
+    Hazard: `examples` must be those of one optimizer step. A batch that spanned two would sample prompts of the second
+    with the policy before the first one's update, and the result would depend on the sizes.
+    """
+    first = 0
+    for part in slices(examples, size):
+        yield PromptBatch(step, first, part, more)
+        first += len(part)
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Groups that were sampled and scored together. It holds all that sampling has to report, so that it can be made in
+    a thread that shares nothing with the learner.
+
+    Attributes:
+        groups: all groups that this process has sampled, also those that dynamic sampling replaced; advantages are 0.
+        table: numbers of the groups of all processes.
+        indices: numbers of the groups to train on, of all processes, in the order of the training; None for all.
+        stats: statistics of the sampler.
+        rounds: number of rounds of dynamic sampling in which prompts were replaced.
+        replaced: number of prompts sampled in place of others whose groups have equal rewards.
+        tied: number of groups of equal rewards among those kept because the budget was spent.
+        dropped: number of completions without another one of their prompt, which were left out.
+        failed: number of failed completions by reward function, for functions with a failure policy.
+        env_failed: number of failures of this process's environments.
+        seconds: seconds of each phase.
+    """
+
+    groups: list[Group]
+    table: GroupTable = field(default_factory=lambda: table_of([]))
+    indices: list[int] | None = None
+    stats: SamplerStats = field(default_factory=SamplerStats)
+    rounds: int = 0
+    replaced: int = 0
+    tied: int = 0
+    dropped: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
+    env_failed: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> "Experience":
+        """Groups to train on."""
+        if self.indices is None:
+            return Experience(self.groups, self.table)
+        return Experience([self.groups[place] for place in self._trained_places], self.table.select(self.indices))
+
+    @property
+    def _trained_places(self) -> list[int]:
+        """Places among `groups` of those to train on, in the order of the training."""
+        places = {number: place for place, number in enumerate(self.table.own.tolist())}
+        indices = range(len(self.table)) if self.indices is None else self.indices
+        return [places[number] for number in indices if number in places]
+
+    def with_advantages(self, trained: Sequence[Group]) -> "RolloutBatch":
+        """Return the rollout with `trained` in the places of this process's groups to train on."""
+        groups = list(self.groups)
+        for place, group in zip(self._trained_places, trained, strict=True):
+            groups[place] = group
+        return replace(self, groups=groups)
+
+    def joined(self, other: "RolloutBatch") -> "RolloutBatch":
+        """Return the groups of both, with the sums of their counts and seconds."""
+        return RolloutBatch(
+            [*self.groups, *other.groups],
+            join([self.table, other.table]),
+            stats=self.stats + other.stats,
+            rounds=self.rounds + other.rounds,
+            replaced=self.replaced + other.replaced,
+            tied=self.tied + other.tied,
+            dropped=self.dropped + other.dropped,
+            failed=sum_by_name(self.failed, other.failed),
+            env_failed=self.env_failed + other.env_failed,
+            seconds=sum_by_name(self.seconds, other.seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Groups with their per-token data; lists have one array per completion, in order. Of several processes each has
+    the groups that it has sampled, and the numbers of all.
+
+    Attributes:
+        groups: groups with rewards.
+        table: numbers of the groups of all processes.
+        ref_logps, old_logps, values: per token; None where the algorithm does not use them.
+        advantages: per token.
+        returns: per token; the targets of the critic.
+        packed: rows of the groups.
+    """
+
+    groups: list[Group]
+    table: GroupTable
+    ref_logps: list[np.ndarray] | None = None
+    old_logps: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    advantages: list[np.ndarray] = field(default_factory=list)
+    returns: list[np.ndarray] | None = None
+    packed: "PackedGroups | None" = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each completion."""
+        return np.array([len(c.tokens) for g in self.groups for c in g.completions])
+
+    @property
+    def sampled_masks(self) -> list[np.ndarray]:
+        """Mask of each completion: True for the tokens that the model sampled."""
+        return [sampled_mask(c) for g in self.groups for c in g.completions]
+
+    @property
+    def policy_logps(self) -> list[np.ndarray]:
+        """Log-probs under the policy that sampled: the trainer's where they were computed, else the sampler's."""
+        return self.old_logps or [c.logps for g in self.groups for c in g.completions]
+
+    @property
+    def completion_rewards(self) -> np.ndarray:
+        """Reward of each completion, float64 [B]; NaN where no function scored it."""
+        return np.concatenate([np.zeros(0), *(np.asarray(g.rewards) for g in self.groups)])
+
+    def kl_penalties(self, algorithm: Algorithm, beta: float) -> list[np.ndarray] | None:
+        """Return β·KL of each sampled token, where the algorithm subtracts it from the reward; None elsewhere."""
+        if algorithm.kl_in != "reward" or self.ref_logps is None:
+            return None
+        return kl_penalty(self.policy_logps, self.ref_logps, algorithm.kl, beta, self.sampled_masks)
+
+    def between(self, start: int, stop: int) -> "Experience":
+        """Return the experience of groups `start` to `stop` of all processes."""
+        first, last = np.searchsorted(self.table.own, [start, stop]).tolist()
+        at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (first, last)))
+        others = ("groups", "packed", "table")
+        lists = {name: value and value[at] for name, value in vars(self).items() if name not in others}
+        return Experience(self.groups[first:last], self.table.select(range(start, stop)), **lists)
+
+
+def sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: sum(each.get(name, 0) for each in counts) for name in dict.fromkeys(chain(*counts))}
+
+
+def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> Group:
+    """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
+    if not algorithm.overlong_buffer:
+        return group
+    penalty = overlong_penalty(
+        np.array([c.num_sampled for c in group.completions]),
+        max_new_tokens=max_new_tokens,
+        buffer=algorithm.overlong_buffer,
+        penalty=algorithm.overlong_penalty,
+    )
+    rewards = np.asarray(group.rewards)
+    return replace(
+        group,
+        rewards=merge_ties(rewards + penalty, np.abs(rewards) + np.abs(penalty)),
+        rewards_by_function={**group.rewards_by_function, OVERLONG: penalty},
+    )
+
+
+def split_by_reward_variance(table: GroupTable) -> tuple[list[int], list[int]]:
+    """Return the numbers of groups whose completions differ in reward, and those of the others; the length penalty does
+    not count.
+    """
+    penalties = table.by_function.get(OVERLONG, np.zeros(len(table.rewards)))
+    groups = map(table.split, (table.rewards - penalties, np.abs(table.rewards) + np.abs(penalties)))
+    differs = np.array(
+        [has_reward_variance(each, np.nanmax(sizes, initial=0.0)) for each, sizes in zip(*groups, strict=True)], bool
+    )
+    return np.flatnonzero(differs).tolist(), np.flatnonzero(~differs).tolist()
+
+
+def sampled_mask(completion: Completion) -> np.ndarray:
+    """Return a mask, bool [n]: False for the tokens that a tool inserted."""
+    return np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+
+
+def tokens_in_loss(completion: Completion, mask_truncated: bool) -> np.ndarray:
+    """Return a mask, bool [n]: True for the tokens that the model sampled; with `mask_truncated`, False for all tokens
+    of a completion that was cut.
+    """
+    mask = sampled_mask(completion)
+    return mask & (not completion.finish.was_cut) if mask_truncated else mask
+
+
+def slices(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield `items` in order, `size` at a time; the last slice may be short.
+
+    >>> list(slices("abcde", 2))
+    [['a', 'b'], ['c', 'd'], ['e']]
+    """
+    assert size >= 1, "slices of nothing would lose every item"
+    remaining = iter(items)
+    while part := list(islice(remaining, size)):
+        yield part
