@@ -10,26 +10,26 @@ lie in the processes that have sampled its groups; the processes whose devices c
 the work and the memory of a process do not grow with the number of processes. One process has all rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import AGGREGATES, LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
-from covey.packing.rows import Layout, Rows, scatter_to_rows, split_micro_batches
+from covey.packing.bins import rows_per_micro_batch
+from covey.packing.rows import Layout, Rows, make_layout, scatter_to_rows, split_micro_batches
 from covey.parallel import processes
-from covey.parallel.sharding import put_rows
-from covey.rl.roles import Role
-from covey.rl.step_data import Experience, GroupTable, sampled_mask, slices, tokens_in_loss
+from covey.parallel.sharding import num_row_shards, put_rows
+from covey.rl.roles import ClusterConfig, Role
+from covey.rl.step_data import Experience, GroupTable, slices, tokens_in_loss
 from covey.sampling.logits import SamplingParams
 from covey.sampling.noise import token_keys
 from covey.train.programs import LossFn
@@ -38,129 +38,108 @@ from covey.types import Group, Mean, MetricSums
 
 T = TypeVar("T")
 
-RowHolders = Callable[[int, int], Sequence[Int[np.ndarray, "r"]]]
-"""Function (number of rows, row length) → numbers of the rows that the devices of each process compute, by process."""
+
+class RowSizes:
+    """Sizes of the rows and micro-batches of a run.
+
+    Args:
+        config: meshes and settings.
+        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
+
+    Attributes:
+        meshes: mesh of each role.
+        compile_cost: cost of another row length than the default in a step, in tokens.
+    """
+
+    def __init__(self, config: ClusterConfig, fixed_shapes: bool = False):
+        self.training, self.fixed_shapes, self.compile_cost = config.training_config, fixed_shapes, 0.0
+        self.meshes = {role: config.mesh(role) for role in Role}
+        self._num_shards = {role: num_row_shards(mesh) for role, mesh in self.meshes.items()}
+
+    def layout(self, table: GroupTable) -> Layout:
+        """Assign the completions of groups to rows."""
+        return make_layout(
+            table.shapes,
+            self.training.row_length,
+            packing=self.training.packing,
+            max_tokens=self.training.max_tokens_per_micro_batch,
+            compile_cost=self.compile_cost,
+        )
+
+    def rows_at_a_time(self, count: int, length: int, role: Role = Role.ACTOR) -> int:
+        """Return how many of `count` rows of `length` tokens `role` computes together."""
+        limit = self.training.max_tokens_per_micro_batch
+        return rows_per_micro_batch(count, length, limit, self._num_shards[role], self.fixed_shapes)
 
 
 class PackedSlice:
     """Rows of consecutive groups.
 
     Args:
-        groups: those of the groups that this process has sampled.
-        table: numbers of all of them.
-        layout: the rows.
-        holders: rows that the devices of each process compute, by process.
+        x: the groups.
+        sizes: sizes of the rows.
 
     Attributes:
-        rows: NumPy rows; those that no device of this process computes are zeros.
-        own: numbers of the rows that devices of this process compute.
+        table: numbers of the groups of all processes.
+        rows: NumPy rows; zeros in the rows that no device of this process computes.
+        rows_to_sum: the rows that this process adds to sums over the rows of all processes.
+        lengths: number of tokens of each completion, of all processes.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], table: GroupTable, layout: Layout, holders: Sequence[Int[np.ndarray, "r"]]
-    ):
-        self.table, self.layout, self._holders = table, layout, holders
-        self.own = holders[processes.here().index]
-        self._sampled = self._by_process(np.repeat(table.owner, table.sizes))
-        self._computed = self._in_rows([list(chain.from_iterable(p.indices for p in row)) for row in layout.rows])
-        prompts = processes.here().move(
-            dict(zip(table.own.tolist(), (np.asarray(group.prompt_tokens) for group in groups), strict=True)),
-            self._by_process(table.owner),
-            self._in_rows([[piece.group for piece in row] for row in layout.rows]),
-            table.prompts,
-            np.int32,
-            "prompts",
-        )
-        tokens = self._held([np.asarray(c.tokens) for group in groups for c in group.completions], np.int32, "tokens")
-        self.rows: Rows = layout.fill(prompts, tokens, self.own)
+    def __init__(self, x: Experience, sizes: RowSizes):
+        self.table, self.layout, self.lengths = x.table, sizes.layout(x.table), x.table.lengths.tolist()
+        self._routes = routes = processes.here().routes(self.table, self.layout, sizes)
+        prompts = routes.prompts_to_rows([np.asarray(group.prompt_tokens) for group in x.groups])
+        tokens = routes.to_rows([np.asarray(c.tokens) for c in x.completions], np.int32, "tokens")
+        self.rows: Rows = self.layout.fill(prompts, tokens, routes.rows)
+        self.rows_to_sum = routes.rows_to_sum
 
-    @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each completion, of all processes."""
-        lengths: list[int] = self.table.lengths.tolist()
-        return lengths
-
-    def scatter(self, per_token: Sequence[np.ndarray], about: str) -> Float[np.ndarray, "R M"]:
-        """Scatter per-token values to the scored tokens of the own rows; 0 in all others. All processes must call it.
+    def scatter(self, per_token: Sequence[np.ndarray], name: str) -> Float[np.ndarray, "R M"]:
+        """Scatter per-token values to the scored tokens of this process's rows; 0 elsewhere. All processes must call
+        it.
 
         Args:
             per_token: one array per completion of this process's groups.
-            about: what the values are.
+            name: name of the values.
         """
-        return scatter_to_rows(self.rows, self._held(per_token, np.float32, about))
+        return scatter_to_rows(self.rows, self._routes.to_rows(per_token, np.float32, name))
 
-    def gather(self, per_token: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+    def gather(self, per_token: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
         """Return per-token values of this process's groups, one float32 array per completion; the inverse of `scatter`.
         All processes must call it.
 
         Args:
-            per_token: one array per completion of all processes, with the values of those in own rows.
-            about: what the values are.
+            per_token: one array per completion of all processes, with the values of the completions in this process's
+                rows.
+            name: name of the values.
         """
-        every = dict(enumerate(per_token))
-        values = processes.here().move(every, self._computed, self._sampled, self.table.lengths, np.float32, about)
-        return [values[i] for i in self.table.own_completions.tolist()]
-
-    def _held(self, per_token: Sequence[np.ndarray], dtype: Any, about: str) -> Mapping[int, np.ndarray]:
-        """Return arrays of the completions in own rows, and of the own ones, by number, given the own ones."""
-        own = dict(zip(self.table.own_completions.tolist(), per_token, strict=True))
-        return processes.here().move(own, self._sampled, self._computed, self.table.lengths, dtype, about)
-
-    @property
-    def counted(self) -> Int[np.ndarray, "r"]:
-        """Numbers of the rows that this process counts in sums over the rows of all: each is counted by the first
-        process that has it.
-        """
-        before = set(chain.from_iterable(rows.tolist() for rows in self._holders[: processes.here().index]))
-        return np.array([row for row in self.own.tolist() if row not in before], int)
-
-    def _by_process(self, owners: Int[np.ndarray, "n"]) -> list[list[int]]:
-        """Return the numbers of what each process has sampled, given the owner of each."""
-        return [np.flatnonzero(owners == process).tolist() for process in range(len(self._holders))]
-
-    def _in_rows(self, by_row: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the numbers that `by_row` has in the rows that each process computes."""
-        return [[i for row in rows.tolist() for i in by_row[row]] for rows in self._holders]
+        return self._routes.to_groups(per_token, name)
 
 
 class PackedGroups:
     """Rows of groups, packed slice by slice; stages that use the same slice share its rows.
 
     Args:
-        groups: those of the groups that this process has sampled.
-        table: numbers of all of them.
-        pack: returns the rows of some groups.
-        holders: see `RowHolders`.
+        x: the groups.
+        sizes: sizes of the rows.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        table: GroupTable,
-        pack: Callable[[GroupTable], Layout],
-        holders: RowHolders,
-    ):
-        self._groups, self._table, self._pack, self._holders = groups, table, pack, holders
+    def __init__(self, x: Experience, sizes: RowSizes):
+        self._groups, self._sizes = x, sizes
         self._slices: dict[tuple[int, int], PackedSlice] = {}
 
     def slice(self, start: int, stop: int) -> PackedSlice:
         """Return the rows of groups `start` to `stop`."""
         if (start, stop) not in self._slices:
-            table = self._table.select(range(start, stop))
-            layout, own = self._pack(table), self._table.own
-            groups = [group for number, group in zip(own, self._groups, strict=True) if start <= number < stop]
-            holders = self._holders(len(layout.rows), layout.length)
-            self._slices[start, stop] = PackedSlice(groups, table, layout, holders)
+            self._slices[start, stop] = PackedSlice(self._groups.part(start, stop), self._sizes)
         return self._slices[start, stop]
 
-    def map(
-        self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int, about: str
-    ) -> list[np.ndarray]:
+    def map(self, compute: Callable[[Rows, Sequence[int]], list[np.ndarray]], size: int, name: str) -> list[np.ndarray]:
         """Apply `compute` to `size` groups at a time; return one array per completion of this process's groups."""
         out: list[np.ndarray] = []
-        for part in slices(range(len(self._table)), size):
-            packed = self.slice(part[0], part[-1] + 1)
-            out += packed.gather(compute(packed.rows, packed.lengths), about)
+        for numbers in slices(range(len(self._groups.table)), size):
+            packed = self.slice(numbers[0], numbers[-1] + 1)
+            out += packed.gather(compute(packed.rows, packed.lengths), name)
         return out
 
 
@@ -175,7 +154,7 @@ class TrainBatch:
         denominator: part of these completions in the denominator of the actor's loss.
         value_inputs: inputs of the critic's loss; None without a critic.
         value_denominator: number of tokens in the critic's loss.
-        counted: the rows that this process counts in a sum over those of all processes.
+        rows_to_sum: the rows that this process adds to sums over the rows of all processes.
         table: numbers of the groups of all processes; None where these are `groups`.
     """
 
@@ -185,7 +164,7 @@ class TrainBatch:
     denominator: float
     value_inputs: ValueInputs | None = None
     value_denominator: float = 0.0
-    counted: "slice | np.ndarray" = field(default_factory=lambda: slice(None))
+    rows_to_sum: "slice | np.ndarray" = field(default_factory=lambda: slice(None))
     table: GroupTable | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -226,31 +205,31 @@ def make_train_batch(
         max_new_tokens: limit of a completion, by which the aggregate `constant` divides.
         with_keys: whether the agreement with the sampler is measured, where the completions have keys.
     """
-    completions = [c for g in x.groups for c in g.completions]
-    in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in completions]
-    counts = np.where(x.table.cut & algorithm.mask_truncated, 0, x.table.sampled)
+    in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for c in x.completions]
+    counts = np.where(x.table.truncated & algorithm.mask_truncated, 0, x.table.sampled)
     weights, denominator = AGGREGATES[algorithm.aggregate](counts, max_new_tokens)
-    own_weights = weights[x.table.own_completions]
-    drawn, has_keys = [sampled_mask(c) for c in completions], with_keys and x.table.keys.any(1).all()
+    per_token = [w * mask for w, mask in zip(weights[x.table.local_completions], in_loss, strict=True)]
     inputs = LossInputs(
         advantage=packed.scatter(x.advantages, "advantages"),
-        weight=packed.scatter([w * mask for w, mask in zip(own_weights, in_loss, strict=True)], "weights"),
-        rollout_logps=packed.scatter([c.logps for c in completions], "log-probs of the rollout"),
+        weight=packed.scatter(per_token, "weights"),
+        rollout_logps=packed.scatter([c.logps for c in x.completions], "log-probs of the rollout"),
         beta=np.full((len(packed.rows.tokens), 1), beta, np.float32),
         old_logps=None if x.old_logps is None else packed.scatter(x.old_logps, "old log-probs"),
         ref_logps=None if x.ref_logps is None else packed.scatter(x.ref_logps, "log-probs of the reference"),
-        keys=token_keys_of(packed.rows, x.table.keys, packed.scatter(drawn, "drawn tokens")) if has_keys else None,
     )
+    if with_keys and x.table.keys.any(1).all():
+        sampled = packed.scatter(x.sampled_masks, "sampled tokens")
+        inputs = inputs._replace(keys=token_keys_of(packed.rows, x.table.keys, sampled))
     scored = float(counts[~np.isnan(x.table.rewards)].sum())
     values = _value_inputs(x, packed, in_loss)
-    return TrainBatch(x.groups, packed.rows, inputs, denominator, values, scored, packed.counted, x.table)
+    return TrainBatch(x.groups, packed.rows, inputs, denominator, values, scored, packed.rows_to_sum, x.table)
 
 
 def token_keys_of(
-    rows: Rows, keys: UInt32[np.ndarray, "B 2"], drawn: Float[np.ndarray, "R M"]
+    rows: Rows, keys: UInt32[np.ndarray, "B 2"], sampled: Float[np.ndarray, "R M"]
 ) -> UInt32[np.ndarray, "R M 2"]:
     """Return the random key that drew each scored token, from those of the completions; 0 where the model drew none."""
-    of_tokens, at = np.zeros((*drawn.shape, 2), np.uint32), drawn > 0  # rows of other processes have none
+    of_tokens, at = np.zeros((*sampled.shape, 2), np.uint32), sampled > 0  # rows of other processes have none
     number, index = rows.scatter_index[at].T
     of_tokens[at] = token_keys(keys[number], index)
     return of_tokens
@@ -380,7 +359,7 @@ def gather_batches(batches: Sequence[TrainBatch]) -> tuple[list[Group], dict[str
     groups, arrays = list[Group](), dict[str, np.ndarray]()
     for number, batch in enumerate(batches):
         groups += batch.groups if batch.table is None else batch.table.collect(batch.groups, "groups of a bad batch")
-        own = batch.counted, {name: array[batch.counted] for name, array in batch.arrays().items()}
+        own = batch.rows_to_sum, {name: array[batch.rows_to_sum] for name, array in batch.arrays().items()}
         parts = processes.here().all_gather(own, "arrays of a bad batch")
         for name, array in batch.arrays().items():
             arrays[f"{number}.{name}"] = whole = np.array(array)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from covey.config.algorithms import algorithm_of
 from covey.config.base import Keywords, check_keywords, suggest
@@ -31,7 +30,7 @@ from covey.packing.rows import Rows
 from covey.parallel import processes
 from covey.parallel.programs import abstract
 from covey.parallel.reshard import reshard
-from covey.rl.batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
+from covey.rl.batches import RowSizes, TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout_worker import RolloutWorker, StackLoan
 from covey.rl.scorers import InferenceWorker, RowScorer, copy_donated_arrays, make_reference, polyak_update
@@ -73,8 +72,8 @@ class RLCluster(Keywords):
 
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
-        compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
-        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
+        row_sizes: sizes of rows and micro-batches.
+        shares_weights: whether the rollout samples with the actor's own arrays; see `ClusterConfig`.
         measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
@@ -103,22 +102,21 @@ class RLCluster(Keywords):
         placed = dict(zip(on_devices, stack_models(list(on_devices.values())), strict=True))
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
-        self.fixed_shapes = self._actor.fixed_shapes
+        self.row_sizes = RowSizes(self.config, self._actor.fixed_shapes)
+        self.shares_weights = self.config.shares_weights
         # Under dropout the logits of an update are not those of the weights.
         self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         if environments is not None and self.config.training_config.off_policy_steps:
             environments.keep_order()
         self.rollout = RolloutWorker(
-            rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self.fixed_shapes
+            rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self._actor.fixed_shapes
         )
         self.inference = InferenceWorker(placed, temperature)
-        graph = nnx.split(self._actor)[0]
-        self.scorer = RowScorer.of_logps(graph, temperature)
-        self.token_scorer = RowScorer.of_token_values(graph, temperature)
+        self.scorer = RowScorer.of_logps(self._actor, temperature)
+        self.token_scorer = RowScorer.of_token_values(self._actor, temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
-        self.compile_cost = 0.0
         self._prepared_for: tuple[GRPOConfig, int] | None = None
         self._reference_moves = False
 
@@ -183,7 +181,9 @@ class RLCluster(Keywords):
                 fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
             )
         self._prepared_for = config, total_steps
-        self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self.fixed_shapes)
+        self.row_sizes.compile_cost = compile_cost(
+            num_parameters(self._actor), total_steps, self.row_sizes.fixed_shapes
+        )
         algorithm = algorithm_of(config)
         if algorithm.needs_reference:
             self._host_reference(config)
@@ -219,37 +219,27 @@ class RLCluster(Keywords):
         """Sample each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
         return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
-    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """Return the number of rows that `role` computes together."""
-        return self.config.rows_at_a_time(rows, role, self.fixed_shapes)
-
-    def row_holders(self, count: int, length: int) -> list[Int[np.ndarray, "r"]]:
-        """Return the numbers of the rows, of `count` rows of `length` tokens, that the devices of each process compute,
-        by process.
-        """
-        return self.config.row_holders(count, length, self.fixed_shapes)
-
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the reference's log-probs, one array per completion.
 
         Raises:
             RecipeError: there is no reference, as when β is 0.
         """
-        return self.inference.ref_logps(rows, lengths, self.rows_at_a_time(rows, Role.REFERENCE))
+        return self.inference.scores(Role.REFERENCE, rows, lengths, self._rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
-        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self.rows_at_a_time(rows))[0]
+        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self._rows_at_a_time(rows))[0]
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        logps, entropies = self.token_scorer(params, rows, lengths, self.rows_at_a_time(rows))
+        logps, entropies = self.token_scorer(params, rows, lengths, self._rows_at_a_time(rows))
         return logps, entropies
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
-        return self.inference.values(rows, lengths, self.rows_at_a_time(rows, Role.CRITIC))
+        return self.inference.scores(Role.CRITIC, rows, lengths, self._rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Compute the reward model's score of each completion after its prompt."""
@@ -306,7 +296,7 @@ class RLCluster(Keywords):
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
         adapters alone).
         """
-        if self.config.shares_weights:
+        if self.shares_weights:
             self.rollout.update_params(self._trainer(Role.ACTOR).params)
         else:
             self.rollout.update_params(self.copy_weights())
@@ -316,7 +306,7 @@ class RLCluster(Keywords):
         which no later update changes.
         """
         trainer = self._trainer(Role.ACTOR)
-        if self.config.shares_weights:
+        if self.shares_weights:
             return jax.tree.map(jnp.copy, trainer.trainable)
         _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
@@ -393,13 +383,17 @@ class RLCluster(Keywords):
     @property
     def lends_stacks(self) -> bool:
         """Whether the rollout takes the stacks of layers apart while it samples; see `rl.sampling_weights`."""
-        return bool(self._actor.stacked) and self.config.shares_weights and not self.config.runs_ahead
+        return bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
 
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
         self.trainer = self.critic_trainer = None
         for name in ("rollout", "_actor", "scorer", "token_scorer", "inference"):
             self.__dict__.pop(name, None)
+
+    def _rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
+        count, length = rows.tokens.shape
+        return self.row_sizes.rows_at_a_time(count, length, role)
 
     def _trainer(self, role: Role) -> Trainer:
         if role == Role.CRITIC and self.critic_trainer is None:
@@ -412,7 +406,7 @@ class RLCluster(Keywords):
         """Yield the inputs of the loss of actor or critic, in pieces of `max_tokens_per_micro_batch`."""
         for batch in batches:
             loss_batch, denominator = batch.loss_batch(role)
-            size = self.rows_at_a_time(batch.rows, role)
+            size = self._rows_at_a_time(batch.rows, role)
             yield from put_micro_batches(loss_batch, denominator, self._trainer(role).trainable, size)
 
     def _host_reference(self, config: GRPOConfig) -> None:

@@ -74,7 +74,7 @@ def group_advantages(
     if penalties is not None:
         sums = x.table.collect_numbers(np.array([p.sum() for p in penalties]), "KL of completions")
         rewards = rewards - reward_table(x.table.split(sums))
-    advantages = compute(rewards).astype(np.float32)[x.table.own]
+    advantages = compute(rewards).astype(np.float32)[x.table.local_groups]
     groups = [replace(g, advantages=a[: len(g.completions)]) for g, a in zip(x.groups, advantages, strict=True)]
     of_completions = np.concatenate([np.zeros(0, np.float32), *(g.advantages for g in groups)])
     per_token = [np.full(n, a) for n, a in zip(x.lengths, of_completions, strict=True)]

@@ -34,7 +34,6 @@ from covey.losses.shaping import adapt_beta
 from covey.models.loading import sources
 from covey.models.loading.weights import with_digest
 from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
-from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
 from covey.parallel.reshard import stack_bytes
 from covey.parallel.values import serialize
@@ -62,7 +61,6 @@ from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_data import (
     Experience,
-    GroupTable,
     PromptBatch,
     RolloutBatch,
     gather_table,
@@ -308,8 +306,7 @@ class Learner(Trainee):
         """
         cluster, sizes, a = self.cluster, self.sizes, self.algorithm
         with self.phase("logps", x.table.lengths.tolist):
-            layout = partial(assign_rows, training=self.training, compile_cost=cluster.compile_cost)
-            packed = PackedGroups(x.groups, x.table, layout, cluster.row_holders)
+            packed = PackedGroups(x, cluster.row_sizes)
             ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
             old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
             values = packed.map(cluster.get_values, sizes.ref_logps, "values") if a.needs_critic else None
@@ -431,11 +428,11 @@ class Learner(Trainee):
     def split(self, x: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of an experience."""
         assert x.packed is not None, "compute_logps packs the groups"
-        limit = self.cluster.config.rollout_config.max_new_tokens
+        limit, row_sizes = self.cluster.config.rollout_config.max_new_tokens, self.cluster.row_sizes
         for indices in slices(range(len(x.table)), self.sizes.train):
             start, stop = indices[0], indices[-1] + 1
-            packed, part = x.packed.slice(start, stop), x.between(start, stop)
-            self.stats.waste.append(packed.layout.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
+            packed, part = x.packed.slice(start, stop), x.part(start, stop)
+            self.stats.waste.append(packed.layout.padding_fraction(row_sizes.rows_at_a_time(*packed.rows.tokens.shape)))
             self.outputs.before_update(part)
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
@@ -482,7 +479,7 @@ class Learner(Trainee):
             **({"sampling/staleness": float(self.step - 1 - stats.version)} if self.lead else {}),
             "learning_rate": trainer.last_learning_rate,
         }
-        groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
+        groups, numbers = stats.rollout.groups, stats.rollout.table.local_groups.tolist()
         record = StepRecord(self.step, len(updates), total, metrics, groups, numbers)
         self._adapt_to_kl(record)
         return record
@@ -578,14 +575,3 @@ def all_functions(given: Sequence[RewardFn], cluster: RLCluster, reward_model: R
     if not (functions := [*first, *given, *last]):
         raise no_reward_error()
     return functions
-
-
-def assign_rows(table: GroupTable, training: RLTrainingConfig, compile_cost: float) -> Layout:
-    """Assign completions to rows."""
-    return make_layout(
-        table.shapes,
-        training.row_length,
-        packing=training.packing,
-        max_tokens=training.max_tokens_per_micro_batch,
-        compile_cost=compile_cost,
-    )

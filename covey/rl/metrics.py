@@ -71,7 +71,7 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
         "completions/mean_length": known_mean(table.sampled),
         "completions/min_length": float(min(table.sampled, default=math.nan)),
         "completions/max_length": float(max(table.sampled, default=math.nan)),
-        "completions/clipped_ratio": known_mean(table.cut),
+        "completions/clipped_ratio": known_mean(table.truncated),
         "completions/distinct_ratio": known_mean([len({*row}) / len(row) for row in equal]),
         "completions/empty_ratio": known_mean(table.empty),
         "completions/repetition": known_mean(table.repetition),
@@ -80,9 +80,9 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     for name, values in table.by_function.items():
         metrics[f"rewards/{name}/mean"] = known_mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
-    drawn = ~np.isnan(table.mass)
+    drawn = ~np.isnan(table.kept_probability)
     if drawn.any():
-        metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
+        metrics["sampling/mass_kept"] = float(table.kept_probability[drawn].sum() / table.sampled[drawn].sum())
     return metrics | noise_metrics(table) | correlation_metrics(table) | episode_metrics(table)
 
 

@@ -111,8 +111,8 @@ class RolloutWorker:
         self.weights = SamplingWeights(with_rounded_head(model))
         self.loan: StackLoan | None = None
         self.engine = Engine(self.weights.model, tokenizer.stop_ids, config, fixed_shapes)
-        self._scorer = RowScorer.of_logps(self._graph, config.temperature)
-        self._positions = model.config.max_positions
+        self._scorer = RowScorer.of_logps(model, config.temperature)
+        self._positions, self._rounds_head = model.config.max_positions, with_rounded_head(model) is not model
         self.tool = self._prepare(config)
 
     @property
@@ -154,7 +154,7 @@ class RolloutWorker:
             first: number of the first example in the step.
             config: settings for this call instead of the worker's; errors as in the constructor.
         """
-        tool = self._prepare(config or self.config)
+        tool, config = (self.tool if config is None else self._prepare(config)), config or self.config
         examples = [row if isinstance(row, Mapping) else {"prompt": row} for row in prompts]
         episodes = self.environments and self.environments.episodes(examples, samples, self.tokenizer)
         row_prompts = episodes.begin() if episodes else [row["prompt"] for row in examples]
@@ -164,10 +164,10 @@ class RolloutWorker:
             Request(encode(prompt), one.size, first + one.row, step, one.first, responder=episodes or tool, id=number)
             for number, (prompt, one) in enumerate(zip(row_prompts, shared, strict=True))
         ]
-        sampled = self._sample(requests, config or self.config, progress)
+        sampled = self._sample(requests, config, progress)
         if episodes:
             chunk_seconds = self.stats.decode_seconds / max(self.stats.chunks, 1)
-            episodes.warn_of_waiting((config or self.config).slots, self.stats.seconds, chunk_seconds)
+            episodes.warn_of_waiting(config.slots, self.stats.seconds, chunk_seconds)
             sampled = [[episodes.completion(i, n, c) for n, c in enumerate(group)] for i, group in enumerate(sampled)]
         else:
             sampled = [[self._with_text(c, tool) for c in group] for group in sampled]
@@ -176,7 +176,7 @@ class RolloutWorker:
             Group(prompt, request.prompt, tuple(completions), column)
             for prompt, request, completions, column in zip(row_prompts, requests, sampled, columns, strict=True)
         ]
-        return Rollout(groups, self.pad_id)
+        return Rollout(groups, self.tokenizer.pad_id)
 
     def _sample(
         self, requests: Sequence[Request], config: RolloutConfig, progress: Callable[[int, int], None] | None
@@ -251,7 +251,7 @@ class RolloutWorker:
 
     def _own_params(self) -> Any:
         """Return the current weights, with a head of its own if sampling needs one."""
-        return nnx.split(with_rounded_head(self.model))[1]
+        return nnx.split(with_rounded_head(self.model))[1] if self._rounds_head else self.params
 
     def _prepare(self, config: RolloutConfig) -> Tool | None:
         """Check that the model has enough positions for `config`, and return its tool."""

@@ -45,8 +45,10 @@ FORMER_NAMES = {
     b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"',
     b'"covey.rl.experience:RolloutBatch"': b'"covey.rl.step_data:RolloutBatch"',
     b'"covey.rl.group_table:GroupTable"': b'"covey.rl.step_data:GroupTable"',
+    b'["cut", ': b'["truncated", ',
+    b'["mass", ': b'["kept_probability", ',
 }
-"""Names of classes in earlier checkpoints, and their names now."""
+"""Names of classes and fields in earlier checkpoints, and those of today. JSON escapes quotes in texts."""
 
 
 @dataclass(frozen=True)

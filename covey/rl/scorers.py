@@ -37,28 +37,30 @@ class RowScorer:
     """Compute numbers of the scored tokens of rows, slice by slice.
 
     Args:
-        graph: the model's graph; weights are passed to each call.
+        model: the model; weights are passed to each call.
         name: name of the program.
-        compute: function (weights, rows) → arrays [R, M].
+        compute: function (graph, weights, rows) → arrays [R, M].
     """
 
-    def __init__(self, graph: Any, name: str, compute: Callable[[Any, Rows], Any]):
-        self.graph, self._name, self._score = graph, name, processes.here().in_order(name, jax.jit(compute))
+    def __init__(self, model: Decoder | ValueModel, name: str, compute: Callable[[Any, Any, Rows], Any]):
+        self.graph, self._name, self._operand_type = nnx.split(model)[0], name, operand_type(model)
+        self._score = processes.here().in_order(name, jax.jit(partial(compute, self.graph)))
 
     @classmethod
-    def of_logps(cls, graph: Any, temperature: float) -> "RowScorer":
+    def of_logps(cls, model: Decoder, temperature: float) -> "RowScorer":
         """Return the scorer of a decoder's log-probs, by the log-softmax of logits / temperature."""
-        return cls(graph, "score", lambda params, rows: token_logps(graph, params, rows, temperature).logps)
+        return cls(model, "score", lambda graph, params, rows: token_logps(graph, params, rows, temperature).logps)
 
     @classmethod
-    def of_token_values(cls, graph: Any, temperature: float) -> "RowScorer":
+    def of_token_values(cls, model: Decoder, temperature: float) -> "RowScorer":
         """Return the scorer of a decoder's log-probs and entropies."""
-        return cls(graph, "token values", lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
+        compute = lambda graph, params, rows: tuple(token_logps(graph, params, rows, temperature))  # noqa: E731
+        return cls(model, "token values", compute)
 
     @classmethod
-    def of_values(cls, graph: Any) -> "RowScorer":
+    def of_values(cls, model: ValueModel) -> "RowScorer":
         """Return the scorer of the values of a value model."""
-        return cls(graph, "values", partial(row_values, graph))
+        return cls(model, "values", row_values)
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
@@ -87,7 +89,7 @@ class RowScorer:
         return [unpack(rows, result, lengths) for result in results]
 
     def _rounded(self, params: Any) -> Any:
-        return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
+        return round_kernels(params, self._operand_type)
 
 
 class InferenceWorker:
@@ -118,9 +120,10 @@ class InferenceWorker:
             RecipeError: an unknown role, or a model of the wrong kind for it.
         """
         _check_kind(role, model)
-        graph, self.params[role] = nnx.split(model)
-        value = isinstance(model, ValueModel)
-        self._scorers[role] = RowScorer.of_values(graph) if value else RowScorer.of_logps(graph, self._temperature)
+        self.params[role], temperature = nnx.state(model), self._temperature
+        self._scorers[role] = (
+            RowScorer.of_values(model) if isinstance(model, ValueModel) else RowScorer.of_logps(model, temperature)
+        )
 
     def release(self, role: str) -> None:
         """Let go of the model in `role`, if there is one."""
@@ -153,21 +156,15 @@ class InferenceWorker:
         """
         self.params[role] = nnx.merge_state(self._params_of(role), params)
 
-    def ref_logps(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """Compute the reference's log-probs, one float32 array per completion, `lengths[i]` long; `size` rows at once.
+    def scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+        """Compute the reference's log-probs, or the value of the state before each token: one float32 array per
+        completion, `lengths[i]` long; `size` rows at once.
 
         Raises:
-            RecipeError: there is no reference.
+            RecipeError: no model has this role.
         """
-        return self._scores("reference", rows, lengths, size)
-
-    def values(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """Compute the critic's value of the state before each token: one float32 array per completion.
-
-        Raises:
-            RecipeError: there is no critic.
-        """
-        return self._scores("critic", rows, lengths, size)
+        params = self._params_of(role)
+        return self._scorers[role](params, rows, lengths, size)[0]
 
     def rewards(
         self,
@@ -202,15 +199,12 @@ class InferenceWorker:
         fixed_shapes = self.model("reward").decoder.fixed_shapes
         rows = pack(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if fixed_shapes else 0.0)
         lengths = [len(c) + 1 for c in completion_ids]
-        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, fixed_shapes))
+        scores = self.scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, fixed_shapes))
         return [float(score[-1]) for score in scores]
 
-    def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        params = self._params_of(role)
-        return self._scorers[role](params, rows, lengths, size)[0]
-
     def _params_of(self, role: str) -> nnx.State[Any, Any]:
-        if not self.has(role):
+        if role not in self.params:
+            _check_role(role)
             raise RecipeError(f"no {role} is loaded", fix=f"RLCluster({role}=...)", where="InferenceWorker")
         return self.params[role]
 

@@ -7,7 +7,6 @@ micro-batch, dynamic sampling, advantages and metrics, follow from this table.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -43,8 +42,8 @@ class GroupTable:
         sizes: completions of the group.
         lengths: tokens of the completion.
         sampled: tokens of it that the model generated.
-        cut: whether a limit ended it.
-        mass: probability mass that truncation kept, summed over the sampled tokens; NaN without any.
+        truncated: whether a limit ended it.
+        kept_probability: probability that top-k, top-p and min-p kept, summed over the sampled tokens; NaN without any.
         empty: whether its text is empty or white space.
         characters: characters of its text.
         repetition: fraction of the sequences of four sampled tokens that occur earlier in the completion.
@@ -61,8 +60,8 @@ class GroupTable:
     sizes: Int[np.ndarray, "P"]
     lengths: Int[np.ndarray, "B"]
     sampled: Int[np.ndarray, "B"]
-    cut: Bool[np.ndarray, "B"]
-    mass: Float[np.ndarray, "B"]
+    truncated: Bool[np.ndarray, "B"]
+    kept_probability: Float[np.ndarray, "B"]
     empty: Bool[np.ndarray, "B"]
     characters: Int[np.ndarray, "B"]
     repetition: Float[np.ndarray, "B"]
@@ -77,16 +76,16 @@ class GroupTable:
         return len(self.sizes)
 
     @property
-    def own(self) -> Int[np.ndarray, "p"]:
+    def local_groups(self) -> Int[np.ndarray, "p"]:
         """Numbers of the groups that this process has sampled."""
         return np.flatnonzero(self.owner == processes.here().index)
 
     @property
-    def own_completions(self) -> Int[np.ndarray, "b"]:
-        """Numbers of the completions of these groups."""
+    def local_completions(self) -> Int[np.ndarray, "b"]:
+        """Numbers of the completions that this process has sampled."""
         return np.flatnonzero(np.repeat(self.owner, self.sizes) == processes.here().index)
 
-    @cached_property
+    @property
     def starts(self) -> Int[np.ndarray, "P+1"]:
         """Number of the first completion of each group, and the number of all."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=int)])
@@ -107,38 +106,36 @@ class GroupTable:
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """Return values of all completions by group."""
-        return [values[start:end] for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)]
+        return np.split(values, self.starts[1:])[:-1]
 
     def select(self, groups: Sequence[int] | Int[np.ndarray, "p"]) -> "GroupTable":
         """Return the groups with these numbers, in this order."""
         groups = np.asarray(groups, int)
         completions = np.concatenate([np.zeros(0, int), *(np.arange(*self.starts[[i, i + 1]]) for i in groups)])
+        columns: dict[str, Any] = {}
+        for name in COLUMNS:
+            values, numbers = getattr(self, name), groups if name in BY_GROUP else completions
+            columns[name] = values[numbers] if isinstance(values, np.ndarray) else [values[i] for i in numbers]
+        by_function = {name: values[completions] for name, values in self.by_function.items()}
+        return GroupTable(**columns, by_function=by_function)
 
-        def taken(name: str, values: Any) -> Any:
-            if isinstance(values, Mapping):
-                return {key: taken(name, of_key) for key, of_key in values.items()}
-            if not isinstance(values, np.ndarray):
-                return [values[i] for i in completions]
-            return values[groups if name in BY_GROUP else completions]
-
-        return GroupTable(**{field.name: taken(field.name, getattr(self, field.name)) for field in fields(self)})
-
-    def collect(self, values: Sequence[Any], about: str) -> list[Any]:
+    def collect(self, values: Sequence[Any], name: str) -> list[Any]:
         """Return the values of all groups, given those of this process's. All processes must call it."""
-        by_process = [iter(theirs) for theirs in processes.here().all_gather(list(values), about)]
+        by_process = [iter(theirs) for theirs in processes.here().all_gather(list(values), name)]
         return [next(by_process[owner]) for owner in self.owner]
 
-    def collect_numbers(self, values: np.ndarray, about: str) -> np.ndarray:
+    def collect_numbers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the values of all completions, given those of this process's, [b] or [b, n]. All processes must call
         it.
         """
-        own = np.split(values, np.cumsum(self.sizes[self.own], dtype=int)[:-1]) if len(self.own) else []
-        return np.concatenate([values[:0], *self.collect(own, about)])
+        by_group = np.split(values, np.cumsum(self.sizes[self.local_groups], dtype=int))[:-1]
+        return np.concatenate([values[:0], *self.collect(by_group, name)])
 
 
-NO_KEY = np.zeros(2, np.uint32)
+COLUMNS = tuple(field.name for field in fields(GroupTable) if field.name != "by_function")
 BY_GROUP = ("owner", "prompts", "sizes")
 """Columns with one entry per group."""
+NO_KEY = np.zeros(2, np.uint32)
 HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
 """Factors by which a sequence of as many tokens becomes one number."""
 
@@ -146,28 +143,24 @@ HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
 def table_of(groups: Sequence[Group]) -> GroupTable:
     """Return the table of groups with rewards, all of them this process's."""
     completions = [c for group in groups for c in group.completions]
-
-    def column(kind: type, values: Iterator[Any]) -> np.ndarray:
-        return np.array(list(values), kind)
-
     none = [np.full(len(group.completions), np.nan) for group in groups]
     rewards = [n if group.rewards is None else np.asarray(group.rewards) for group, n in zip(groups, none, strict=True)]
     names = groups[0].rewards_by_function if groups else ()
     return GroupTable(
         owner=np.full(len(groups), processes.here().index),
-        prompts=column(int, (len(group.prompt_tokens) for group in groups)),
-        sizes=column(int, (len(group.completions) for group in groups)),
-        lengths=column(int, (len(c.tokens) for c in completions)),
-        sampled=column(int, (c.num_sampled for c in completions)),
-        cut=column(bool, (c.finish.was_cut for c in completions)),
-        mass=column(float, map(_kept_mass, completions)),
-        empty=column(bool, (not c.text.strip() for c in completions)),
-        characters=column(int, (len(c.text) for c in completions)),
-        repetition=column(float, map(_repeated_fraction, completions)),
-        first_equal=column(int, chain.from_iterable(map(_first_equal, groups))),
+        prompts=np.array([len(group.prompt_tokens) for group in groups], int),
+        sizes=np.array([len(group.completions) for group in groups], int),
+        lengths=np.array([len(c.tokens) for c in completions], int),
+        sampled=np.array([c.num_sampled for c in completions], int),
+        truncated=np.array([c.finish.was_cut for c in completions], bool),
+        kept_probability=np.array([*map(_kept_probability, completions)], float),
+        empty=np.array([not c.text.strip() for c in completions], bool),
+        characters=np.array([len(c.text) for c in completions], int),
+        repetition=np.array([*map(_repeated_fraction, completions)], float),
+        first_equal=np.array([*chain.from_iterable(map(_first_equal, groups))], int),
         rewards=_concatenated(rewards),
         by_function={name: _concatenated([group.rewards_by_function[name] for group in groups]) for name in names},
-        keys=column(np.uint32, (NO_KEY if c.key is None else c.key for c in completions)).reshape(-1, 2),
+        keys=np.array([NO_KEY if c.key is None else c.key for c in completions], np.uint32).reshape(-1, 2),
         branches=[c.branches for c in completions],
         episodes=[c.episode and replace(c.episode, messages=()) for c in completions],
     )
@@ -176,14 +169,14 @@ def table_of(groups: Sequence[Group]) -> GroupTable:
 def join(tables: Sequence[GroupTable]) -> GroupTable:
     """Return the groups of all tables, one table after the other."""
     tables = [table for table in tables if len(table)] or list(tables[:1])
-
-    def joined(name: str) -> Any:
-        columns = [getattr(table, name) for table in tables]
-        if isinstance(columns[0], Mapping):
-            return {key: np.concatenate([column[key] for column in columns]) for key in columns[0]}
-        return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else list(chain(*columns))
-
-    return GroupTable(**{field.name: joined(field.name) for field in fields(GroupTable)})
+    columns: dict[str, Any] = {}
+    for name in COLUMNS:
+        parts = [getattr(table, name) for table in tables]
+        columns[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else list(chain(*parts))
+    names = tables[0].by_function
+    return GroupTable(
+        **columns, by_function={name: np.concatenate([table.by_function[name] for table in tables]) for name in names}
+    )
 
 
 def gather_table(groups: Sequence[Group]) -> GroupTable:
@@ -204,10 +197,10 @@ def _repeated_fraction(completion: Completion) -> float:
     return float((hashes[1:] == hashes[:-1]).mean(dtype=np.float64)) * (len(hashes) - 1) / len(hashes)
 
 
-def _kept_mass(completion: Completion) -> float:
-    mass: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
-    mass = mass if completion.mask is None or not mass.size else mass[completion.mask]
-    return float(mass.sum(dtype=np.float64)) if mass.size else float("nan")
+def _kept_probability(completion: Completion) -> float:
+    kept: np.ndarray = np.exp(completion.logps - completion.sampler_logps)
+    kept = kept if completion.mask is None or not kept.size else kept[completion.mask]
+    return float(kept.sum(dtype=np.float64)) if kept.size else float("nan")
 
 
 def _concatenated(values: Sequence[np.ndarray]) -> np.ndarray:
@@ -285,7 +278,7 @@ class RolloutBatch:
     @property
     def _trained_places(self) -> list[int]:
         """Places among `groups` of those to train on, in the order of the training."""
-        places = {number: place for place, number in enumerate(self.table.own.tolist())}
+        places = {number: place for place, number in enumerate(self.table.local_groups.tolist())}
         indices = range(len(self.table)) if self.indices is None else self.indices
         return [places[number] for number in indices if number in places]
 
@@ -336,19 +329,25 @@ class Experience:
     packed: "PackedGroups | None" = None
 
     @property
+    def completions(self) -> list[Completion]:
+        """Completions of this process's groups."""
+        return [c for group in self.groups for c in group.completions]
+
+    @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each completion."""
-        return np.array([len(c.tokens) for g in self.groups for c in g.completions])
+        lengths: np.ndarray = self.table.lengths[self.table.local_completions]
+        return lengths
 
     @property
     def sampled_masks(self) -> list[np.ndarray]:
         """Mask of each completion: True for the tokens that the model sampled."""
-        return [sampled_mask(c) for g in self.groups for c in g.completions]
+        return list(map(sampled_mask, self.completions))
 
     @property
     def policy_logps(self) -> list[np.ndarray]:
         """Log-probs under the policy that sampled: the trainer's where they were computed, else the sampler's."""
-        return self.old_logps or [c.logps for g in self.groups for c in g.completions]
+        return self.old_logps or [c.logps for c in self.completions]
 
     @property
     def completion_rewards(self) -> np.ndarray:
@@ -361,13 +360,18 @@ class Experience:
             return None
         return kl_penalty(self.policy_logps, self.ref_logps, algorithm.kl, beta, self.sampled_masks)
 
-    def between(self, start: int, stop: int) -> "Experience":
-        """Return the experience of groups `start` to `stop` of all processes."""
-        first, last = np.searchsorted(self.table.own, [start, stop]).tolist()
-        at = slice(*(sum(len(g.completions) for g in self.groups[:end]) for end in (first, last)))
-        others = ("groups", "packed", "table")
-        lists = {name: value and value[at] for name, value in vars(self).items() if name not in others}
-        return Experience(self.groups[first:last], self.table.select(range(start, stop)), **lists)
+    def part(self, start: int, stop: int) -> "Experience":
+        """Return groups `start` to `stop` of all processes, without the rows."""
+        first, last = np.searchsorted(self.table.local_groups, [start, stop]).tolist()
+        before, groups = sum(len(g.completions) for g in self.groups[:first]), self.groups[first:last]
+        completions = slice(before, before + sum(len(g.completions) for g in groups))
+        lists = {name: getattr(self, name) for name in PER_COMPLETION}
+        parts = {name: values and values[completions] for name, values in lists.items()}
+        return Experience(groups, self.table.select(range(start, stop)), **parts)
+
+
+PER_COMPLETION = ("ref_logps", "old_logps", "values", "advantages", "returns")
+"""Lists of an `Experience` with one array per completion."""
 
 
 def sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:

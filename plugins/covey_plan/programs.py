@@ -120,16 +120,17 @@ class RLPrograms:
         training = self.config.training_config
         length, tokens = row_length_bucket(training.row_length), training.max_tokens_per_micro_batch
         size = length, tokens, num_row_shards(self.config.mesh(Role.ACTOR))
-        counts = micro_batch_sizes(*size) if self.cluster.fixed_shapes else [most_rows(*size)]
+        counts = micro_batch_sizes(*size) if self.cluster.row_sizes.fixed_shapes else [most_rows(*size)]
         return [(count, length) for count in counts]
 
     def token_value_size(self) -> tuple[int, int]:
         """Return the most rows of a micro-batch of completions with token values, and their length."""
-        if self.cluster.fixed_shapes:
+        if self.cluster.row_sizes.fixed_shapes:
             return self.row_sizes()[0]
         row_length = self.config.training_config.row_length
         rows = longest_shown(self.config.rollout_config, self.grpo.num_generations, row_length)
-        return self.config.rows_at_a_time(rows), rows.tokens.shape[1]
+        count, length = rows.tokens.shape
+        return self.cluster.row_sizes.rows_at_a_time(count, length), length
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the configs provide for."""

@@ -84,7 +84,7 @@ def test_log_probs_and_gradients_have_the_same_bits(
 
     def compute() -> list[np.ndarray]:
         model = decoder(2, compute_dtype="bfloat16", remat=False)
-        logps = RowScorer.of_logps(nnx.split(model)[0], 1.0)(nnx.split(model)[1], rows, [4, 6], 1)[0]
+        logps = RowScorer.of_logps(model, 1.0)(nnx.split(model)[1], rows, [4, 6], 1)[0]
         grads = Trainer(model, optax.sgd(1.0), loss).gradients([MicroBatch(rows, 10.0)])
         return [*logps, *map(np.asarray, jax.tree.leaves(grads.sums))]
 

@@ -226,7 +226,7 @@ def test_both_gradients_are_computed_before_either_is_applied() -> None:
     """The explained variance is that of the tokens in the critic's loss, here the first two and the last: 0.75."""
     values, returns = [1.0, 2.0, 900.0, 3.0], [2.0, 4.0, -900.0, 6.0]
     inputs = ValueInputs(np.array([returns]), np.array([values]), weight=np.array([[0.5, 1.0, 0.0, 1.0]]))
-    batches: Any = [SimpleNamespace(value_inputs=x, counted=slice(None)) for x in (inputs, None)]
+    batches: Any = [SimpleNamespace(value_inputs=x, rows_to_sum=slice(None)) for x in (inputs, None)]
     calls: list[tuple[str, str, Any]] = []
 
     def gradients(role: str, batches: Any) -> str:
