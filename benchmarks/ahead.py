@@ -43,9 +43,9 @@ def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, A
 
     nothing: Any = lambda *_: None  # noqa: E731
     learner: Any = Sleeps(
-        lead=lead,
+        training=SimpleNamespace(off_policy_steps=lead),
         step=0,
-        drawn=(),
+        sampled=(),
         algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=True),
         config=SimpleNamespace(num_iterations=1),
         sizes=None,

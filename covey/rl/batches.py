@@ -66,7 +66,12 @@ class RowSizes:
             compile_cost=self.compile_cost,
         )
 
-    def rows_at_a_time(self, count: int, length: int, role: Role = Role.ACTOR) -> int:
+    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
+        """Return how many rows `role` computes together."""
+        count, length = rows.tokens.shape
+        return self.at_a_time(count, length, role)
+
+    def at_a_time(self, count: int, length: int, role: Role) -> int:
         """Return how many of `count` rows of `length` tokens `role` computes together."""
         limit = self.training.max_tokens_per_micro_batch
         return rows_per_micro_batch(count, length, limit, self._num_shards[role], self.fixed_shapes)

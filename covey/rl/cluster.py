@@ -22,7 +22,7 @@ from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, DecoderOptions, num_parameters
-from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
+from covey.models.layer_stack import stack_models, unstack_layers
 from covey.models.lora import check_rank, has_dropout, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
@@ -74,6 +74,7 @@ class RLCluster(Keywords):
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
         row_sizes: sizes of rows and micro-batches.
         shares_weights: whether the rollout samples with the actor's own arrays; see `ClusterConfig`.
+        lends_stacks: whether the rollout takes the stacks of layers apart while it samples; see `rollout_worker`.
         measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
@@ -104,6 +105,7 @@ class RLCluster(Keywords):
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
         self.row_sizes = RowSizes(self.config, self._actor.fixed_shapes)
         self.shares_weights = self.config.shares_weights
+        self.lends_stacks = bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
         # Under dropout the logits of an update are not those of the weights.
         self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
@@ -191,8 +193,12 @@ class RLCluster(Keywords):
             self.inference.release(Role.REFERENCE)
         self.trainer = self.make_trainer(config, total_steps, surrogate)
         if algorithm.needs_critic:
+            if not self.inference.has(Role.CRITIC):
+                new = self.config.place(make_value_model(without_lora(self._actor)), Role.CRITIC)
+                self.inference.host(Role.CRITIC, new)
             optimizer = make_optimizer(self.config.training_config.critic_optimizer, total_steps)
-            self.critic_trainer = Trainer(self._host_critic(), optimizer, value_loss_fn(algorithm.value_clip), "critic")
+            loss, critic = value_loss_fn(algorithm.value_clip), self.inference.model(Role.CRITIC)
+            self.critic_trainer = Trainer(critic, optimizer, loss, "critic")
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()
@@ -225,21 +231,21 @@ class RLCluster(Keywords):
         Raises:
             RecipeError: there is no reference, as when β is 0.
         """
-        return self.inference.scores(Role.REFERENCE, rows, lengths, self._rows_at_a_time(rows, Role.REFERENCE))
+        return self.inference.scores(Role.REFERENCE, rows, lengths, self.row_sizes.rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
-        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self._rows_at_a_time(rows))[0]
+        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self.row_sizes.rows_at_a_time(rows))[0]
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        logps, entropies = self.token_scorer(params, rows, lengths, self._rows_at_a_time(rows))
+        logps, entropies = self.token_scorer(params, rows, lengths, self.row_sizes.rows_at_a_time(rows))
         return logps, entropies
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
-        return self.inference.scores(Role.CRITIC, rows, lengths, self._rows_at_a_time(rows, Role.CRITIC))
+        return self.inference.scores(Role.CRITIC, rows, lengths, self.row_sizes.rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Compute the reward model's score of each completion after its prompt."""
@@ -329,8 +335,7 @@ class RLCluster(Keywords):
         if self.critic_trainer is not None:
             state["critic"] = of_trainer(self.critic_trainer)
         if self._reference_moves:
-            params = of_params(self.inference.params[Role.REFERENCE])
-            state["reference"] = nnx.to_pure_dict(LayerStacks(self.inference.model(Role.REFERENCE)).unstack(params))
+            state["reference"] = self.inference.state(Role.REFERENCE, of_params)
         return state
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
@@ -340,14 +345,8 @@ class RLCluster(Keywords):
             self.critic_trainer.load_state(state["critic"], step)
             self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         if self._reference_moves:
-            self._load_reference(state["reference"])
+            self.inference.load_state(Role.REFERENCE, state["reference"])
         self.sync_weights()
-
-    def _load_reference(self, state: Any) -> None:
-        stacks = LayerStacks(self.inference.model(Role.REFERENCE))
-        params = stacks.unstack(abstract(self.inference.params[Role.REFERENCE]))
-        nnx.replace_by_pure_dict(params, state)
-        self.inference.update_params(Role.REFERENCE, stacks.stack(params))
 
     @property
     def actor(self) -> Decoder:
@@ -380,20 +379,11 @@ class RLCluster(Keywords):
         write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
         return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]
 
-    @property
-    def lends_stacks(self) -> bool:
-        """Whether the rollout takes the stacks of layers apart while it samples; see `rl.sampling_weights`."""
-        return bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
-
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
         self.trainer = self.critic_trainer = None
         for name in ("rollout", "_actor", "scorer", "token_scorer", "inference"):
             self.__dict__.pop(name, None)
-
-    def _rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        count, length = rows.tokens.shape
-        return self.row_sizes.rows_at_a_time(count, length, role)
 
     def _trainer(self, role: Role) -> Trainer:
         if role == Role.CRITIC and self.critic_trainer is None:
@@ -406,7 +396,7 @@ class RLCluster(Keywords):
         """Yield the inputs of the loss of actor or critic, in pieces of `max_tokens_per_micro_batch`."""
         for batch in batches:
             loss_batch, denominator = batch.loss_batch(role)
-            size = self._rows_at_a_time(batch.rows, role)
+            size = self.row_sizes.rows_at_a_time(batch.rows, role)
             yield from put_micro_batches(loss_batch, denominator, self._trainer(role).trainable, size)
 
     def _host_reference(self, config: GRPOConfig) -> None:
@@ -427,14 +417,6 @@ class RLCluster(Keywords):
         self.rollout.loan = StackLoan(self.rollout.weights.stacks, holders)
         graph, params = nnx.split(self._actor)
         self._actor = nnx.merge(graph, abstract(params))  # the trainer has the arrays
-
-    def _host_critic(self) -> ValueModel:
-        """Return the critic that was given or a new one; the inference worker hosts it."""
-        if not self.inference.has(Role.CRITIC):
-            new = self.config.place(make_value_model(without_lora(self._actor)), Role.CRITIC)
-            self.inference.host(Role.CRITIC, new)
-        critic: ValueModel = self.inference.model(Role.CRITIC)
-        return critic
 
 
 def _check_load_keywords(keywords: Mapping[str, Any]) -> None:

@@ -172,7 +172,7 @@ class Rollouts:
     """Rollouts of the steps of a run. Use it as a context.
 
     Args:
-        learner: samples and scores prompts. The steps that it has `drawn` are not sampled again.
+        learner: samples and scores prompts. The steps that it has `sampled` are not sampled again.
         loader: the prompts. Its position is that after the prompts of the step that is trained.
         total: updates of the whole run.
 
@@ -181,18 +181,22 @@ class Rollouts:
     """
 
     def __init__(self, learner: "Learner", loader: PromptLoader, total: int):
-        self._learner, self._loader, self._lead, drawn = learner, loader, learner.lead, learner.drawn
-        rounds = learner.algorithm.max_sampling_rounds if self._lead else 1
+        self._learner, self._loader, sampled = learner, loader, learner.sampled
+        self._steps_ahead = learner.training.off_policy_steps
+        rounds = learner.algorithm.max_sampling_rounds if self._steps_ahead else 1
         self._prompts_per_step = loader.prompts_per_step * rounds
-        whole_step = self._lead > 0 or learner.algorithm.needs_whole_step
+        whole_step = self._steps_ahead > 0 or learner.algorithm.needs_whole_step
         self._part_size = loader.prompts_per_step if whole_step else learner.sizes.rollout_batch_size
         # Steps ahead have a position of their own.
-        self._rows = copy(loader) if self._lead else loader
-        self._rows.take(len(drawn) * self._prompts_per_step)
-        self._steps = deque(range(learner.step + len(drawn), total, learner.config.num_iterations))
-        self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in drawn)
+        self._rows = copy(loader) if self._steps_ahead else loader
+        self._rows.take(len(sampled) * self._prompts_per_step)
+        self._steps = deque(range(learner.step + len(sampled), total, learner.config.num_iterations))
+        self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in sampled)
         self._threaded = learner.cluster.config.runs_ahead
-        self._copies, self.within_step = self._threaded and self._lead > 0, self._threaded and not self._lead
+        self._copies, self.within_step = (
+            self._threaded and self._steps_ahead > 0,
+            self._threaded and not self._steps_ahead,
+        )
         self._sampling, self._turn = Lock(), Lock()
         self._sampler = Worker("sampler", "rollout_wait", learner.on_phase)
         self._scorer = Worker("scorer", "reward_wait", learner.on_phase)
@@ -200,7 +204,7 @@ class Rollouts:
     @contextmanager
     def running(self) -> Iterator[Self]:
         """Let the threads run, if there are some, as long as the context lasts."""
-        self._learner.ahead, self._learner.drawn = self, ()
+        self._learner.rollouts, self._learner.sampled = self, ()
         try:
             if not self._threaded:
                 yield self
@@ -211,7 +215,7 @@ class Rollouts:
                 with processes.here().phase("sync", self._learner.step):
                     self._learner.cluster.sync_weights()  # the last that it has may be those of k steps ago
         finally:
-            self._learner.ahead = None
+            self._learner.rollouts = None
 
     def of_step(self, step: int) -> Iterable[RolloutBatch]:
         """Return the rollouts of a step, in its parts; nothing where the data have ended. The actor must have the
@@ -222,7 +226,7 @@ class Rollouts:
         if not self._sampled:
             return ()
         parts = self._sampled.popleft()
-        if not self._lead:
+        if not self._steps_ahead:
             return (part().rollout for part in parts)
         self._loader.take(self._prompts_per_step)
         with self._learner.stats.clock("wait"):
@@ -240,7 +244,7 @@ class Rollouts:
 
     def unused_steps(self) -> list[SampledStep]:
         """Return the next k steps, which no later weights can sample, for a checkpoint; it may wait for them."""
-        return [part() for parts in islice(self._sampled, self._lead) for part in parts]
+        return [part() for parts in islice(self._sampled, self._steps_ahead) for part in parts]
 
     def rest(self) -> None:
         """Wait until nothing is sampled, and give the rollout the actor's weights, as for an evaluation."""
@@ -253,7 +257,7 @@ class Rollouts:
     def _begin(self, version: int) -> None:
         """Begin to sample the steps that the weights after `version` updates have to sample."""
         weights = None
-        while self._steps and self._steps[0] <= version + self._lead:
+        while self._steps and self._steps[0] <= version + self._steps_ahead:
             prompts = list(self._prompts(self._steps.popleft()))
             if not prompts:
                 self._steps.clear()
@@ -268,7 +272,7 @@ class Rollouts:
         """
         count, rows = self._loader.prompts_per_step, self._rows.take(self._prompts_per_step)
         reserve = iter(rows[count:])
-        more: NextPrompts = (lambda missing: list(islice(reserve, missing))) if self._lead else self._loader.take
+        more: NextPrompts = (lambda missing: list(islice(reserve, missing))) if self._steps_ahead else self._loader.take
         return prompt_batches(rows[:count], step, self._part_size, more)
 
     def _begin_part(self, prompts: PromptBatch, version: int, weights: Any) -> Callable[[], SampledStep]:
@@ -278,7 +282,7 @@ class Rollouts:
             self._sampler.submit(future, partial(self._sample, future, prompts, version, weights))
             return future.result
         sample = partial(self._sample_in_turn, prompts, version)
-        return _known(sample()) if self._lead else sample
+        return _known(sample()) if self._steps_ahead else sample
 
     def _sample_in_turn(self, prompts: PromptBatch, version: int) -> SampledStep:
         return self._score(self._learner.sample(prompts), prompts, version, nullcontext)
@@ -293,7 +297,7 @@ class Rollouts:
 
         def score(waited_to_score: float) -> None:
             step = self._score(sampled, prompts, version, context)
-            waits = {"rollout_wait": waited, "reward_wait": waited_to_score} if self._lead else {}
+            waits = {"rollout_wait": waited, "reward_wait": waited_to_score} if self._steps_ahead else {}
             rollout = replace(step.rollout, seconds={**step.rollout.seconds, **waits})
             future.set_result(replace(step, rollout=rollout))
 

@@ -22,6 +22,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.dtypes import operand_type, round_kernels
+from covey.models.layer_stack import LayerStacks
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
@@ -155,6 +156,17 @@ class InferenceWorker:
             RecipeError: no model has this role.
         """
         self.params[role] = nnx.merge_state(self._params_of(role), params)
+
+    def state(self, role: str, convert: Callable[[Any], Any]) -> Any:
+        """Return the weights in `role`, converted, as nested dicts for a checkpoint, layer by layer."""
+        return nnx.to_pure_dict(LayerStacks(self.model(role)).unstack(convert(self.params[role])))
+
+    def load_state(self, role: str, state: Any) -> None:
+        """Restore `state(role)`."""
+        stacks = LayerStacks(self.model(role))
+        params = stacks.unstack(abstract(self.params[role]))
+        nnx.replace_by_pure_dict(params, state)
+        self.update_params(role, stacks.stack(params))
 
     def scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         """Compute the reference's log-probs, or the value of the state before each token: one float32 array per

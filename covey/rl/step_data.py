@@ -279,11 +279,12 @@ class RolloutBatch:
     def _trained_places(self) -> list[int]:
         """Places among `groups` of those to train on, in the order of the training."""
         places = {number: place for place, number in enumerate(self.table.local_groups.tolist())}
-        indices = range(len(self.table)) if self.indices is None else self.indices
-        return [places[number] for number in indices if number in places]
+        return [places[number] for number in self.indices or () if number in places]
 
     def with_advantages(self, trained: Sequence[Group]) -> "RolloutBatch":
         """Return the rollout with `trained` in the places of this process's groups to train on."""
+        if self.indices is None:
+            return replace(self, groups=list(trained))
         groups = list(self.groups)
         for place, group in zip(self._trained_places, trained, strict=True):
             groups[place] = group
@@ -379,7 +380,7 @@ def sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> Group:
-    """Add DAPO's length penalty (0 or less) to the rewards and list it beside the reward functions."""
+    """Add DAPO's length penalty (0 or less) to the rewards, and list it with those of the reward functions."""
     if not algorithm.overlong_buffer:
         return group
     penalty = overlong_penalty(

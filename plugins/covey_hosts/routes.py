@@ -65,7 +65,7 @@ def rows_by_process(num_processes: int, count: int, length: int, sizes: RowSizes
     any of the roles that the processes play together.
     """
     of_meshes = [
-        rows_on_mesh(num_processes, mesh, count, sizes.rows_at_a_time(count, length, role))
+        rows_on_mesh(num_processes, mesh, count, sizes.at_a_time(count, length, role))
         for role, mesh in sizes.meshes.items()
         if role not in PER_PROCESS_ROLES
     ]

@@ -129,8 +129,7 @@ class RLPrograms:
             return self.row_sizes()[0]
         row_length = self.config.training_config.row_length
         rows = longest_shown(self.config.rollout_config, self.grpo.num_generations, row_length)
-        count, length = rows.tokens.shape
-        return self.cluster.row_sizes.rows_at_a_time(count, length), length
+        return self.cluster.row_sizes.rows_at_a_time(rows), rows.tokens.shape[1]
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the configs provide for."""

@@ -276,8 +276,8 @@ def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) ->
     def work(index: int) -> int:
         environments = runner("guess", GUESS)
         learner: Any = SimpleNamespace(
-            lead=0,
-            drawn=(),
+            training=SimpleNamespace(off_policy_steps=0),
+            sampled=(),
             step=0,
             on_phase=print,
             algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=False),
