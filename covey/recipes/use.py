@@ -84,7 +84,7 @@ def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
         model, tokenizer, _ = load_for(recipe, mesh, source)
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
-        chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+        chosen = learner.drop_long_examples(held_out, HELD_OUT).rows[: recipe.evaluation.prompts or None]
         metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
         del learner  # on accelerators it has stacks of the model's layers
         worker = answering_worker(model, tokenizer, recipe.rollout)

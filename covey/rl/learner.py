@@ -328,8 +328,7 @@ class Learner(Trainee):
         Raises:
             EpisodeError: the environment depends on more than its row and its replies.
         """
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
+        super().start(loader, total)
         environments = self.cluster.rollout.environments
         if environments and environments.rehearses and self.step == 0:
             self.on_phase("rehearsing the environment")
@@ -456,7 +455,7 @@ class Learner(Trainee):
         if record.due(self.config.reference_every_n_updates):
             self.cluster.update_reference(self.config.reference_mixing)
 
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows for the run: whole, or as it is done during training."""
         if during_training:
             return Measured(self.evaluate(held_out, config=during(self.settings.evaluation)).summary())

@@ -193,10 +193,8 @@ class Rollouts:
         self._steps = deque(range(learner.step + len(sampled), total, learner.config.num_iterations))
         self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in sampled)
         self._threaded = learner.cluster.config.runs_ahead
-        self._copies, self.within_step = (
-            self._threaded and self._steps_ahead > 0,
-            self._threaded and not self._steps_ahead,
-        )
+        self._copies = self._threaded and self._steps_ahead > 0
+        self.within_step = self._threaded and not self._copies
         self._sampling, self._turn = Lock(), Lock()
         self._sampler = Worker("sampler", "rollout_wait", learner.on_phase)
         self._scorer = Worker("scorer", "reward_wait", learner.on_phase)

@@ -45,6 +45,6 @@ def train(learner: "Trainee", loader: Any, held_out: Sequence[Any], outputs: Out
 def evaluate(learner: "Trainee", held_out: Sequence[Any], name: str) -> None:
     """Evaluate the weights before or after training."""
     learner.on_phase(f"evaluating {name} training")
-    measured = learner.measure(held_out)
+    measured = learner.evaluate_rows(held_out)
     learner.evaluations = {**learner.evaluations, name: measured.metrics}
     learner.outputs.evaluation(name, measured)

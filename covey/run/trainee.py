@@ -88,23 +88,24 @@ class Trainee(Keywords, ABC):
         """Evaluate the weights of a step if that is due, and add the metrics to those of the step."""
         if held_out and record.due(self.training.eval_every_n_steps):
             self.on_phase("evaluate")
-            metrics = self.measure(held_out, during_training=True).metrics
+            metrics = self.evaluate_rows(held_out, during_training=True).metrics
             record.metrics.update({f"eval/{name}": float(x) for name, x in metrics.items() if x is not None})
 
     @abstractmethod
     def begin(self, loader: Any, held_out: Sequence[Any]) -> int:
         """Check the data, build what trains, and return the number of updates of the whole run."""
 
-    @abstractmethod
     def start(self, loader: Any, total: int) -> None:
-        """Check that all processes begin alike, behind a restore."""
+        """Refuse to begin, after a restore, when the processes' data or steps differ."""
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     @abstractmethod
     def steps(self, loader: Any, total: int) -> Generator[StepRecord]:
         """Train to step `total`, and yield the record of each step."""
 
     @abstractmethod
-    def measure(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows: whole, or as it is done during training."""
 
     @abstractmethod

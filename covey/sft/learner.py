@@ -19,6 +19,7 @@ from covey.config.recipe import SFTRecipe, validate
 from covey.config.schema import SFTConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data.examples import ExampleLoader, as_examples
+from covey.data.loader import FittedPrompts
 from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
 from covey.files import require_entry
@@ -36,9 +37,8 @@ from covey.run.saved_run import ReadyRun, RunResources
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sft.batch import (
-    Fitted,
     HeldOutLoss,
-    fit,
+    drop_long_examples,
     groups_of,
     pack_rows,
     perplexity,
@@ -129,8 +129,10 @@ class SFTLearner(Trainee):
             ResumeError: settings, data or weights are not those that the run in `out` was saved with.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
-        loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
-        held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
+        loader = (
+            train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.drop_long_examples(train_ds).rows)
+        )
+        held_out = () if eval_ds is None else self.drop_long_examples(eval_ds, HELD_OUT).rows
         model = lambda: model_options(self.program_model)  # noqa: E731
         self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out))
         return self.model
@@ -147,11 +149,6 @@ class SFTLearner(Trainee):
         total = total_steps(self.config, len(loader))
         self.prepare(total)
         return total
-
-    def start(self, loader: ExampleLoader, total: int) -> None:
-        """Refuse to begin when the processes' data or steps differ."""
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     def steps(self, loader: ExampleLoader, total: int) -> Generator[StepRecord]:
         """Train to step `total`, and yield the record of each step."""
@@ -170,7 +167,7 @@ class SFTLearner(Trainee):
             place = {"step": self.step, "epoch": loader.position / len(loader.rows)}
             yield StepRecord(self.step, 1, total, place | metrics)
 
-    def measure(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
+    def evaluate_rows(self, held_out: Sequence[Row], during_training: bool = False) -> Measured:
         """Compute the held-out loss for the run; before and after training, the answers of `answer` too."""
         answered = Measured({}) if during_training or self.answer is None else self.answer(self)
         found = self.held_out_loss(held_out) | ({} if during_training else {"examples": len(held_out)})
@@ -191,9 +188,9 @@ class SFTLearner(Trainee):
         self.prepared.load_state(arrays, step)
         self.step, self.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
 
-    def fit(self, data: Any, name: str = "training data") -> Fitted:
-        """Return the examples of `data`, with those that are too long handled by `config.too_long`."""
-        return fit(as_examples(data), self.tokenizer, self.config, self._longest, name)
+    def drop_long_examples(self, data: Any, name: str = "training data") -> FittedPrompts:
+        """Return the examples of `data` but for those that are too long; see `config.too_long`."""
+        return drop_long_examples(as_examples(data), self.tokenizer, self.config, self._longest, name)
 
     def loader(self, examples: Sequence[Row]) -> ExampleLoader:
         """Return a loader of batches of `examples`, in the order given by the seed."""
