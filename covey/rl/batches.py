@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
@@ -153,7 +152,7 @@ class TrainBatch:
     """Training micro-batch: groups packed into rows, with the other inputs of the losses.
 
     Attributes:
-        groups: the groups in the rows; of several processes those that this one has sampled.
+        groups: the groups in the rows that this process has sampled.
         rows: NumPy arrays; of several processes, as the inputs, with zeros for rows of other processes' devices.
         inputs: inputs of the actor's loss.
         denominator: part of these completions in the denominator of the actor's loss.
@@ -233,7 +232,7 @@ def make_train_batch(
 def token_keys_of(
     rows: Rows, keys: UInt32[np.ndarray, "B 2"], sampled: Float[np.ndarray, "R M"]
 ) -> UInt32[np.ndarray, "R M 2"]:
-    """Return the random key that drew each scored token, from those of the completions; 0 where the model drew none."""
+    """Return the random key of each scored token, from the keys of completions; 0 where the model drew none."""
     of_tokens, at = np.zeros((*sampled.shape, 2), np.uint32), sampled > 0  # rows of other processes have none
     number, index = rows.scatter_index[at].T
     of_tokens[at] = token_keys(keys[number], index)
@@ -252,8 +251,7 @@ def _value_inputs(x: Experience, packed: PackedSlice, in_loss: Sequence[np.ndarr
 
 
 class Replay(Generic[T]):
-    """Items that can be iterated several times, although they may still have to be made: each pass goes through those
-    that exist and then makes the others.
+    """Items for several passes. The first pass makes them as it goes.
 
     >>> replay = Replay(iter("ab"))
     >>> [*replay], [*replay]
@@ -283,31 +281,6 @@ def put_micro_batches(batch: RowBatch, denominator: float, like: Any, rows: int)
     for piece in split_micro_batches(batch, rows):
         yield MicroBatch(put_rows(piece, like), denominator)
         denominator = 0.0
-
-
-def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool, keys: bool) -> RowBatch:
-    """Return the shapes of the inputs of the policy's loss beside `rows`, which are shapes too.
-
-    Args:
-        old_logps: whether a batch is used for several updates.
-        ref_logps: whether there is a reference.
-        keys: whether the agreement with the sampler is measured.
-    """
-
-    def shape(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows.tokens.sharding)
-
-    per_token = shape(rows.tokens.shape)
-    inputs = LossInputs(
-        advantage=per_token,
-        weight=per_token,
-        rollout_logps=per_token,
-        beta=shape((rows.tokens.shape[0], 1)),
-        old_logps=per_token if old_logps else None,
-        ref_logps=per_token if ref_logps else None,
-        keys=shape((*rows.tokens.shape, 2), jnp.uint32) if keys else None,
-    )
-    return RowBatch(rows, inputs)
 
 
 AGREEMENT = "sampling/token_agreement"

@@ -1,8 +1,8 @@
 """`RLCluster`: the models by role, the mesh of each, and the tokenizer that they share.
 
-Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory,
-or that of the adapters that a run began with. A role on another mesh gets its own copy there, and
-`sync_weights` moves the actor's weights to the rollout.
+Roles on one mesh share arrays. With LoRA, actor, rollout and reference use one base; the reference costs at most a copy
+of the adapters. A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the
+rollout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class RLCluster(Keywords):
         row_sizes: sizes of rows and micro-batches.
         shares_weights: whether the rollout samples with the actor's own arrays; see `ClusterConfig`.
         lends_stacks: whether the rollout takes the stacks of layers apart while it samples; see `rollout_worker`.
-        measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
+        measures_agreement: whether updates count the tokens that the trainer's logits would have drawn too.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
         source, lora: where the actor was loaded from, and its adapters, for the record of a run; "" for a model given.
@@ -106,7 +106,7 @@ class RLCluster(Keywords):
         self.row_sizes = RowSizes(self.config, self._actor.fixed_shapes)
         self.shares_weights = self.config.shares_weights
         self.lends_stacks = bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
-        # Under dropout the logits of an update are not those of the weights.
+        # Under dropout the logits of an update do not follow from the weights alone.
         self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         if environments is not None and self.config.training_config.off_policy_steps:
@@ -141,7 +141,7 @@ class RLCluster(Keywords):
         Args:
             actor, reference, critic, reward: sources that `models.loading.weights.load` accepts, such as a folder or
                 `smollm2-135m`; all but the actor may be models, or None, as for the constructor.
-            tokenizer: replaces that of the actor's source.
+            tokenizer: replaces the tokenizer of the actor's source.
             cluster_config: meshes, training, sampling.
             environments: runs the environment in which the model acts, as for the constructor.
             lora: adapters to train on the actor, in place of all of its weights; their seed is the rollout's.
@@ -316,7 +316,7 @@ class RLCluster(Keywords):
             return jax.tree.map(jnp.copy, trainer.trainable)
         _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
-        # processes what samples meanwhile has other devices, and where nothing does the copy is not needed.
+        # processes a thread samples only on other devices, and no copy is needed.
         return reshard(trainer.trainable, held, copy=processes.here().count == 1)
 
     def state(self) -> dict[str, Any]:
@@ -364,17 +364,17 @@ class RLCluster(Keywords):
     def save(self, folder: str | Path) -> "Difference":
         """Write the actor with its tokenizer as a Hugging Face folder, adapters merged into the base.
 
-        What was written is read back and compared before it is put in place.
+        The model is read back and compared before the folder is put in place.
 
         Args:
             folder: a new or an empty folder.
 
         Returns:
-            The difference between the logits of the written model and those of the actor.
+            The difference between the logits of the written model and of the actor.
 
         Raises:
             CoveyError: `folder` is in use, or cannot be written.
-            WeightsError: the actor's family cannot be written, or what was written differs from the actor.
+            WeightsError: the actor's family cannot be written, or the written model differs from the actor.
         """
         write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
         return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]

@@ -2,12 +2,12 @@
 
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
-method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
+method, and each takes and returns data (`step_data`); a debugger can stop after any of them. The first three may run
 ahead of the rest (`rollouts`). Observers log, print and save the results of each step.
 
-Several processes run the loop in lockstep (`parallel.processes`): each samples and scores a share. All know the
-numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
-to a token for its own share, and has the rows of its own devices (`packed_groups`).
+Several processes run the loop in lockstep (`parallel.processes`). Each samples and scores a part of the prompts, and
+has the rows of its own devices (`batches`). All know the numbers of tokens and the rewards of all groups
+(`step_data.GroupTable`), and decide alike.
 """
 
 import logging
@@ -99,9 +99,9 @@ class Learner(Trainee):
 
     Attributes:
         history, evaluations, settings: see `Trainee`.
-        sampled: steps whose samples a checkpoint has, and which are not sampled again.
+        sampled: steps of a checkpoint that are sampled already.
         rollouts: rollouts of the steps; None outside of `steps`.
-        needs: what the algorithm needs of "reference", "old_logps" and "critic".
+        needs: names out of "reference", "old_logps" and "critic".
         base: origin of the weights that `train_grpo` loaded.
 
     Raises:
@@ -177,7 +177,7 @@ class Learner(Trainee):
         Raises:
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
-            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            ResumeError: the run in `out` was saved with other settings, data or weights.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
         ready = isinstance(train_ds, PromptLoader)
@@ -246,9 +246,7 @@ class Learner(Trainee):
         return RolloutBatch(comparable, stats=stats, dropped=dropped, env_failed=failed, seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
-        """Compute rewards; return the groups with the numbers of those of all processes. Advantages are 0 until they
-        are estimated.
-        """
+        """Compute rewards, and gather the table of all processes. Advantages are 0 until they are estimated."""
         limit, failed = self.cluster.config.rollout_config.max_new_tokens, dict[str, int]()
         clock = Clock(dict(rollout.seconds), on_phase=self.on_phase)
         with clock("reward"):
@@ -279,9 +277,7 @@ class Learner(Trainee):
             num_sampled += len(fresh)
 
     def compute_logps(self, x: Experience) -> Experience:
-        """Compute the log-probs of the reference, those before the first update, and values: each only where the
-        algorithm needs it.
-        """
+        """Compute log-probs of the reference and before the first update, and values, if the algorithm needs them."""
         cluster, sizes, needs = self.cluster, self.sizes, self.needs
         with self.phase("logps", x.table.lengths.tolist):
             packed = PackedGroups(x, cluster.row_sizes)
@@ -296,7 +292,7 @@ class Learner(Trainee):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self.split(experience):
-                # Compare it with that of the other processes, before any of them launches a program on it.
+                # Compare it among processes before any of them launches a program on it.
                 with processes.here().phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
                     pass
                 yield batch
@@ -385,7 +381,7 @@ class Learner(Trainee):
         return self.sampled if self.rollouts is None else self.rollouts.unused_steps()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore a checkpoint's `state()` at update `step`. β is that of the settings, but where it is adapted."""
+        """Restore a checkpoint's `state()` at update `step`. β comes from the settings, unless it is adapted."""
         beta = require_entry(state, "beta", float)
         self.step, self.beta = step, self.beta if self.algorithm.kl_target is None else beta
         self._prompts_used = require_entry(state, "prompts", int)
@@ -421,7 +417,7 @@ class Learner(Trainee):
             return metrics
 
     def loader(self, train_ds: Any) -> PromptLoader:
-        """Return a loader of batches of the rows `train_ds`, behind the prompts that were used; see `train`."""
+        """Return a loader of batches of the rows `train_ds`, after the prompts that were used; see `train`."""
         if isinstance(train_ds, PromptLoader):
             return train_ds
         loader = PromptLoader(as_rows(train_ds), self.training.prompts_per_step, seed=self.settings.seed)
@@ -508,8 +504,8 @@ OF_SAMPLES = (
 def ready_run(
     learner: Learner, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], resources: RunResources
 ) -> ReadyRun:
-    """Return the run of a script in a folder. Its first weights are those before `prepare`, whatever the loss is; older
-    versions have recorded those after it.
+    """Return the run of a script in a folder. Its origin is the weights before `prepare`; older versions have recorded
+    the weights after it.
     """
     cluster = learner.cluster
 
@@ -552,9 +548,7 @@ def fit_rows(rows: Sequence[Row], worker: RolloutWorker, training: RLTrainingCon
 
 
 def all_functions(given: Sequence[RewardFn], cluster: RLCluster) -> list[RewardFn]:
-    """Return the reward of the cluster's environment, the given functions, and the reward model, as far as there are
-    some.
-    """
+    """Return the reward of the cluster's environment, the given functions, and the reward model, if there are any."""
 
     def reward_model(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
         return cluster.get_rewards(prompt_ids, completion_ids)

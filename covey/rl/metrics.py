@@ -176,14 +176,6 @@ def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
-    """Return the metrics of dynamic sampling: prompt batches sampled, groups replaced, and tied groups kept when the
-    budget was spent.
-    """
-    counts = {"rounds": rounds, "replaced": replaced, "tied": tied}
-    return {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
-
-
 def work_metrics(
     stats: SamplerStats, seconds: Mapping[str, float], step_time: float, row_waste: float
 ) -> dict[str, Any]:
@@ -217,8 +209,8 @@ class StepStats:
 
     Attributes:
         clock: measures the phases.
-        rollout: all groups that this process has sampled, with advantages (0 for replaced ones), the numbers of those
-            of all processes, and the sums of their rollouts' counts.
+        rollout: all groups that this process has sampled, with advantages (0 for replaced groups), the table of all
+            processes, and sums of counts.
         waste: fraction of padding in each micro-batch's rows.
         version: number of updates of the weights that sampled the step, where samples may be older than the weights.
     """
@@ -229,13 +221,13 @@ class StepStats:
     version: int = 0
 
     def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
-        """Add a rollout, whose groups to train on are `trained` since they have advantages."""
+        """Add a rollout, and the advantages of its groups to train on."""
         self.rollout = self.rollout.joined(rollout.with_advantages(trained))
         self.clock.add(rollout.seconds)
 
 
 def gather_step_stats(stats: StepStats) -> StepStats:
-    """Return the record with what all processes sampled and scored, and the time of each phase in the slowest one."""
+    """Return the record with the counts of all processes, and the time of each phase in the slowest process."""
     local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
     sampler, failed, dropped, seconds = zip(*processes.here().all_gather(local, "step"), strict=True)
     phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
@@ -251,14 +243,15 @@ def step_metrics(
     algorithm: Algorithm,
     environments: ResponderFactory | None,
 ) -> dict[str, float]:
-    """Compute the metrics of a step from the record of all processes, and from those of its updates."""
+    """Compute the metrics of a step from the record of all processes and the metrics of its updates."""
     rollout, dynamic = stats.rollout, algorithm.max_sampling_rounds > 1
     groups_prompts = environments is not None and environments.groups_prompts
+    counts = {"rounds": 1 + rollout.rounds, "replaced": rollout.replaced, "tied": rollout.tied}
     return {
         **group_metrics(rollout.table),
         **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
         **combine_updates(updates),
         **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
-        **(sampling_metrics(1 + rollout.rounds, rollout.replaced, rollout.tied) if dynamic else {}),
+        **({f"dynamic_sampling/{name}": float(count) for name, count in counts.items()} if dynamic else {}),
         **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, known_mean(stats.waste)),
     }

@@ -1,7 +1,7 @@
 """PPO (Schulman et al., 2017) for language models (Ouyang et al., 2022): a critic estimates the value of each state.
 
 The loop is `learner.Learner.train`; this module computes advantages from rewards and values, and trains the critic
-beside the actor, with its own optimizer.
+with its own optimizer.
 """
 
 from collections.abc import Iterable

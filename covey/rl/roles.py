@@ -34,7 +34,7 @@ class Role(StrEnum):
     REFERENCE = "reference"
     """The frozen policy of the KL."""
     CRITIC = "critic"
-    """The model that estimates values, trained beside the actor (PPO)."""
+    """The model that estimates values, trained with the actor (PPO)."""
     REWARD = "reward"
     """A frozen model that scores completions."""
 

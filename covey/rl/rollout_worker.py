@@ -86,11 +86,11 @@ class RolloutWorker:
         fixed_shapes: see `sampling.engine.Engine`.
 
     Attributes:
-        params: current weights; `sampling_params` are those that the engine takes.
+        params: current weights; `sampling_params()` returns them as the engine takes them.
         version: number of times that they were set.
         engine: draws the tokens.
         weights: makes `sampling_params` of `params`.
-        loan: lends the stacks of a learner on the same devices; without one, they stay beside `sampling_params`.
+        loan: lends the stacks of a learner on the same devices; None if the learner keeps them.
         tool: the tool that `config` names; None without one.
 
     Errors: RecipeError when prompt and completion are longer than the model's positions, a tool lacks its markers, or
@@ -190,7 +190,7 @@ class RolloutWorker:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Let the engine sleep, and give back what was lent, also where the engine refuses to."""
+        """Let the engine sleep, and give the stacks back, also if the engine raises."""
         try:
             self.engine.sleep()
         finally:
@@ -201,7 +201,7 @@ class RolloutWorker:
         """Refuse data with a prompt that cannot be sampled, before any sampling. The prompt of an environment is known
         when its episode begins, and checked then; a list of tools is counted.
 
-        Errors: DataError that names the row of `data`, or for plain text beside tools.
+        Errors: DataError that names the row of `data`, or for plain text where there are tools.
         """
         environments, tokenizer = self.environments, self.tokenizer
         encode = environments.prompt_encoder(tokenizer) if environments else tokenizer.encode_prompt
@@ -270,7 +270,7 @@ class RolloutWorker:
 
 
 class SamplingWeights:
-    """Conversion of a model's parameters to those with which it samples: kernels and adapters rounded, layers a list.
+    """Conversion of a model's parameters for sampling: kernels and adapters rounded, layers a list.
 
     Args:
         model: the model, of arrays or of shapes.
@@ -298,7 +298,7 @@ class SamplingWeights:
         return converted
 
     def split_lendable(self, params: State) -> tuple[State, State]:
-        """Return the stacks in `params` whose layers are sampled with as they are, and all else."""
+        """Return the stacks in `params` that sampling does not round, and the rest of `params`."""
         flat = nnx.to_flat_state(self.stacks.split(params)[0])
         rounded = dict(nnx.to_flat_state(round_for_sampling(abstract(nnx.from_flat_state(dict(flat))), self._dtype)))
         lendable = {path for path, leaf in flat if leaf.dtype == rounded[path].dtype}
@@ -325,7 +325,7 @@ class StackLoan:
 
     Args:
         stacks: conversion between stacks and a list.
-        holders: objects with the names of those of their attributes that hold states with the stacks.
+        holders: objects, each with the name of an attribute that holds a state with stacks.
     """
 
     def __init__(self, stacks: LayerStacks, holders: Sequence[tuple[Any, str]]):

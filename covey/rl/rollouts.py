@@ -48,7 +48,7 @@ FORMER_NAMES = {
     b'["cut", ': b'["truncated", ',
     b'["mass", ': b'["kept_probability", ',
 }
-"""Names of classes and fields in earlier checkpoints, and those of today. JSON escapes quotes in texts."""
+"""Names of classes and fields in earlier checkpoints, and their names now. JSON escapes quotes in texts."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _without_time(completion: Completion) -> Completion:
 
 
 def load_steps(saved: Iterable[bytes]) -> list[SampledStep]:
-    """Return this process's part of each step of a checkpoint, given what each process has saved (`serialize`)."""
+    """Return this process's part of each step of a checkpoint, given the bytes of each process (`serialize`)."""
     return [local_step(parts) for parts in zip(*(deserialize(_with_names(data)) for data in saved), strict=True)]
 
 
@@ -94,7 +94,7 @@ def _with_names(data: bytes) -> bytes:
 
 
 def local_step(parts: Sequence[SampledStep]) -> SampledStep:
-    """Return this process's part of a step, given those of the processes that sampled it, perhaps of another number."""
+    """Return this process's part of a step, given the parts of the processes that sampled it, few or many."""
     first, by_process = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(by_process[owner]) for owner in first.rollout.table.owner]
     sizes = np.diff(processes.here().share_bounds(len(groups)))
@@ -211,7 +211,7 @@ class Rollouts:
                 yield self
             if self._copies:
                 with processes.here().phase("sync", self._learner.step):
-                    self._learner.cluster.sync_weights()  # the last that it has may be those of k steps ago
+                    self._learner.cluster.sync_weights()  # it may have the weights of k steps ago
         finally:
             self._learner.rollouts = None
 
@@ -265,8 +265,8 @@ class Rollouts:
             self._sampled.append([self._begin_part(part, version, weights) for part in prompts])
 
     def _prompts(self, step: int) -> Iterator[PromptBatch]:
-        """Yield the prompts of a step. With k > 0 they are one part, with prompts of its own for those that dynamic
-        sampling replaces, so that no step waits for the rewards of another; prompts that it does not need are not used.
+        """Yield the prompts of a step. With k > 0 they are one part, with prompts in reserve for dynamic sampling, so
+        that no step waits for the rewards of another; the rest of the reserve is not used.
         """
         count, rows = self._loader.prompts_per_step, self._rows.take(self._prompts_per_step)
         reserve = iter(rows[count:])
@@ -310,8 +310,8 @@ class Rollouts:
 
     @contextmanager
     def _sampling_context(self, weights: Any) -> Iterator[None]:
-        """Let one thread at a time sample, with these weights: a step that dynamic sampling completes has other ones
-        than those that are sampled meanwhile.
+        """Let one thread at a time sample, with these weights: dynamic sampling may complete a step with older weights
+        than the next step has.
         """
         with self._turn:  # who waits here comes next: the sampler begins no later step before a step is completed
             self._sampling.acquire()
@@ -333,10 +333,10 @@ def _known(step: SampledStep) -> Callable[[], SampledStep]:
 
 
 class FailureCounts:
-    """Counts of failures in all processes, so that the budgets of reward functions and environments hold for the whole
-    run. Those of a step follow from its number, while a thread may be sampling later ones: so the failures of
-    environments are taken as each of its samples ends, and those of reward functions as it is scored. The step whose
-    failures exceed a budget ends the run, also where a later one is being sampled.
+    """Counts of failures in all processes: the budgets of reward functions and environments hold for the whole run.
+
+    A thread may sample later steps meanwhile. So the failures of environments in a step are taken as its sampling ends,
+    and the failures of reward functions as it is scored. The first step with failures above a budget ends the run.
 
     Args:
         rewards: runs the reward functions of this process.
@@ -348,7 +348,7 @@ class FailureCounts:
         self.restart()
 
     def restart(self) -> None:
-        """Begin from the counts of a checkpoint, which are those of all processes."""
+        """Begin from the counts of a checkpoint, which count all processes."""
         self._known = self.counts()
         self._taken = self._known[1]
 
@@ -365,7 +365,7 @@ class FailureCounts:
             sampled: failures of this process's environments since then.
 
         Returns:
-            The failures of each reward function and those of environments, in all processes since the run began.
+            The failures of each reward function and of environments, in all processes since the run began.
 
         Raises:
             RewardError, EpisodeError: there are more in all processes than the budget allows.
@@ -384,5 +384,5 @@ class FailureCounts:
         return self.counts()[0], self._known[1]
 
     def counts(self) -> tuple[Counter[str], int]:
-        """Return the failures of each reward function and those of environments, as this process knows them."""
+        """Return the failures of each reward function and of environments, as this process knows them."""
         return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0

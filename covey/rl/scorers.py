@@ -66,7 +66,7 @@ class RowScorer:
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
         rows = abstract_rows(count, length, rows_placement(params))
-        return Program(self._name, self._score, (self._rounded(abstract(params)), rows))
+        return Program(self._name, self._score, (round_kernels(abstract(params), self._operand_type), rows))
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
         """Return for each result of the program one float32 array per completion, `lengths[i]` long; on a mesh over
@@ -78,7 +78,7 @@ class RowScorer:
             lengths: number of tokens of each completion.
             size: number of rows that are computed at a time.
         """
-        params, placement = self._rounded(params), rows_placement(params)
+        params, placement = round_kernels(params, self._operand_type), rows_placement(params)
         parts = [
             jax.tree.leaves(self._score(params, processes.here().put_host(p, placement)))
             for p in split_micro_batches(rows, size)
@@ -88,9 +88,6 @@ class RowScorer:
             for x, result in zip(part, results, strict=True):
                 processes.here().read_own_rows(x, placement, result[number * size : (number + 1) * size])
         return [unpack(rows, result, lengths) for result in results]
-
-    def _rounded(self, params: Any) -> Any:
-        return round_kernels(params, self._operand_type)
 
 
 class InferenceWorker:

@@ -1,6 +1,6 @@
 """Data of a training step: the records that `Learner` hands from stage to stage, and functions on them.
 
-`GroupTable` has what every process knows of the groups of a step, numbers of tokens and scores. A process holds the
+Every process has the `GroupTable` of a step, with numbers of tokens and scores of all groups. A process holds the
 tokens of the groups that it has sampled, and no others. Decisions that all processes make alike, such as the rows of a
 micro-batch, dynamic sampling, advantages and metrics, follow from this table.
 """
@@ -92,7 +92,7 @@ class GroupTable:
 
     @property
     def reward_table(self) -> Float[np.ndarray, "P G"]:
-        """Rewards as a table; NaN where no function scored the completion, and behind smaller groups."""
+        """Rewards as a table; NaN where no function scored the completion, and after the rewards of smaller groups."""
         return reward_table(self.split(self.rewards))
 
     @property
@@ -120,14 +120,12 @@ class GroupTable:
         return GroupTable(**columns, by_function=by_function)
 
     def collect(self, values: Sequence[Any], name: str) -> list[Any]:
-        """Return the values of all groups, given those of this process's. All processes must call it."""
+        """Return values of all groups, given the values of this process's groups. All processes must call it."""
         by_process = [iter(theirs) for theirs in processes.here().all_gather(list(values), name)]
         return [next(by_process[owner]) for owner in self.owner]
 
     def collect_numbers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the values of all completions, given those of this process's, [b] or [b, n]. All processes must call
-        it.
-        """
+        """Return values of all completions, given this process's, [b] or [b, n]. All processes must call it."""
         by_group = np.split(values, np.cumsum(self.sizes[self.local_groups], dtype=int))[:-1]
         return np.concatenate([values[:0], *self.collect(by_group, name)])
 
@@ -137,7 +135,7 @@ BY_GROUP = ("owner", "prompts", "sizes")
 """Columns with one entry per group."""
 NO_KEY = np.zeros(2, np.uint32)
 HASH = np.array([1, 1_000_003, 998_244_353, 6_700_417_123], np.int64)
-"""Factors by which a sequence of as many tokens becomes one number."""
+"""Factors by which a sequence of four tokens becomes one number."""
 
 
 def table_of(groups: Sequence[Group]) -> GroupTable:
@@ -180,7 +178,7 @@ def join(tables: Sequence[GroupTable]) -> GroupTable:
 
 
 def gather_table(groups: Sequence[Group]) -> GroupTable:
-    """Return the table of the groups of all processes, given those of this one. All processes must call it."""
+    """Return the table of the groups of all processes, given this process's groups. All processes must call it."""
     return join(processes.here().all_gather(table_of(groups), "groups"))
 
 
@@ -239,18 +237,18 @@ def prompt_batches(
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Groups that were sampled and scored together. It holds all that sampling has to report, so that it can be made in
-    a thread that shares nothing with the learner.
+    """Groups that were sampled and scored together. A rollout thread returns this and shares nothing else with the
+    learner.
 
     Attributes:
-        groups: all groups that this process has sampled, also those that dynamic sampling replaced; advantages are 0.
+        groups: all groups that this process has sampled, replaced groups too; advantages are 0.
         table: numbers of the groups of all processes.
         indices: numbers of the groups to train on, of all processes, in the order of the training; None for all.
         stats: statistics of the sampler.
         rounds: number of rounds of dynamic sampling in which prompts were replaced.
         replaced: number of prompts sampled in place of others whose groups have equal rewards.
         tied: number of groups of equal rewards among those kept because the budget was spent.
-        dropped: number of completions without another one of their prompt, which were left out.
+        dropped: number of completions that were left out, because no other has their prompt.
         failed: number of failed completions by reward function, for functions with a failure policy.
         env_failed: number of failures of this process's environments.
         seconds: seconds of each phase.
@@ -277,7 +275,7 @@ class RolloutBatch:
 
     @property
     def _trained_places(self) -> list[int]:
-        """Places among `groups` of those to train on, in the order of the training."""
+        """Places in `groups` of the groups to train on, in the order of the training."""
         places = {number: place for place, number in enumerate(self.table.local_groups.tolist())}
         return [places[number] for number in self.indices or () if number in places]
 
@@ -308,8 +306,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class Experience:
-    """Groups with their per-token data; lists have one array per completion, in order. Of several processes each has
-    the groups that it has sampled, and the numbers of all.
+    """Groups with their per-token data; lists have one array per completion of this process's groups, in order.
 
     Attributes:
         groups: groups with rewards.
@@ -353,7 +350,8 @@ class Experience:
     @property
     def completion_rewards(self) -> np.ndarray:
         """Reward of each completion, float64 [B]; NaN where no function scored it."""
-        return np.concatenate([np.zeros(0), *(np.asarray(g.rewards) for g in self.groups)])
+        rewards: np.ndarray = self.table.rewards[self.table.local_completions]
+        return rewards
 
     def kl_penalties(self, algorithm: Algorithm, beta: float) -> list[np.ndarray] | None:
         """Return β·KL of each sampled token, where the algorithm subtracts it from the reward; None elsewhere."""
@@ -380,7 +378,7 @@ def sum_by_name(*counts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> Group:
-    """Add DAPO's length penalty (0 or less) to the rewards, and list it with those of the reward functions."""
+    """Add DAPO's length penalty (0 or less) to the rewards, and list it like a reward function."""
     if not algorithm.overlong_buffer:
         return group
     penalty = overlong_penalty(
@@ -398,9 +396,7 @@ def penalize_length(group: Group, algorithm: Algorithm, max_new_tokens: int) -> 
 
 
 def split_by_reward_variance(table: GroupTable) -> tuple[list[int], list[int]]:
-    """Return the numbers of groups whose completions differ in reward, and those of the others; the length penalty does
-    not count.
-    """
+    """Return the numbers of the groups with different rewards, and of the others; the length penalty does not count."""
     penalties = table.by_function.get(OVERLONG, np.zeros(len(table.rewards)))
     groups = map(table.split, (table.rewards - penalties, np.abs(table.rewards) + np.abs(penalties)))
     differs = np.array(

@@ -63,7 +63,7 @@ class SFTLearner(Trainee):
             are copied into stacks (`models.layer_stack`): drop other references to it, or their memory stays in use.
         tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
-        mesh: the devices; by default the one that holds the model, or in several processes one of each, along `data`.
+        mesh: the devices; by default the device of the model, or in several processes a device of each, along `data`.
         seed: seed for the order of the examples.
         loss_fn: replaces `supervised_loss`; values it returns besides the loss are added to the metrics, and to
             the progress line where `config.show` names them.
@@ -126,7 +126,7 @@ class SFTLearner(Trainee):
 
         Raises:
             DataError: an example has none of these forms, or is longer than `max_length`.
-            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            ResumeError: the run in `out` was saved with other settings, data or weights.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
         loader = (
@@ -189,7 +189,7 @@ class SFTLearner(Trainee):
         self.step, self.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
 
     def drop_long_examples(self, data: Any, name: str = "training data") -> FittedPrompts:
-        """Return the examples of `data` but for those that are too long; see `config.too_long`."""
+        """Return the examples of `data` that are not too long; see `config.too_long`."""
         return drop_long_examples(as_examples(data), self.tokenizer, self.config, self._longest, name)
 
     def loader(self, examples: Sequence[Row]) -> ExampleLoader:

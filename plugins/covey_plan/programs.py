@@ -4,15 +4,21 @@ A cluster or a supervised learner makes them: the run's own, or one of models of
 devices need not be there: a mesh may be made of the devices of a description (`jax.experimental.topologies`).
 """
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
 from covey.config.algorithms import algorithm_of, with_correction
 from covey.config.schema import GRPOConfig
+from covey.losses.policy import LossInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
-from covey.packing.rows import abstract_rows
+from covey.packing.rows import Rows, abstract_rows
 from covey.parallel.programs import Program
 from covey.parallel.sharding import num_row_shards, rows_placement
-from covey.rl.batches import abstract_policy_batch
+from covey.rl.batches import RowBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
@@ -155,6 +161,31 @@ class RLPrograms:
             "token values": self.has_token_values,
         }
         return [program for program in self.largest() if called.get(program.name, True)]
+
+
+def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool, keys: bool) -> RowBatch:
+    """Return the shapes of `rows`, which are shapes too, with the other inputs of the policy's loss.
+
+    Args:
+        old_logps: whether a batch is used for several updates.
+        ref_logps: whether there is a reference.
+        keys: whether the agreement with the sampler is measured.
+    """
+
+    def shape(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows.tokens.sharding)
+
+    per_token = shape(rows.tokens.shape)
+    inputs = LossInputs(
+        advantage=per_token,
+        weight=per_token,
+        rollout_logps=per_token,
+        beta=shape((rows.tokens.shape[0], 1)),
+        old_logps=per_token if old_logps else None,
+        ref_logps=per_token if ref_logps else None,
+        keys=shape((*rows.tokens.shape, 2), jnp.uint32) if keys else None,
+    )
+    return RowBatch(rows, inputs)
 
 
 class SFTPrograms:
