@@ -39,7 +39,7 @@ class Cluster:
     """Scores each token as −1, and one less at each further call; `calls` has the lengths of each call."""
 
     config = SimpleNamespace(training_config=RLTrainingConfig())
-    fixed_shapes = False
+    row_sizes = SimpleNamespace(fixed_shapes=False)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special: "x" * len(ids))
 
     def __init__(self) -> None:
