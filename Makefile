@@ -48,8 +48,9 @@ tiny: .venv/ready ## install, then teach a model made from scratch to add, and l
 
 install: .venv/ready ## make .venv with Covey in it (jax for CPU)
 
-schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, and the tables of docs/diagnosis-rules.md, docs/models.md, docs/metrics.md and docs/names.md
+schema: .venv/ready ## write docs/recipe.schema.json, by which editors complete recipes, and the tables of docs/algorithms.md, docs/diagnosis-rules.md, docs/models.md, docs/metrics.md and docs/names.md
 	$(BIN)/python tools/recipe_schema.py
+	$(BIN)/python -m tools.advantages_table
 	$(BIN)/python -m tools.diagnosis_table
 	$(BIN)/python -m tools.families_table
 	$(BIN)/python -m tools.metrics_table

@@ -241,8 +241,8 @@ def made_by() -> Callable[..., list[Any]]:
     """`made_by(learner, prompts, take, step=0)`: the micro-batches of a step, by the stages of `Learner.steps`."""
 
     def make(learner: Any, prompts: Sequence[Any], take: Callable[[int], Sequence[Any]], step: int = 0) -> list[Any]:
-        from covey.rl.experience import prompt_batches
-        from covey.rl.step_stats import StepStats
+        from covey.rl.metrics import StepStats
+        from covey.rl.step_data import prompt_batches
 
         learner.step, learner.stats = step, StepStats()
         size = len(prompts) if learner.algorithm.needs_whole_step else learner.sizes.rollout_batch_size

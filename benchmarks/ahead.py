@@ -18,9 +18,9 @@ from typing import Any
 
 from covey.data.loader import PromptLoader
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch
-from covey.rl.rollouts import Rollouts, SamplingContext
-from covey.rl.step_stats import FailureCounts, StepStats
+from covey.rl.metrics import StepStats
+from covey.rl.rollouts import FailureCounts, Rollouts, SamplingContext
+from covey.rl.step_data import PromptBatch, RolloutBatch
 
 STEPS, LEADS, ROLLOUT = 40, (0, 1, 4), 0.5
 """Number of steps, numbers of steps ahead, and seconds in which a step is sampled without rewards."""
@@ -43,9 +43,9 @@ def run(training: float, latency: float, varies: bool, lead: int) -> dict[str, A
 
     nothing: Any = lambda *_: None  # noqa: E731
     learner: Any = Sleeps(
-        lead=lead,
+        training=SimpleNamespace(off_policy_steps=lead),
         step=0,
-        drawn=(),
+        sampled=(),
         algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=True),
         config=SimpleNamespace(num_iterations=1),
         sizes=None,

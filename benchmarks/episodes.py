@@ -20,7 +20,7 @@ from covey import EnvironmentRunner, Step
 from covey.config.schema import EnvsConfig, RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "parity" / "golden" / "tiny-llama"

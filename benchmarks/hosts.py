@@ -27,13 +27,12 @@ import numpy as np
 
 from benchmarks.common import Settings, short, tell_json
 from covey.config.algorithms import algorithm_of
-from covey.config.schema import GRPOConfig
-from covey.packing.rows import make_layout
+from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.parallel import processes
 from covey.parallel.values import deserialize, serialize
-from covey.rl.experience import Experience, make_train_batch
-from covey.rl.group_table import GroupTable, join, table_of
-from covey.rl.packed_groups import PackedGroups
+from covey.rl.batches import PackedSlice, RowSizes, make_train_batch
+from covey.rl.roles import ClusterConfig
+from covey.rl.step_data import Experience, GroupTable, join, table_of
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import Channel
 from covey_hosts.links import Peer
@@ -92,13 +91,13 @@ def groups_of_one(case: str) -> dict[str, float]:
     lap("unpack_groups")
     table = join(list(map(deserialize, tables)))
     lap("table")
-    layout = make_layout(table.shapes, ROW_LENGTH, max_tokens=ROWS * ROW_LENGTH)
-    lap("assign_rows")
+    training = RLTrainingConfig(row_length=ROW_LENGTH, max_tokens_per_micro_batch=ROWS * ROW_LENGTH)
+    sizes_of_rows = RowSizes(ClusterConfig({}, training))
+    advantages = [np.full(len(c.tokens), 0.5, np.float32) for group in own for c in group.completions]
+    x = Experience(own, table, advantages=advantages)
     with _processes(count) as moved:
-        packed = PackedGroups(own, table, lambda _: layout, partial(_holders, count)).slice(0, len(table))
+        packed = PackedSlice(x, sizes_of_rows)
         lap("fill_rows")
-        advantages = [np.full(len(c.tokens), 0.5, np.float32) for group in own for c in group.completions]
-        x = Experience(own, table, advantages=advantages)
         make_train_batch(x, packed, algorithm_of(GRPOConfig()), 0.0, LONGEST)
         lap("inputs_of_loss")
     messages = len(sent) + sum(map(len, tables)) * (count > 1) + sum(moved)
@@ -143,14 +142,14 @@ def _table(number: int, count: int) -> GroupTable:
         owner=per_group(number),
         prompts=per_group(PROMPT),
         sizes=per_group(SAMPLES),
-        distinct=per_group(1.0),
         lengths=lengths,
         sampled=lengths,
-        cut=per_completion(False),
-        mass=lengths * rng.random(len(lengths)),
+        truncated=per_completion(False),
+        kept_probability=lengths * rng.random(len(lengths)),
         empty=per_completion(False),
         characters=5 * lengths + rng.integers(0, 100, len(lengths)),
         repetition=rng.random(len(lengths)),
+        first_equal=per_completion(0),
         rewards=rng.integers(0, 2, len(lengths)).astype(float),
         keys=rng.integers(0, 2**32, (len(lengths), 2), np.uint32),
         by_function={},
@@ -159,10 +158,10 @@ def _table(number: int, count: int) -> GroupTable:
     )
 
 
-def _holders(holders: int, count: int, length: int) -> list[np.ndarray]:
+def _rows_by_process(num_processes: int, count: int, length: int, sizes: RowSizes) -> list[np.ndarray]:
     """Return the rows of each process, which has an equal part of each micro-batch."""
     rows = np.arange(count)
-    return [rows[rows % ROWS // (ROWS // holders) == process] for process in range(holders)]
+    return [rows[rows % ROWS // (ROWS // num_processes) == process] for process in range(num_processes)]
 
 
 @contextmanager
@@ -175,7 +174,8 @@ def _processes(count: int) -> Iterator[list[int]]:
         return {process: bytearray(size) for process, size in sizes.items()}
 
     several = Several(0, count)
-    with mock.patch.object(several, "exchange", exchange), mock.patch.object(processes, "current", several):
+    rows = mock.patch("covey_hosts.routes.rows_by_process", _rows_by_process)
+    with mock.patch.object(several, "exchange", exchange), mock.patch.object(processes, "current", several), rows:
         yield moved
 
 

@@ -22,7 +22,7 @@ from covey.packing.rows import (
     shape_of,
     split_micro_batches,
 )
-from covey.rl.micro_batches import RowBatch, policy_loss_fn
+from covey.rl.batches import RowBatch, policy_loss_fn
 from covey.sampling.logits import SamplingParams
 from covey.train.optimizers import make_optimizer
 from covey.train.trainer import MicroBatch, Trainer

@@ -51,8 +51,8 @@ TESTS = {
     ),
     "covey/losses/value.py": (
         "tests/losses/test_value.py",
-        "tests/rl/test_micro_batches.py",
-        "tests/rl/test_inference.py",
+        "tests/rl/test_batches.py",
+        "tests/rl/test_scorers.py",
     ),
     "covey/losses/shaping.py": (
         "tests/losses/test_shaping.py",
@@ -62,8 +62,8 @@ TESTS = {
     ),
     "covey/packing/rows.py": (
         "tests/packing/test_rows.py",
-        "tests/rl/test_experience.py",
-        "tests/rl/test_inference.py",
+        "tests/rl/test_step_data.py",
+        "tests/rl/test_scorers.py",
         "plugins/covey_report/tests/test_token_values.py",
     ),
     "covey/models/attention.py": (
@@ -87,9 +87,9 @@ TESTS = {
         "tests/models/test_layer_stack.py",
         "tests/models/test_lora.py::test_whether_adapters_change_the_base_needs_no_program",
     ),
-    "covey/rl/grpo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "covey/rl/grpo.py": ("tests/rl/test_ppo.py", "tests/rl/test_step_data.py"),
     "plugins/covey_envs/turn_credit.py": ("plugins/covey_envs/tests/test_turn_credit.py",),
-    "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_experience.py"),
+    "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_step_data.py"),
     "plugins/covey_envs/episodes.py": (
         "plugins/covey_envs/tests/test_episodes.py",
         "plugins/covey_envs/tests/test_dialogue.py",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Gt
 
+from covey.config.advantages import ADVANTAGES, AdvantageName
 from covey.config.base import (
     Config,
     Fraction,
@@ -73,9 +74,7 @@ class GRPOConfig(Config, section="grpo", on_resume="report"):
     """Weight of each reward function in the total; all 1 when not set. That of a reward model comes last. A function
     with weight 0 is logged only: it counts neither in the total nor in whether an answer was scored.
     """
-    advantage: FromPreset[Literal["group_zscore", "batch_std", "centred", "leave_one_out", "gae"]] = from_preset(
-        "group_zscore"
-    )
+    advantage: FromPreset[AdvantageName] = from_preset("group_zscore")
     """Rule that turns rewards into advantages; gae needs a critic."""
     credit: Literal["episode", "turn"] = "episode"
     """Reward of a turn in an environment: that of the whole episode, or of the turn and those after it, which is
@@ -228,7 +227,7 @@ class Algorithm(PPOConfig):
     @cached_property
     def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values."""
-        return self.advantage == "gae"
+        return ADVANTAGES[self.advantage].needs_critic
 
     @cached_property
     def needs_reference(self) -> bool:
@@ -243,7 +242,7 @@ class Algorithm(PPOConfig):
     @cached_property
     def needs_whole_step(self) -> bool:
         """Whether advantages depend on other groups, so that all completions of the step must be sampled first."""
-        return self.advantage == "batch_std" or self.whiten or self.max_sampling_rounds > 1
+        return ADVANTAGES[self.advantage].whole_step or self.whiten or self.max_sampling_rounds > 1
 
     def contradictions(self) -> Iterable[Problem]:
         """Return nothing: resolved settings include settings that the algorithm does not use."""

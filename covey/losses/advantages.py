@@ -1,16 +1,20 @@
 """Advantage estimators, in float64 on the host.
 
-They map the rewards of groups [P, G] to advantages [P, G], or for PPO the rewards and values of tokens to advantages
-and returns of tokens. A completion that no function scored (NaN) is left out of every mean and gets 0. A group whose
-rewards are all equal gets exactly 0: rounding in the mean must not become a gradient. A function of `ADVANTAGES` keeps
-the order of the rewards of a group and does not change when all of them are shifted; its advantages need not sum to 0.
+They map the rewards of groups [P, G] to advantages [P, G]; a function with a parameter `groups` also gets the P groups,
+with their texts and tokens. PPO's map the rewards and values of tokens to advantages and returns of tokens. A
+completion that no function scored (NaN) is left out of every mean and gets 0. A group whose rewards are all equal gets
+exactly 0: rounding in the mean must not become a gradient. A function of `ADVANTAGES` keeps the order of the rewards of
+a group and does not change when all of them are shifted; its advantages need not sum to 0.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float
+
+from covey.config import advantages
 
 STD_EPSILON = 1e-4
 """Constant added to standard deviations of rewards, as in TRL."""
@@ -21,7 +25,8 @@ its summands: 0.1 + 0.2 − 0.3 is 0.
 """
 
 Rewards = Float[np.ndarray, "P G"]
-AdvantageFn = Callable[[Rewards], Rewards]
+AdvantageFn = Callable[..., Rewards]
+"""Function (rewards), or (rewards, groups: Sequence[Group]), → advantages."""
 
 
 def group_zscore(rewards: Rewards) -> Rewards:
@@ -61,6 +66,18 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     [[3.0, -1.5, -1.5], [0.0, 0.0, 0.0]]
     """
     return _map_groups(rewards, lambda values: (values - values.mean()) * values.size / (values.size - 1))
+
+
+def reads_groups(compute: AdvantageFn) -> bool:
+    """Return whether an advantage function takes the groups too.
+
+    >>> reads_groups(centred), reads_groups(lambda rewards, groups: rewards), reads_groups(np.asarray)
+    (False, True, False)
+    """
+    try:
+        return "groups" in inspect.signature(compute).parameters
+    except ValueError:  # some functions in C have no signature
+        return False
 
 
 def reward_table(rewards: Sequence[Float[np.ndarray, "G"]]) -> Rewards:
@@ -205,9 +222,6 @@ def _gae_single(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {
-    "group_zscore": group_zscore,
-    "batch_std": batch_std,
-    "centred": centred,
-    "leave_one_out": leave_one_out,
+    name: globals()[name] for name, row in advantages.ADVANTAGES.items() if not row.needs_critic
 }
-"""Advantage functions of groups by name. The fifth, `gae`, takes values too."""
+"""Advantage functions of groups by name."""

@@ -94,36 +94,15 @@ class Processes:
         """
         return {}
 
-    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
-        """Return the numbers of the rows that the devices of each process compute, by process.
+    def routes(self, table: Any, layout: Any, sizes: Any) -> "Routes":
+        """Return how values of groups come to the processes that compute their rows.
 
         Args:
-            mesh: mesh that computes the rows. If it does not span processes, each process computes all rows.
-            count: number of rows.
-            rows_at_once: number of rows of a micro-batch, in which each device has a part.
+            table: numbers of the groups (`rl.step_data.GroupTable`).
+            layout: their places in rows (`packing.rows.Layout`).
+            sizes: meshes of the roles, and how many rows are computed together (`rl.batches.RowSizes`).
         """
-        return [np.arange(count)]
-
-    def move(
-        self,
-        arrays: Mapping[int, np.ndarray],
-        have: Sequence[Sequence[int]],
-        need: Sequence[Sequence[int]],
-        lengths: Int[np.ndarray, "n"],
-        dtype: Any,
-        name: str,
-    ) -> Mapping[int, np.ndarray]:
-        """Return `arrays`, and the arrays that this process needs and another process has, by number.
-
-        Args:
-            arrays: arrays of this process.
-            have: numbers of the arrays that each process has.
-            need: numbers of the arrays that each process needs.
-            lengths: number of entries of each array, of all processes.
-            dtype: type in which they are sent.
-            name: name of the exchange.
-        """
-        return arrays
+        return Routes()
 
     def put(self, tree: Any, targets: Any) -> Any:
         """Put arrays on the shardings in the same tree. Both may have devices of several processes."""
@@ -208,6 +187,41 @@ class Processes:
 
     def leave(self, code: int) -> None:
         """End this process at once with `code` if another process is lost, which JAX's shutdown would wait for."""
+
+
+class Routes:
+    """Ways of values from the process that has sampled a group to the processes that compute its rows. One process has
+    all of them.
+
+    Attributes:
+        rows: numbers of the rows that this process computes; None for all.
+        rows_to_sum: the rows that this process adds to sums over the rows of all processes.
+    """
+
+    rows: Int[np.ndarray, "r"] | None = None
+    rows_to_sum: "slice | np.ndarray" = slice(None)
+
+    def prompts_to_rows(self, prompts: Sequence[np.ndarray]) -> Sequence[np.ndarray] | Mapping[int, np.ndarray]:
+        """Return the prompts in this process's rows by number of the group, given the prompts of its groups."""
+        return prompts
+
+    def to_rows(
+        self, values: Sequence[np.ndarray], dtype: Any, name: str
+    ) -> Sequence[np.ndarray] | Mapping[int, np.ndarray]:
+        """Return per-token values in this process's rows by number of the completion, given the values of its groups.
+
+        Args:
+            values: one array per completion.
+            dtype: type in which they are sent.
+            name: name of the values.
+        """
+        return values
+
+    def to_groups(self, values: Sequence[np.ndarray], name: str) -> list[np.ndarray]:
+        """Return per-token values of this process's groups, given one array per completion of all processes, with the
+        values in its rows.
+        """
+        return list(values)
 
 
 ALONE = Processes()

@@ -12,7 +12,7 @@ from covey.models.decoder import Decoder
 from covey.monitor.writer import Correct
 from covey.parallel.arrays import on_local_devices
 from covey.rl.evaluate import evaluate
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.run.outputs import Measured
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer

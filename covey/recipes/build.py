@@ -100,12 +100,12 @@ def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, run: SavedRun
     learner = SFTLearner(
         model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
     )
-    fitted = learner.fit(data.train)
+    fitted = learner.drop_long_examples(data.train)
     if fitted.dropped or fitted.truncated:
         run.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
-    held_out = learner.fit(data.test, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+    held_out = learner.drop_long_examples(data.test, HELD_OUT).rows[: recipe.evaluation.prompts or None]
     learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
-    loader = learner.loader(fitted.examples)
+    loader = learner.loader(fitted.rows)
     counts = {"examples": len(loader.rows), "dropped": fitted.dropped, "truncated": fitted.truncated}
     return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts)
 

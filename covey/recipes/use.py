@@ -28,7 +28,7 @@ from covey.recipes.load_model import available_mesh, available_own_mesh, load_fo
 from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.learner import fit_rows
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.run.saved_run import console_of_process
 from covey.run.settings import check_same_recipe
 from covey.sft.learner import HELD_OUT, SFTLearner
@@ -84,7 +84,7 @@ def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
         model, tokenizer, _ = load_for(recipe, mesh, source)
         progress.phase("evaluating")
         learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
-        chosen = learner.fit(held_out, HELD_OUT).examples[: recipe.evaluation.prompts or None]
+        chosen = learner.drop_long_examples(held_out, HELD_OUT).rows[: recipe.evaluation.prompts or None]
         metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
         del learner  # on accelerators it has stacks of the model's layers
         worker = answering_worker(model, tokenizer, recipe.rollout)

@@ -17,8 +17,8 @@ from covey.losses.logprobs import token_logps
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack, rows_at_a_time, scatter_to_rows, split_micro_batches
 from covey.parallel.arrays import mesh_of, put_rows
-from covey.rl.experience import sampled_mask, token_keys_of
-from covey.rl.group_table import table_of
+from covey.rl.batches import token_keys_of
+from covey.rl.step_data import sampled_mask, table_of
 from covey.sampling.logits import SamplingParams
 from covey.types import Group
 

@@ -1,8 +1,8 @@
 """`RLCluster`: the models by role, the mesh of each, and the tokenizer that they share.
 
-Roles on one mesh share arrays: with LoRA, actor, rollout and reference use one base, and the reference costs no memory,
-or that of the adapters that a run began with. A role on another mesh gets its own copy there, and
-`sync_weights` moves the actor's weights to the rollout.
+Roles on one mesh share arrays. With LoRA, actor, rollout and reference use one base; the reference costs at most a copy
+of the adapters. A role on another mesh gets its own copy there, and `sync_weights` moves the actor's weights to the
+rollout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from covey.config.algorithms import algorithm_of
 from covey.config.base import Keywords, check_keywords, suggest
@@ -23,7 +22,7 @@ from covey.config.schema import GRPOConfig, LoRAConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.losses.policy import Surrogate
 from covey.models.decoder import Decoder, DecoderOptions, num_parameters
-from covey.models.layer_stack import LayerStacks, stack_models, unstack_layers
+from covey.models.layer_stack import stack_models, unstack_layers
 from covey.models.lora import check_rank, has_dropout, split_trainable, with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.bins import compile_cost
@@ -31,17 +30,10 @@ from covey.packing.rows import Rows
 from covey.parallel import processes
 from covey.parallel.arrays import reshard
 from covey.parallel.programs import abstract
-from covey.rl.inference import (
-    InferenceWorker,
-    RowScorer,
-    copy_donated_arrays,
-    make_reference,
-    polyak_update,
-)
-from covey.rl.micro_batches import TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
+from covey.rl.batches import RowSizes, TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
-from covey.rl.rollout import RolloutWorker
-from covey.rl.sampling_weights import StackLoan
+from covey.rl.rollout_worker import RolloutWorker, StackLoan
+from covey.rl.scorers import InferenceWorker, RowScorer, copy_donated_arrays, make_reference, polyak_update
 from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
@@ -80,9 +72,10 @@ class RLCluster(Keywords):
 
     Attributes:
         trainer, critic_trainer: trainers of actor and critic; None before `prepare`, and without a critic.
-        compile_cost: cost of another row length than the default in a step, in tokens; 0 before `prepare`.
-        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
-        measures_agreement: whether updates compare the sampler's draws with those of the trainer's logits.
+        row_sizes: sizes of rows and micro-batches.
+        shares_weights: whether the rollout samples with the actor's own arrays; see `ClusterConfig`.
+        lends_stacks: whether the rollout takes the stacks of layers apart while it samples; see `rollout_worker`.
+        measures_agreement: whether updates count the tokens that the trainer's logits would have drawn too.
         rollout: samples with the weights of the last `sync_weights`.
         inference: hosts reference, critic and reward model.
         source, lora: where the actor was loaded from, and its adapters, for the record of a run; "" for a model given.
@@ -110,22 +103,22 @@ class RLCluster(Keywords):
         placed = dict(zip(on_devices, stack_models(list(on_devices.values())), strict=True))
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
-        self.fixed_shapes = self._actor.fixed_shapes
-        # Under dropout the logits of an update are not those of the weights.
+        self.row_sizes = RowSizes(self.config, self._actor.fixed_shapes)
+        self.shares_weights = self.config.shares_weights
+        self.lends_stacks = bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
+        # Under dropout the logits of an update do not follow from the weights alone.
         self.measures_agreement = self.config.training_config.token_agreement and not has_dropout(self._actor)
         rollout = self.config.place(self._actor, Role.ROLLOUT)
         if environments is not None and self.config.training_config.off_policy_steps:
             environments.keep_order()
         self.rollout = RolloutWorker(
-            rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self.fixed_shapes
+            rollout, tokenizer, self.config.rollout_config, environments, fixed_shapes=self._actor.fixed_shapes
         )
         self.inference = InferenceWorker(placed, temperature)
-        graph = nnx.split(self._actor)[0]
-        self.scorer = RowScorer.of_logps(graph, temperature)
-        self.token_scorer = RowScorer.of_token_values(graph, temperature)
+        self.scorer = RowScorer.of_logps(self._actor, temperature)
+        self.token_scorer = RowScorer.of_token_values(self._actor, temperature)
         self.trainer: Trainer | None = None
         self.critic_trainer: Trainer | None = None
-        self.compile_cost = 0.0
         self._prepared_for: tuple[GRPOConfig, int] | None = None
         self._reference_moves = False
 
@@ -148,7 +141,7 @@ class RLCluster(Keywords):
         Args:
             actor, reference, critic, reward: sources that `models.loading.weights.load` accepts, such as a folder or
                 `smollm2-135m`; all but the actor may be models, or None, as for the constructor.
-            tokenizer: replaces that of the actor's source.
+            tokenizer: replaces the tokenizer of the actor's source.
             cluster_config: meshes, training, sampling.
             environments: runs the environment in which the model acts, as for the constructor.
             lora: adapters to train on the actor, in place of all of its weights; their seed is the rollout's.
@@ -190,7 +183,9 @@ class RLCluster(Keywords):
                 fix="RLCluster(actor=cluster.actor, ...) goes on from its weights",
             )
         self._prepared_for = config, total_steps
-        self.compile_cost = compile_cost(num_parameters(self._actor), total_steps, self.fixed_shapes)
+        self.row_sizes.compile_cost = compile_cost(
+            num_parameters(self._actor), total_steps, self.row_sizes.fixed_shapes
+        )
         algorithm = algorithm_of(config)
         if algorithm.needs_reference:
             self._host_reference(config)
@@ -198,8 +193,12 @@ class RLCluster(Keywords):
             self.inference.release(Role.REFERENCE)
         self.trainer = self.make_trainer(config, total_steps, surrogate)
         if algorithm.needs_critic:
+            if not self.inference.has(Role.CRITIC):
+                new = self.config.place(make_value_model(without_lora(self._actor)), Role.CRITIC)
+                self.inference.host(Role.CRITIC, new)
             optimizer = make_optimizer(self.config.training_config.critic_optimizer, total_steps)
-            self.critic_trainer = Trainer(self._host_critic(), optimizer, value_loss_fn(algorithm.value_clip), "critic")
+            loss, critic = value_loss_fn(algorithm.value_clip), self.inference.model(Role.CRITIC)
+            self.critic_trainer = Trainer(critic, optimizer, loss, "critic")
         else:
             self.inference.release(Role.CRITIC)
         self.sync_weights()
@@ -226,37 +225,27 @@ class RLCluster(Keywords):
         """Sample each example's prompt `samples` times with the rollout's weights; see `RolloutWorker.generate`."""
         return self.rollout.generate(examples, samples, step=step, first=first, config=config, progress=progress)
 
-    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """Return the number of rows that `role` computes together."""
-        return self.config.rows_at_a_time(rows, role, self.fixed_shapes)
-
-    def row_holders(self, count: int, length: int) -> list[Int[np.ndarray, "r"]]:
-        """Return the numbers of the rows, of `count` rows of `length` tokens, that the devices of each process compute,
-        by process.
-        """
-        return self.config.row_holders(count, length, self.fixed_shapes)
-
     def get_ref_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the reference's log-probs, one array per completion.
 
         Raises:
             RecipeError: there is no reference, as when β is 0.
         """
-        return self.inference.ref_logps(rows, lengths, self.rows_at_a_time(rows, Role.REFERENCE))
+        return self.inference.scores(Role.REFERENCE, rows, lengths, self.row_sizes.rows_at_a_time(rows, Role.REFERENCE))
 
     def get_old_per_token_logps(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the actor's log-probs before the step's first update, one array per completion."""
-        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self.rows_at_a_time(rows))[0]
+        return self.scorer(self._trainer(Role.ACTOR).params, rows, lengths, self.row_sizes.rows_at_a_time(rows))[0]
 
     def get_token_values(self, rows: Rows, lengths: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Compute log-probs and entropies under the actor's current weights: one array of each per completion."""
         params = self._trainer(Role.ACTOR).params
-        logps, entropies = self.token_scorer(params, rows, lengths, self.rows_at_a_time(rows))
+        logps, entropies = self.token_scorer(params, rows, lengths, self.row_sizes.rows_at_a_time(rows))
         return logps, entropies
 
     def get_values(self, rows: Rows, lengths: Sequence[int]) -> list[np.ndarray]:
         """Compute the critic's value of the state before each token, one array per completion."""
-        return self.inference.values(rows, lengths, self.rows_at_a_time(rows, Role.CRITIC))
+        return self.inference.scores(Role.CRITIC, rows, lengths, self.row_sizes.rows_at_a_time(rows, Role.CRITIC))
 
     def get_rewards(self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Compute the reward model's score of each completion after its prompt."""
@@ -313,7 +302,7 @@ class RLCluster(Keywords):
         """Give the rollout the actor's weights: the same arrays on one mesh, copies otherwise (with LoRA, of the
         adapters alone).
         """
-        if self.config.shares_weights:
+        if self.shares_weights:
             self.rollout.update_params(self._trainer(Role.ACTOR).params)
         else:
             self.rollout.update_params(self.copy_weights())
@@ -323,11 +312,11 @@ class RLCluster(Keywords):
         which no later update changes.
         """
         trainer = self._trainer(Role.ACTOR)
-        if self.config.shares_weights:
+        if self.shares_weights:
             return jax.tree.map(jnp.copy, trainer.trainable)
         _, held, _ = split_trainable(nnx.merge(trainer.graph, self.rollout.params))
         # A copy even where the meshes overlap: the trainer donates its own buffers at its next update. In several
-        # processes what samples meanwhile has other devices, and where nothing does the copy is not needed.
+        # processes a thread samples only on other devices, and no copy is needed.
         return reshard(trainer.trainable, held, copy=processes.here().count == 1)
 
     def state(self) -> dict[str, Any]:
@@ -346,8 +335,7 @@ class RLCluster(Keywords):
         if self.critic_trainer is not None:
             state["critic"] = of_trainer(self.critic_trainer)
         if self._reference_moves:
-            params = of_params(self.inference.params[Role.REFERENCE])
-            state["reference"] = nnx.to_pure_dict(LayerStacks(self.inference.model(Role.REFERENCE)).unstack(params))
+            state["reference"] = self.inference.state(Role.REFERENCE, of_params)
         return state
 
     def load_state(self, state: dict[str, Any], step: int) -> None:
@@ -357,14 +345,8 @@ class RLCluster(Keywords):
             self.critic_trainer.load_state(state["critic"], step)
             self.inference.update_params(Role.CRITIC, self.critic_trainer.params)
         if self._reference_moves:
-            self._load_reference(state["reference"])
+            self.inference.load_state(Role.REFERENCE, state["reference"])
         self.sync_weights()
-
-    def _load_reference(self, state: Any) -> None:
-        stacks = LayerStacks(self.inference.model(Role.REFERENCE))
-        params = stacks.unstack(abstract(self.inference.params[Role.REFERENCE]))
-        nnx.replace_by_pure_dict(params, state)
-        self.inference.update_params(Role.REFERENCE, stacks.stack(params))
 
     @property
     def actor(self) -> Decoder:
@@ -382,25 +364,20 @@ class RLCluster(Keywords):
     def save(self, folder: str | Path) -> "Difference":
         """Write the actor with its tokenizer as a Hugging Face folder, adapters merged into the base.
 
-        What was written is read back and compared before it is put in place.
+        The model is read back and compared before the folder is put in place.
 
         Args:
             folder: a new or an empty folder.
 
         Returns:
-            The difference between the logits of the written model and those of the actor.
+            The difference between the logits of the written model and of the actor.
 
         Raises:
             CoveyError: `folder` is in use, or cannot be written.
-            WeightsError: the actor's family cannot be written, or what was written differs from the actor.
+            WeightsError: the actor's family cannot be written, or the written model differs from the actor.
         """
         write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
         return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]
-
-    @property
-    def lends_stacks(self) -> bool:
-        """Whether the rollout takes the stacks of layers apart while it samples; see `rl.sampling_weights`."""
-        return bool(self._actor.stacked) and self.config.shares_weights and not self.config.runs_ahead
 
     def close(self) -> None:
         """Release all arrays; the cluster cannot be used afterwards."""
@@ -419,7 +396,7 @@ class RLCluster(Keywords):
         """Yield the inputs of the loss of actor or critic, in pieces of `max_tokens_per_micro_batch`."""
         for batch in batches:
             loss_batch, denominator = batch.loss_batch(role)
-            size = self.rows_at_a_time(batch.rows, role)
+            size = self.row_sizes.rows_at_a_time(batch.rows, role)
             yield from put_micro_batches(loss_batch, denominator, self._trainer(role).trainable, size)
 
     def _host_reference(self, config: GRPOConfig) -> None:
@@ -440,14 +417,6 @@ class RLCluster(Keywords):
         self.rollout.loan = StackLoan(self.rollout.weights.stacks, holders)
         graph, params = nnx.split(self._actor)
         self._actor = nnx.merge(graph, abstract(params))  # the trainer has the arrays
-
-    def _host_critic(self) -> ValueModel:
-        """Return the critic that was given or a new one; the inference worker hosts it."""
-        if not self.inference.has(Role.CRITIC):
-            new = self.config.place(make_value_model(without_lora(self._actor)), Role.CRITIC)
-            self.inference.host(Role.CRITIC, new)
-        critic: ValueModel = self.inference.model(Role.CRITIC)
-        return critic
 
 
 def _check_load_keywords(keywords: Mapping[str, Any]) -> None:

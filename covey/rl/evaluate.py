@@ -9,8 +9,8 @@ have the same names in `summary.json` and, prefixed by `eval/`, in `metrics.json
 A completion that a function does not score (None, or a failure under `on_error: none`) is neither right nor wrong:
 these are fractions of the completions that it judged.
 
-With several sampling presets the metrics of the first have these names; those of the others are prefixed by the
-preset: `liberal/accuracy`.
+With several sampling presets the metrics of the first have these names. The others have the preset before the name:
+`liberal/accuracy`.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def evaluate(
         examples: held-out rows with a `prompt` and the columns that the functions need.
         config: number of prompts and samples, sampling settings, names of the functions.
         rollout: sampling settings that `config` does not replace.
-        reward_fns, weights: the training reward, reported beside the accuracies.
+        reward_fns, weights: the training reward.
         runner: runs all these functions.
     """
     chosen = list(examples[: config.prompts or None])
@@ -125,7 +125,7 @@ def evaluate_groups(
     weights: Sequence[float] | None = None,
     runner: RewardRunner | None = None,
 ) -> Evaluation:
-    """Evaluate `groups`, with those of the other processes, by the functions that `config` names."""
+    """Evaluate the groups of all processes by the functions that `config` names."""
     named = {"accuracy": config.accuracy, "partial_accuracy": config.partial, "format_accuracy": config.format}
     correct = {what: _find_correct(groups, name, runner) for what, name in named.items() if name}
     scored = score(groups, reward_fns, weights, runner) if reward_fns else list(groups)
@@ -184,8 +184,8 @@ def during_training(config: EvalConfig) -> EvalConfig:
 
 
 def _pass_rates(right: Sequence[np.ndarray], largest: int) -> dict[str, float]:
-    """Compute pass@k and pass@k_any of right completions, 1 or 0, for k up to `largest`; those of a k over the prompts
-    with as many judged completions.
+    """Compute pass@k and pass@k_any of right completions, 1 or 0, for k up to `largest`, each over the prompts with k
+    judged completions.
     """
     enough = {k: [r for r in right if len(r) >= k] for k in range(1, largest + 1)}
     unbiased = {

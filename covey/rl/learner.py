@@ -2,12 +2,12 @@
 
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
-method, and each takes and returns data (`experience`); a debugger can stop after any of them. The first three may run
+method, and each takes and returns data (`step_data`); a debugger can stop after any of them. The first three may run
 ahead of the rest (`rollouts`). Observers log, print and save the results of each step.
 
-Several processes run the loop in lockstep (`parallel.processes`): each samples and scores a share. All know the
-numbers of tokens and the rewards of all groups (`group_table`), by which they decide alike. Each computes what belongs
-to a token for its own share, and has the rows of its own devices (`packed_groups`).
+Several processes run the loop in lockstep (`parallel.processes`). Each samples and scores a part of the prompts, and
+has the rows of its own devices (`batches`). All know the numbers of tokens and the rewards of all groups
+(`step_data.GroupTable`), and decide alike.
 """
 
 import logging
@@ -34,7 +34,6 @@ from covey.losses.shaping import adapt_beta
 from covey.models.loading import sources
 from covey.models.loading.weights import with_digest
 from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
-from covey.packing.rows import Layout, make_layout
 from covey.parallel import processes
 from covey.parallel.arrays import stack_bytes
 from covey.parallel.values import serialize
@@ -50,27 +49,25 @@ from covey.rewards import (
     resolve_reward_fns,
     score,
 )
+from covey.rl.batches import AGREEMENT, PackedGroups, Replay, TrainBatch, gather_batches, make_train_batch
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.evaluate import during_training as during
-from covey.rl.experience import (
+from covey.rl.metrics import Clock, StepStats, gather_step_stats, step_metrics
+from covey.rl.roles import Role
+from covey.rl.rollout_worker import RolloutWorker
+from covey.rl.rollouts import FailureCounts, Rollouts, SampledStep, SamplingContext, load_steps
+from covey.rl.settings import settings_of
+from covey.rl.stage_sizes import stage_sizes
+from covey.rl.step_data import (
     Experience,
     PromptBatch,
     RolloutBatch,
-    make_train_batch,
+    gather_table,
     penalize_length,
+    slices,
     split_by_reward_variance,
 )
-from covey.rl.group_table import GroupTable, gather_table
-from covey.rl.metrics import Clock
-from covey.rl.micro_batches import AGREEMENT, Replay, TrainBatch, gather_batches, slices
-from covey.rl.packed_groups import PackedGroups
-from covey.rl.roles import Role
-from covey.rl.rollout import RolloutWorker
-from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, load_steps
-from covey.rl.settings import settings_of
-from covey.rl.stage_sizes import stage_sizes
-from covey.rl.step_stats import FailureCounts, StepStats, gather_step_stats, step_metrics
 from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
@@ -102,8 +99,9 @@ class Learner(Trainee):
 
     Attributes:
         history, evaluations, settings: see `Trainee`.
-        drawn: steps whose samples a checkpoint has, and which are not sampled again.
-        ahead: rollouts of the steps; None outside of `steps`.
+        sampled: steps of a checkpoint that are sampled already.
+        rollouts: rollouts of the steps; None outside of `steps`.
+        needs: names out of "reference", "old_logps" and "critic".
         base: origin of the weights that `train_grpo` loaded.
 
     Raises:
@@ -128,21 +126,19 @@ class Learner(Trainee):
         training = rl_cluster.config.training_config
         show = ("reward", "completions/mean_length", *training.show, "grad_norm", "step_time")
         super().__init__(training, show, observers, on_phase, on_bad_batch)
-        self.lead = training.off_policy_steps
-        config = with_correction(config, self.lead)
-        self.cluster, self.config, self.surrogate_fn = rl_cluster, config, surrogate_fn
-        self.eval_config, self.base = eval_config or EvalConfig(), ""
-        self._prompts, self._prompts_checked, self._rehearsed = 0, False, False
-        self.ahead: Rollouts | None = None
-        self.drawn: Sequence[SampledStep] = ()
-        self.algorithm = algorithm_of(config)
-        self.stats = StepStats()
-        self._nonfinite_guard = NonFiniteGuard(training.skip_nonfinite)
-        self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
-        if self.lead and self.algorithm.correction == "none":
+        self.config = config = with_correction(config, training.off_policy_steps)
+        self.cluster, self.surrogate_fn, self.base, self._prompts_used = rl_cluster, surrogate_fn, "", 0
+        self.rollouts: Rollouts | None = None
+        self.sampled: Sequence[SampledStep] = ()
+        self.algorithm = a = algorithm_of(config)
+        needs = {"reference": a.needs_reference, "old_logps": a.needs_old_logps, "critic": a.needs_critic}
+        self.needs = {name for name, needed in needs.items() if needed}
+        self.stats, self._nonfinite_guard = StepStats(), NonFiniteGuard(training.skip_nonfinite)
+        self.beta, self.sizes = a.beta, stage_sizes(training, config.num_generations)
+        if training.off_policy_steps and a.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
         functions = resolve_reward_fns(only_one(reward_fns, reward_funcs))
-        self.reward_fns = all_functions(functions, rl_cluster, self.reward_model)
+        self.reward_fns = all_functions(functions, rl_cluster)
         self.runner = reward_runner or RewardRunner()
         self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
         self.failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
@@ -153,7 +149,7 @@ class Learner(Trainee):
             functions,
             rl_cluster.rollout.environments,
             self.runner,
-            self.eval_config,
+            eval_config,
             **{name: sources.FROM_PYTHON for name, role in given.items() if rl_cluster.inference.has(role)},
         )
         validate(self.settings)
@@ -181,7 +177,7 @@ class Learner(Trainee):
         Raises:
             DataError: the rows have an unknown form, or a prompt cannot be sampled.
             RewardError: a reward function needs a column that the data lack.
-            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            ResumeError: the run in `out` was saved with other settings, data or weights.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
         ready = isinstance(train_ds, PromptLoader)
@@ -190,26 +186,8 @@ class Learner(Trainee):
         )
         loader = self.loader(train_ds if ready else rows)
         model = partial(model_options, self.cluster.rollout.model, self.cluster.source, self.cluster.lora)
-        self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out, unfit))
+        self.train_on(loader, held_out, out, model, partial(ready_run, self, loader, held_out, unfit))
         return self.cluster
-
-    def _ready(
-        self, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], run: SavedRun
-    ) -> ReadyRun:
-        """Return the run of a script in a folder. Its first weights are those before `prepare`, whatever the loss is;
-        older versions have recorded those after it.
-        """
-        self.check_data(loader.rows, held_out)
-
-        def weights() -> str:
-            return checksum([nnx.split(self.cluster.program_actor)[1], *self.cluster.inference.params.values()])
-
-        self.initial_weights = self.initial_weights or weights()
-        tokenizer, model = self.cluster.tokenizer, self.cluster.rollout.model.config
-        base, counts = self.base or with_digest(self.cluster.source), {"prompts": len(loader.rows), **unfit}
-        return ReadyRun(
-            self, loader, tokenizer, model, held_out, self.initial_weights, counts, base=base, former_origin=weights
-        )
 
     def steps(self, loader: PromptLoader, total: int) -> Generator[StepRecord]:
         """Train step by step, each with at most `num_iterations` updates on the rollouts of its prompts.
@@ -218,22 +196,19 @@ class Learner(Trainee):
             loader: the prompts. After each step its position is that after the prompts of the step.
             total: updates of the whole run.
         """
-        with Rollouts(self, loader, total).running() as drawn:
-            while (count := self._begin_step(total)) and (rollouts := drawn.of_step(self.step)):
-                new_batches = self.make_batches(rollouts)
-                batches = Replay(new_batches) if drawn.within_step else list(new_batches)
+        with Rollouts(self, loader, total).running() as rollouts:
+            while self.step < total:
+                self.stats = StepStats(Clock(on_phase=self.on_phase))
+                if not (parts := rollouts.of_step(self.step)):
+                    return  # the data have ended
+                new_batches = self.make_batches(parts)
+                batches = Replay(new_batches) if rollouts.within_step else list(new_batches)
                 with self.phase("update"):
-                    updates = [self._update_or_skip(self.step + 1 + number, batches) for number in range(count)]
-                drawn.new_weights()
-                self.step += count
-                self._prompts = loader.position
-                yield self._record(updates, total)
-
-    def _begin_step(self, total: int) -> int:
-        """Begin the record of a step, and return the number of its updates; 0 after the last step."""
-        count = max(min(self.config.num_iterations, total - self.step), 0)  # a resumed run may have made more
-        self.stats = StepStats(Clock(on_phase=self.on_phase))
-        return count
+                    count = min(self.config.num_iterations, total - self.step)
+                    updates = [self.update_or_skip(self.step + 1 + number, batches) for number in range(count)]
+                rollouts.new_weights()
+                self.step, self._prompts_used = self.step + count, loader.position
+                yield self.record(updates, total)
 
     @contextmanager
     def phase(self, name: str, program: Any = "") -> Iterator[None]:
@@ -266,20 +241,18 @@ class Learner(Trainee):
                 first += len(part)
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
-        comparable = [g for g in groups if self.algorithm.needs_critic or len(g.completions) > 1]
+        comparable = groups if "critic" in self.needs else [g for g in groups if len(g.completions) > 1]
         dropped, failed = len(groups) - len(comparable), self.failures.take_sampled()
         return RolloutBatch(comparable, stats=stats, dropped=dropped, env_failed=failed, seconds=clock.seconds)
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
-        """Compute rewards; return the groups with the numbers of those of all processes. Advantages are 0 until they
-        are estimated.
-        """
+        """Compute rewards, and gather the table of all processes. Advantages are 0 until they are estimated."""
         limit, failed = self.cluster.config.rollout_config.max_new_tokens, dict[str, int]()
         clock = Clock(dict(rollout.seconds), on_phase=self.on_phase)
         with clock("reward"):
             groups = score(rollout.groups, self.reward_fns, self.config.reward_weights, self.runner, failed)
-            groups = [penalize_length(group, self.algorithm, limit) for group in groups]
-            groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
+            penalized = [penalize_length(group, self.algorithm, limit) for group in groups]
+            groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in penalized]
         return replace(rollout, groups=groups, table=gather_table(groups), failed=failed, seconds=clock.seconds)
 
     def replace_tied(
@@ -304,16 +277,13 @@ class Learner(Trainee):
             num_sampled += len(fresh)
 
     def compute_logps(self, x: Experience) -> Experience:
-        """Compute the log-probs of the reference, those before the first update, and values: each only where the
-        algorithm needs it.
-        """
-        cluster, sizes, a = self.cluster, self.sizes, self.algorithm
+        """Compute log-probs of the reference and before the first update, and values, if the algorithm needs them."""
+        cluster, sizes, needs = self.cluster, self.sizes, self.needs
         with self.phase("logps", x.table.lengths.tolist):
-            layout = partial(assign_rows, training=self.training, compile_cost=cluster.compile_cost)
-            packed = PackedGroups(x.groups, x.table, layout, cluster.row_holders)
-            ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
-            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
-            values = packed.map(cluster.get_values, sizes.ref_logps, "values") if a.needs_critic else None
+            packed = PackedGroups(x, cluster.row_sizes)
+            ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if "reference" in needs else None
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if "old_logps" in needs else None
+            values = packed.map(cluster.get_values, sizes.ref_logps, "values") if "critic" in needs else None
         return replace(x, ref_logps=ref, old_logps=old, values=values, packed=packed)
 
     def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:
@@ -322,7 +292,7 @@ class Learner(Trainee):
             experience = self.make_experience(rollout)
             self.stats.add(rollout, experience.groups)
             for batch in self.split(experience):
-                # Compare it with that of the other processes, before any of them launches a program on it.
+                # Compare it among processes before any of them launches a program on it.
                 with processes.here().phase(f"micro-batch {len(self.stats.waste) - 1}", self.step, batch.shapes):
                     pass
                 yield batch
@@ -337,10 +307,14 @@ class Learner(Trainee):
     def begin(self, loader: PromptLoader, held_out: Sequence[Any]) -> int:
         """Check the data, build trainers and models, and return the number of updates of the whole run."""
         total = total_steps(self.training, len(loader), self.config.num_iterations)
-        raise_together([one.error("") for one in off_policy_problems(self.lead, self.config, total_steps=total)])
+        problems = off_policy_problems(self.training.off_policy_steps, self.config, total_steps=total)
+        raise_together([problem.error("") for problem in problems])
         if self.training.eval_every_n_steps and not held_out:
             log.warning("training.eval_every_n_steps is set, and there are no held-out rows: nothing is evaluated")
-        self.check_data(loader.rows, held_out)
+        check_columns(self.reward_fns, loader.rows)
+        if held_out:
+            check_columns((*self.reward_fns, *self.settings.evaluation.judges.values()), held_out)
+        self.cluster.rollout.check_prompts(loader.rows, "training data")
         self.prepare(total)
         return total
 
@@ -350,11 +324,9 @@ class Learner(Trainee):
         Raises:
             EpisodeError: the environment depends on more than its row and its replies.
         """
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
-        environments, first = self.cluster.rollout.environments, self.step == 0 and not self._rehearsed
-        self._rehearsed = True
-        if environments and first and environments.rehearses:
+        super().start(loader, total)
+        environments = self.cluster.rollout.environments
+        if environments and environments.rehearses and self.step == 0:
             self.on_phase("rehearsing the environment")
             environments.rehearse(loader.rows)
 
@@ -362,24 +334,13 @@ class Learner(Trainee):
         """Build the trainers and models that the algorithm needs; `train` does so too."""
         self.cluster.prepare(self.config, total_steps, self.surrogate_fn)
 
-    def check_data(self, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]] | None = ()) -> None:
-        """Refuse rows that lack a column which a function needs, and, once, training rows with a prompt that cannot be
-        sampled; `train` does so too.
-        """
-        check_columns(self.reward_fns, rows)
-        if held_out:
-            check_columns((*self.reward_fns, *self.eval_config.judges.values()), held_out)
-        if not self._prompts_checked:
-            self.cluster.rollout.check_prompts(rows, "training data")
-        self._prompts_checked = True
-
     def state(self) -> dict[str, Any]:
         """Return the state of the loop for a checkpoint, without the cluster's arrays; JSON-serialisable."""
-        drawn = self.drawn_ahead()
-        failed, env_failed = (drawn[-1].failed, drawn[-1].env_failed) if drawn else self.failures.counts()
+        ahead = self.sampled_ahead()
+        failed, env_failed = (ahead[-1].failed, ahead[-1].env_failed) if ahead else self.failures.counts()
         return {
             "beta": self.beta,
-            "prompts": self._prompts,
+            "prompts": self._prompts_used,
             "skipped": self._nonfinite_guard.skipped,
             "failed": dict(failed),
             "env_failed": env_failed,
@@ -387,41 +348,43 @@ class Learner(Trainee):
 
     def checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arrays of a checkpoint, and its JSON values."""
-        drawn = [step.without_times() for step in self.drawn_ahead()]
-        arrays = self.cluster.state() | ({DRAWN: stack_bytes(serialize(drawn))} if self.lead else {})
+        arrays = self.cluster.state()
+        if self.training.off_policy_steps:
+            steps = [step.without_times() for step in self.sampled_ahead()]
+            arrays |= {SAMPLED: stack_bytes(serialize(steps))}
         return arrays, {"learner": self.state(), "draw_version": DRAW_VERSION}
 
     def checkpoint_shapes(self, saved: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the shapes of these arrays, of a checkpoint that has the shapes `saved()`."""
-        drawn = {name: shape for name, shape in saved().items() if name == DRAWN} if self.lead else {}
-        return self.cluster.state_shapes() | drawn
+        of_steps = self.training.off_policy_steps and saved().get(SAMPLED)
+        return self.cluster.state_shapes() | ({SAMPLED: of_steps} if of_steps else {})
 
     def load_checkpoint(
         self, arrays: dict[str, Any], extra: Mapping[str, Any], step: int, changed: Mapping[str, str]
     ) -> None:
-        """Restore a checkpoint. Where a setting of the sampling was `changed`, steps that were drawn ahead are drawn
-        anew, by the last weights.
+        """Restore a checkpoint. Where a setting of the sampling was `changed`, the steps sampled ahead are sampled
+        again.
         """
         if extra.get("draw_version", 1) != DRAW_VERSION:
             log.warning(
                 "the run began with another draw of tokens (an inverse CDF, now Gumbel-max in two levels): it goes on"
                 " with samples of the same distribution, but not with those that it would have drawn"
             )
-        drawn = load_steps([row.tobytes() for row in np.asarray(arrays.pop(DRAWN, ()))])
-        self.drawn = [] if any(name.startswith(OF_SAMPLES) for name in changed) else drawn
+        sampled = load_steps([row.tobytes() for row in np.asarray(arrays.pop(SAMPLED, ()))])
+        self.sampled = [] if any(name.startswith(OF_SAMPLES) for name in changed) else sampled
         self.cluster.load_state(arrays, step)
         state = require_entry(extra, "learner", dict)
         self.load_state(state | ({"beta": self.beta} if "grpo.beta" in changed else {}), step)
 
-    def drawn_ahead(self) -> Sequence[SampledStep]:
+    def sampled_ahead(self) -> Sequence[SampledStep]:
         """Return the next steps that no later weights can sample, for a checkpoint; it may wait for them."""
-        return self.drawn if self.ahead is None else self.ahead.unused_steps()
+        return self.sampled if self.rollouts is None else self.rollouts.unused_steps()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore a checkpoint's `state()` at update `step`. β is that of the settings, but where it is adapted."""
+        """Restore a checkpoint's `state()` at update `step`. β comes from the settings, unless it is adapted."""
         beta = require_entry(state, "beta", float)
         self.step, self.beta = step, self.beta if self.algorithm.kl_target is None else beta
-        self._prompts = require_entry(state, "prompts", int)
+        self._prompts_used = require_entry(state, "prompts", int)
         self._nonfinite_guard.skipped = require_entry(state, "skipped", int)
         failed = require_entry(state, "failed", dict)
         self.runner.failed = {name: require_entry(failed, name, int) for name in failed}
@@ -432,16 +395,16 @@ class Learner(Trainee):
     def split(self, x: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of an experience."""
         assert x.packed is not None, "compute_logps packs the groups"
-        limit = self.cluster.config.rollout_config.max_new_tokens
+        limit, row_sizes = self.cluster.config.rollout_config.max_new_tokens, self.cluster.row_sizes
         for indices in slices(range(len(x.table)), self.sizes.train):
             start, stop = indices[0], indices[-1] + 1
-            packed, part = x.packed.slice(start, stop), x.between(start, stop)
-            self.stats.waste.append(packed.layout.padding_fraction(self.cluster.rows_at_a_time(packed.rows)))
+            packed, part = x.packed.slice(start, stop), x.part(start, stop)
+            self.stats.waste.append(packed.layout.padding_fraction(row_sizes.rows_at_a_time(packed.rows)))
             self.outputs.before_update(part)
             keys = self.cluster.measures_agreement
             yield make_train_batch(part, packed, self.algorithm, self.beta, limit, with_keys=keys)
 
-    def _update_or_skip(self, step: int, batches: Iterable[TrainBatch]) -> Metrics:
+    def update_or_skip(self, step: int, batches: Iterable[TrainBatch]) -> Metrics:
         """Make the update `step` of the run; skip it, with weights unchanged, if it is not finite and `skip_nonfinite`
         allows it.
         """
@@ -453,24 +416,15 @@ class Learner(Trainee):
             self.cluster.skip_update()
             return metrics
 
-    def reward_model(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
-        """Compute rewards with the cluster's reward model; this function's name is its name in the metrics."""
-        return self.cluster.get_rewards(prompt_ids, completion_ids)
-
-    reward_model.in_process = True  # type: ignore[attr-defined]  # the model lives here
-
     def loader(self, train_ds: Any) -> PromptLoader:
-        """Return a loader of batches of the rows `train_ds`, behind the prompts that were used; see `train`."""
+        """Return a loader of batches of the rows `train_ds`, after the prompts that were used; see `train`."""
         if isinstance(train_ds, PromptLoader):
             return train_ds
-        training = self.cluster.config.training_config
-        loader = PromptLoader(
-            as_rows(train_ds), training.prompts_per_step, seed=self.cluster.config.rollout_config.seed
-        )
-        loader.take(self._prompts)  # skip the prompts that a resumed run has used
+        loader = PromptLoader(as_rows(train_ds), self.training.prompts_per_step, seed=self.settings.seed)
+        loader.take(self._prompts_used)  # skip the prompts that a resumed run has used
         return loader
 
-    def _record(self, updates: list[Metrics], total: int) -> StepRecord:
+    def record(self, updates: list[Metrics], total: int) -> StepRecord:
         """Return the record of a step of all processes; then adapt β and the reference to it."""
         stats, trainer = gather_step_stats(self.stats), self.cluster.trainer
         assert trainer is not None, "the cluster is prepared before the first step"
@@ -480,10 +434,10 @@ class Learner(Trainee):
             "step": self.step,
             **step_metrics(stats, updates, self.algorithm, self.cluster.rollout.environments),
             **({} if self.algorithm.kl_target is None else {"beta": self.beta}),
-            **({"sampling/staleness": float(self.step - 1 - stats.version)} if self.lead else {}),
+            **({"sampling/staleness": float(self.step - 1 - stats.version)} if self.training.off_policy_steps else {}),
             "learning_rate": trainer.last_learning_rate,
         }
-        groups, numbers = stats.rollout.groups, stats.rollout.table.own.tolist()
+        groups, numbers = stats.rollout.groups, stats.rollout.table.local_groups.tolist()
         record = StepRecord(self.step, len(updates), total, metrics, groups, numbers)
         self._adapt_to_kl(record)
         return record
@@ -500,7 +454,7 @@ class Learner(Trainee):
     def evaluate_rows(self, held_out: Sequence[Any], during_training: bool = False) -> Measured:
         """Evaluate held-out rows for the run: whole, or as it is done during training."""
         if during_training:
-            return Measured(self.evaluate(held_out, config=during(self.eval_config)).summary())
+            return Measured(self.evaluate(held_out, config=during(self.settings.evaluation)).summary())
         found = self.evaluate(held_out, self.outputs.advance)
         others = {f"-{preset}": (other.groups, other.correct) for preset, other in found.others.items()}
         return Measured(found.summary(), {"": (found.groups, found.correct), **others}, found.groups)
@@ -518,12 +472,12 @@ class Learner(Trainee):
             progress: called with the numbers of finished and of all completions.
             config: settings in place of `eval_config`.
         """
-        if self.ahead is not None:
-            self.ahead.rest()
+        if self.rollouts is not None:
+            self.rollouts.rest()
         return evaluate(
             self.cluster,
             held_out,
-            config or self.eval_config,
+            config or self.settings.evaluation,
             self.cluster.config.rollout_config,
             self.reward_fns,
             self.config.reward_weights,
@@ -532,8 +486,8 @@ class Learner(Trainee):
         )
 
 
-DRAWN = "drawn_ahead"
-"""Array of a checkpoint with the serialized steps that earlier weights have drawn, a row from each process."""
+SAMPLED = "drawn_ahead"
+"""Array of a checkpoint with the serialized steps that earlier weights have sampled, a row from each process."""
 OF_SAMPLES = (
     "rewards",
     "reward_model",
@@ -544,8 +498,32 @@ OF_SAMPLES = (
     "grpo.overlong_",
     "grpo.reward_weights",
 )
-"""Beginnings of the settings by which steps are drawn: where one was changed, they are drawn anew, by the last weights.
-"""
+"""Beginnings of the settings by which steps are sampled."""
+
+
+def ready_run(
+    learner: Learner, loader: PromptLoader, held_out: Sequence[Row], unfit: Mapping[str, int], run: SavedRun
+) -> ReadyRun:
+    """Return the run of a script in a folder. Its origin is the weights before `prepare`; older versions have recorded
+    the weights after it.
+    """
+    cluster = learner.cluster
+
+    def weights() -> str:
+        return checksum([nnx.split(cluster.program_actor)[1], *cluster.inference.params.values()])
+
+    learner.initial_weights = learner.initial_weights or weights()
+    return ReadyRun(
+        learner,
+        loader,
+        cluster.tokenizer,
+        cluster.rollout.model.config,
+        held_out,
+        learner.initial_weights,
+        {"prompts": len(loader.rows), **unfit},
+        base=learner.base or with_digest(cluster.source),
+        former_origin=weights,
+    )
 
 
 def drop_long_prompts(
@@ -569,24 +547,16 @@ def fit_rows(rows: Sequence[Row], worker: RolloutWorker, training: RLTrainingCon
     return fit_prompts(rows, encode or worker.tokenizer.encode_prompt, limit, training.too_long)
 
 
-def all_functions(given: Sequence[RewardFn], cluster: RLCluster, reward_model: RewardFn) -> list[RewardFn]:
-    """Return the reward of the cluster's environment, the given functions, and the reward model, as far as there are
-    some.
-    """
+def all_functions(given: Sequence[RewardFn], cluster: RLCluster) -> list[RewardFn]:
+    """Return the reward of the cluster's environment, the given functions, and the reward model, if there are any."""
+
+    def reward_model(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
+        return cluster.get_rewards(prompt_ids, completion_ids)
+
+    reward_model.in_process = True  # type: ignore[attr-defined]  # the model lives here
     environments = cluster.rollout.environments
     first = [environment_reward(environments.name)] if environments is not None and environments.scores else []
     last = [reward_model] if cluster.inference.has(Role.REWARD) else []
     if not (functions := [*first, *given, *last]):
         raise no_reward_error()
     return functions
-
-
-def assign_rows(table: GroupTable, training: RLTrainingConfig, compile_cost: float) -> Layout:
-    """Assign completions to rows."""
-    return make_layout(
-        table.shapes,
-        training.row_length,
-        packing=training.packing,
-        max_tokens=training.max_tokens_per_micro_batch,
-        compile_cost=compile_cost,
-    )

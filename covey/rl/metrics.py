@@ -1,22 +1,26 @@
-"""Metrics of a step, with the names of TRL's and Tunix's logs."""
+"""Record of how a step was made, and its metrics, with the names of TRL's and Tunix's logs."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from covey.config.algorithms import Algorithm
 from covey.config.metrics import OVERLONG
 from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
+from covey.parallel import processes
 from covey.rewards.correlation import centre, correlate, labels_of
-from covey.rl.group_table import GroupTable
+from covey.rl.step_data import GroupTable, RolloutBatch, sum_by_name
 from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory
+from covey.types import Group
 
 MIN_EQUAL = 8
 """Smallest number of completions, beyond the first of their tokens, from which the noise of rewards is measured."""
@@ -67,7 +71,7 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
         "completions/mean_length": known_mean(table.sampled),
         "completions/min_length": float(min(table.sampled, default=math.nan)),
         "completions/max_length": float(max(table.sampled, default=math.nan)),
-        "completions/clipped_ratio": known_mean(table.cut),
+        "completions/clipped_ratio": known_mean(table.truncated),
         "completions/distinct_ratio": known_mean([len({*row}) / len(row) for row in equal]),
         "completions/empty_ratio": known_mean(table.empty),
         "completions/repetition": known_mean(table.repetition),
@@ -76,9 +80,9 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     for name, values in table.by_function.items():
         metrics[f"rewards/{name}/mean"] = known_mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
-    drawn = ~np.isnan(table.mass)
+    drawn = ~np.isnan(table.kept_probability)
     if drawn.any():
-        metrics["sampling/mass_kept"] = float(table.mass[drawn].sum() / table.sampled[drawn].sum())
+        metrics["sampling/mass_kept"] = float(table.kept_probability[drawn].sum() / table.sampled[drawn].sum())
     return metrics | noise_metrics(table) | correlation_metrics(table) | episode_metrics(table)
 
 
@@ -172,14 +176,6 @@ def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def sampling_metrics(rounds: int, replaced: int, tied: int) -> dict[str, float]:
-    """Return the metrics of dynamic sampling: prompt batches sampled, groups replaced, and tied groups kept when the
-    budget was spent.
-    """
-    counts = {"rounds": rounds, "replaced": replaced, "tied": tied}
-    return {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
-
-
 def work_metrics(
     stats: SamplerStats, seconds: Mapping[str, float], step_time: float, row_waste: float
 ) -> dict[str, Any]:
@@ -205,3 +201,57 @@ def _std(values: np.ndarray) -> float:
     """Return the standard deviation of the values that are known (ddof 1); NaN for fewer than two."""
     known = values[~np.isnan(values)]
     return float(known.std(ddof=1)) if known.size > 1 else math.nan
+
+
+@dataclass
+class StepStats:
+    """Record of how a step's data was made.
+
+    Attributes:
+        clock: measures the phases.
+        rollout: all groups that this process has sampled, with advantages (0 for replaced groups), the table of all
+            processes, and sums of counts.
+        waste: fraction of padding in each micro-batch's rows.
+        version: number of updates of the weights that sampled the step, where samples may be older than the weights.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    rollout: RolloutBatch = field(default_factory=lambda: RolloutBatch([]))
+    waste: list[float] = field(default_factory=list)
+    version: int = 0
+
+    def add(self, rollout: RolloutBatch, trained: Sequence[Group]) -> None:
+        """Add a rollout, and the advantages of its groups to train on."""
+        self.rollout = self.rollout.joined(rollout.with_advantages(trained))
+        self.clock.add(rollout.seconds)
+
+
+def gather_step_stats(stats: StepStats) -> StepStats:
+    """Return the record with the counts of all processes, and the time of each phase in the slowest process."""
+    local = stats.rollout.stats, stats.rollout.failed, stats.rollout.dropped, stats.clock.seconds
+    sampler, failed, dropped, seconds = zip(*processes.here().all_gather(local, "step"), strict=True)
+    phases = {phase: max(each.get(phase, 0.0) for each in seconds) for phase in dict.fromkeys(chain(*seconds))}
+    rollout = replace(
+        stats.rollout, stats=sum(sampler, SamplerStats()), failed=sum_by_name(*failed), dropped=sum(dropped)
+    )
+    return replace(stats, clock=replace(stats.clock, seconds=phases), rollout=rollout)
+
+
+def step_metrics(
+    stats: StepStats,
+    updates: Sequence[Mapping[str, float]],
+    algorithm: Algorithm,
+    environments: ResponderFactory | None,
+) -> dict[str, float]:
+    """Compute the metrics of a step from the record of all processes and the metrics of its updates."""
+    rollout, dynamic = stats.rollout, algorithm.max_sampling_rounds > 1
+    groups_prompts = environments is not None and environments.groups_prompts
+    counts = {"rounds": 1 + rollout.rounds, "replaced": rollout.replaced, "tied": rollout.tied}
+    return {
+        **group_metrics(rollout.table),
+        **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
+        **combine_updates(updates),
+        **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),
+        **({f"dynamic_sampling/{name}": float(count) for name, count in counts.items()} if dynamic else {}),
+        **work_metrics(rollout.stats, stats.clock.seconds, stats.clock.elapsed, known_mean(stats.waste)),
+    }

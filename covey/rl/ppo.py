@@ -1,7 +1,7 @@
 """PPO (Schulman et al., 2017) for language models (Ouyang et al., 2022): a critic estimates the value of each state.
 
 The loop is `learner.Learner.train`; this module computes advantages from rewards and values, and trains the critic
-beside the actor, with its own optimizer.
+with its own optimizer.
 """
 
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
 from covey.parallel import processes
 from covey.rewards import RewardFns
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.experience import Experience, tokens_in_loss
 from covey.rl.learner import Learner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import Role
+from covey.rl.step_data import Experience, tokens_in_loss
 from covey.train.trainer import Metrics
 
 
@@ -79,7 +79,7 @@ def _explained_variance(batches: Iterable[TrainBatch]) -> float:
     pairs = list[tuple[np.ndarray, np.ndarray]]()
     for batch in batches:
         if batch.value_inputs is not None:
-            returns, values, weight = (x[batch.counted] for x in batch.value_inputs)
+            returns, values, weight = (x[batch.rows_to_sum] for x in batch.value_inputs)
             pairs.append((values[weight > 0], returns[weight > 0]))
     total = lambda sums: np.sum(processes.here().all_gather(sums, "explained variance"), axis=0)  # noqa: E731
     return explained_variance([v for v, _ in pairs], [r for _, r in pairs], total)
@@ -103,7 +103,7 @@ def gae_advantages(x: Experience, algorithm: Algorithm, beta: float) -> Experien
     if algorithm.whiten:
         in_loss = [tokens_in_loss(c, algorithm.mask_truncated) for g in x.groups for c in g.completions]
         counted = [s & t for s, t in zip(scored, in_loss, strict=True)]
-        advantages = whiten(advantages, counted, partial(x.table.collect_numbers, about="advantages"))
+        advantages = whiten(advantages, counted, partial(x.table.collect_numbers, name="advantages"))
     advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, strict=True)]
     returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, strict=True)]
     means = iter([float(a[m].mean()) if m.any() else 0.0 for a, m in zip(advantages, x.sampled_masks, strict=True)])

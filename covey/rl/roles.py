@@ -7,18 +7,14 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, Unpack
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
 from pydantic import Strict
 
 from covey.config.base import Config, Problem
 from covey.config.schema import RLTrainingConfig, RolloutConfig
 from covey.models.decoder import DecoderOptions
-from covey.packing.bins import rows_per_micro_batch
-from covey.packing.rows import Rows, rows_at_a_time
 from covey.parallel import processes
-from covey.parallel.arrays import Model, num_row_shards, place_model
+from covey.parallel.arrays import Model, place_model
 from covey.parallel.mesh import (
     MESH_AXES,
     default_mesh,
@@ -38,7 +34,7 @@ class Role(StrEnum):
     REFERENCE = "reference"
     """The frozen policy of the KL."""
     CRITIC = "critic"
-    """The model that estimates values, trained beside the actor (PPO)."""
+    """The model that estimates values, trained with the actor (PPO)."""
     REWARD = "reward"
     """A frozen model that scores completions."""
 
@@ -113,24 +109,6 @@ class ClusterConfig(Config):
                 processes.here().check_per_process_mesh(named, self.mesh(Role.ACTOR), role)
         elif (mesh := self.mesh(role)) is not None:
             processes.here().check_even_mesh(mesh)
-
-    def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR, fixed_shapes: bool = False) -> int:
-        """Return the number of rows that `role` computes together; see `packing.bins.rows_per_micro_batch`."""
-        return rows_at_a_time(rows, self.mesh(role), self.training_config.max_tokens_per_micro_batch, fixed_shapes)
-
-    def row_holders(self, count: int, length: int, fixed_shapes: bool = False) -> list[Int[np.ndarray, "r"]]:
-        """Return the numbers of the rows, of `count` rows of `length` tokens, that the devices of each process compute
-        in any of the roles that the processes play together, by process.
-        """
-        meshes = {self.mesh(role) for role in Role if role not in PER_PROCESS_ROLES}
-        limit = self.training_config.max_tokens_per_micro_batch
-        of_meshes = [
-            processes.here().rows_by_process(
-                mesh, count, rows_per_micro_batch(count, length, limit, num_row_shards(mesh), fixed_shapes)
-            )
-            for mesh in meshes
-        ]
-        return [np.unique(np.concatenate(rows)) for rows in zip(*of_meshes, strict=True)]
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield a problem for each mesh with an axis along which nothing is split."""

@@ -14,7 +14,7 @@ the next prompts are sampled. In several processes each has two such threads, wh
 alone. Those that score meet where they exchange rewards, in the order of the steps.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -32,15 +32,23 @@ import numpy as np
 from covey.data.loader import PromptLoader
 from covey.parallel import processes
 from covey.parallel.values import deserialize
-from covey.rl.experience import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
+from covey.rewards import RewardRunner
 from covey.rl.metrics import Clock
+from covey.rl.step_data import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
+from covey.sampling.responder import ResponderFactory
 from covey.types import Completion
 
 if TYPE_CHECKING:
     from covey.rl.learner import Learner
 
-FORMER_NAMES = {b'drawn_steps:DrawnStep"': b'rollouts:SampledStep"'}
-"""Names of classes in earlier checkpoints, and their names now."""
+FORMER_NAMES = {
+    b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"',
+    b'"covey.rl.experience:RolloutBatch"': b'"covey.rl.step_data:RolloutBatch"',
+    b'"covey.rl.group_table:GroupTable"': b'"covey.rl.step_data:GroupTable"',
+    b'["cut", ': b'["truncated", ',
+    b'["mass", ': b'["kept_probability", ',
+}
+"""Names of classes and fields in earlier checkpoints, and their names now. JSON escapes quotes in texts."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ def _without_time(completion: Completion) -> Completion:
 
 
 def load_steps(saved: Iterable[bytes]) -> list[SampledStep]:
-    """Return this process's part of each step of a checkpoint, given what each process has saved (`serialize`)."""
+    """Return this process's part of each step of a checkpoint, given the bytes of each process (`serialize`)."""
     return [local_step(parts) for parts in zip(*(deserialize(_with_names(data)) for data in saved), strict=True)]
 
 
@@ -86,7 +94,7 @@ def _with_names(data: bytes) -> bytes:
 
 
 def local_step(parts: Sequence[SampledStep]) -> SampledStep:
-    """Return this process's part of a step, given those of the processes that sampled it, perhaps of another number."""
+    """Return this process's part of a step, given the parts of the processes that sampled it, few or many."""
     first, by_process = parts[0], [iter(part.rollout.groups) for part in parts]
     groups = [next(by_process[owner]) for owner in first.rollout.table.owner]
     sizes = np.diff(processes.here().slice_bounds(len(groups)))
@@ -164,7 +172,7 @@ class Rollouts:
     """Rollouts of the steps of a run. Use it as a context.
 
     Args:
-        learner: samples and scores prompts. The steps that it has `drawn` are not sampled again.
+        learner: samples and scores prompts. The steps that it has `sampled` are not sampled again.
         loader: the prompts. Its position is that after the prompts of the step that is trained.
         total: updates of the whole run.
 
@@ -173,18 +181,20 @@ class Rollouts:
     """
 
     def __init__(self, learner: "Learner", loader: PromptLoader, total: int):
-        self._learner, self._loader, self._lead, drawn = learner, loader, learner.lead, learner.drawn
-        rounds = learner.algorithm.max_sampling_rounds if self._lead else 1
+        self._learner, self._loader, sampled = learner, loader, learner.sampled
+        self._steps_ahead = learner.training.off_policy_steps
+        rounds = learner.algorithm.max_sampling_rounds if self._steps_ahead else 1
         self._prompts_per_step = loader.prompts_per_step * rounds
-        whole_step = self._lead > 0 or learner.algorithm.needs_whole_step
+        whole_step = self._steps_ahead > 0 or learner.algorithm.needs_whole_step
         self._part_size = loader.prompts_per_step if whole_step else learner.sizes.rollout_batch_size
         # Steps ahead have a position of their own.
-        self._rows = copy(loader) if self._lead else loader
-        self._rows.take(len(drawn) * self._prompts_per_step)
-        self._steps = deque(range(learner.step + len(drawn), total, learner.config.num_iterations))
-        self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in drawn)
+        self._rows = copy(loader) if self._steps_ahead else loader
+        self._rows.take(len(sampled) * self._prompts_per_step)
+        self._steps = deque(range(learner.step + len(sampled), total, learner.config.num_iterations))
+        self._sampled: deque[list[Callable[[], SampledStep]]] = deque([_known(step)] for step in sampled)
         self._threaded = learner.cluster.config.runs_ahead
-        self._copies, self.within_step = self._threaded and self._lead > 0, self._threaded and not self._lead
+        self._copies = self._threaded and self._steps_ahead > 0
+        self.within_step = self._threaded and not self._copies
         self._sampling, self._turn = Lock(), Lock()
         self._sampler = Worker("sampler", "rollout_wait", learner.on_phase)
         self._scorer = Worker("scorer", "reward_wait", learner.on_phase)
@@ -192,7 +202,7 @@ class Rollouts:
     @contextmanager
     def running(self) -> Iterator[Self]:
         """Let the threads run, if there are some, as long as the context lasts."""
-        self._learner.ahead, self._learner.drawn = self, ()
+        self._learner.rollouts, self._learner.sampled = self, ()
         try:
             if not self._threaded:
                 yield self
@@ -201,9 +211,9 @@ class Rollouts:
                 yield self
             if self._copies:
                 with processes.here().phase("sync", self._learner.step):
-                    self._learner.cluster.sync_weights()  # the last that it has may be those of k steps ago
+                    self._learner.cluster.sync_weights()  # it may have the weights of k steps ago
         finally:
-            self._learner.ahead = None
+            self._learner.rollouts = None
 
     def of_step(self, step: int) -> Iterable[RolloutBatch]:
         """Return the rollouts of a step, in its parts; nothing where the data have ended. The actor must have the
@@ -214,7 +224,7 @@ class Rollouts:
         if not self._sampled:
             return ()
         parts = self._sampled.popleft()
-        if not self._lead:
+        if not self._steps_ahead:
             return (part().rollout for part in parts)
         self._loader.take(self._prompts_per_step)
         with self._learner.stats.clock("wait"):
@@ -232,7 +242,7 @@ class Rollouts:
 
     def unused_steps(self) -> list[SampledStep]:
         """Return the next k steps, which no later weights can sample, for a checkpoint; it may wait for them."""
-        return [part() for parts in islice(self._sampled, self._lead) for part in parts]
+        return [part() for parts in islice(self._sampled, self._steps_ahead) for part in parts]
 
     def rest(self) -> None:
         """Wait until nothing is sampled, and give the rollout the actor's weights, as for an evaluation."""
@@ -245,7 +255,7 @@ class Rollouts:
     def _begin(self, version: int) -> None:
         """Begin to sample the steps that the weights after `version` updates have to sample."""
         weights = None
-        while self._steps and self._steps[0] <= version + self._lead:
+        while self._steps and self._steps[0] <= version + self._steps_ahead:
             prompts = list(self._prompts(self._steps.popleft()))
             if not prompts:
                 self._steps.clear()
@@ -255,12 +265,12 @@ class Rollouts:
             self._sampled.append([self._begin_part(part, version, weights) for part in prompts])
 
     def _prompts(self, step: int) -> Iterator[PromptBatch]:
-        """Yield the prompts of a step. With k > 0 they are one part, with prompts of its own for those that dynamic
-        sampling replaces, so that no step waits for the rewards of another; prompts that it does not need are not used.
+        """Yield the prompts of a step. With k > 0 they are one part, with prompts in reserve for dynamic sampling, so
+        that no step waits for the rewards of another; the rest of the reserve is not used.
         """
         count, rows = self._loader.prompts_per_step, self._rows.take(self._prompts_per_step)
         reserve = iter(rows[count:])
-        more: NextPrompts = (lambda missing: list(islice(reserve, missing))) if self._lead else self._loader.take
+        more: NextPrompts = (lambda missing: list(islice(reserve, missing))) if self._steps_ahead else self._loader.take
         return prompt_batches(rows[:count], step, self._part_size, more)
 
     def _begin_part(self, prompts: PromptBatch, version: int, weights: Any) -> Callable[[], SampledStep]:
@@ -270,7 +280,7 @@ class Rollouts:
             self._sampler.submit(future, partial(self._sample, future, prompts, version, weights))
             return future.result
         sample = partial(self._sample_in_turn, prompts, version)
-        return _known(sample()) if self._lead else sample
+        return _known(sample()) if self._steps_ahead else sample
 
     def _sample_in_turn(self, prompts: PromptBatch, version: int) -> SampledStep:
         return self._score(self._learner.sample(prompts), prompts, version, nullcontext)
@@ -285,7 +295,7 @@ class Rollouts:
 
         def score(waited_to_score: float) -> None:
             step = self._score(sampled, prompts, version, context)
-            waits = {"rollout_wait": waited, "reward_wait": waited_to_score} if self._lead else {}
+            waits = {"rollout_wait": waited, "reward_wait": waited_to_score} if self._steps_ahead else {}
             rollout = replace(step.rollout, seconds={**step.rollout.seconds, **waits})
             future.set_result(replace(step, rollout=rollout))
 
@@ -300,8 +310,8 @@ class Rollouts:
 
     @contextmanager
     def _sampling_context(self, weights: Any) -> Iterator[None]:
-        """Let one thread at a time sample, with these weights: a step that dynamic sampling completes has other ones
-        than those that are sampled meanwhile.
+        """Let one thread at a time sample, with these weights: dynamic sampling may complete a step with older weights
+        than the next step has.
         """
         with self._turn:  # who waits here comes next: the sampler begins no later step before a step is completed
             self._sampling.acquire()
@@ -320,3 +330,59 @@ class Rollouts:
 
 def _known(step: SampledStep) -> Callable[[], SampledStep]:
     return lambda: step
+
+
+class FailureCounts:
+    """Counts of failures in all processes: the budgets of reward functions and environments hold for the whole run.
+
+    A thread may sample later steps meanwhile. So the failures of environments in a step are taken as its sampling ends,
+    and the failures of reward functions as it is scored. The first step with failures above a budget ends the run.
+
+    Args:
+        rewards: runs the reward functions of this process.
+        environments: runs its environments, if there are some.
+    """
+
+    def __init__(self, rewards: RewardRunner, environments: ResponderFactory | None):
+        self._rewards, self._environments, self._lock = rewards, environments, Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin from the counts of a checkpoint, which count all processes."""
+        self._known = self.counts()
+        self._taken = self._known[1]
+
+    def take_sampled(self) -> int:
+        """Return the failures of this process's environments since the last time; one thread at a time may sample."""
+        with self._lock:
+            before, self._taken = self._taken, self.counts()[1]
+            return self._taken - before
+
+    def agree(self, sampled: int) -> tuple[Counter[str], int]:
+        """Add the failures of the other processes since the last time. All processes must call it.
+
+        Args:
+            sampled: failures of this process's environments since then.
+
+        Returns:
+            The failures of each reward function and of environments, in all processes since the run began.
+
+        Raises:
+            RewardError, EpisodeError: there are more in all processes than the budget allows.
+        """
+        rewards, environments = self.counts()[0], self._known[1] + sampled
+        new = rewards - self._known[0]
+        of_rewards, of_environments = zip(*processes.here().all_gather((dict(new), sampled), "failures"), strict=True)
+        elsewhere = sum(map(Counter, of_rewards), Counter[str]()) - new, sum(of_environments) - sampled
+        self._known = rewards + elsewhere[0], environments + elsewhere[1]
+        if elsewhere[0]:
+            self._rewards.count_elsewhere(elsewhere[0])
+        if self._environments:
+            with self._lock:
+                self._taken += elsewhere[1]
+                self._environments.count_elsewhere(elsewhere[1], self._known[1])
+        return self.counts()[0], self._known[1]
+
+    def counts(self) -> tuple[Counter[str], int]:
+        """Return the failures of each reward function and of environments, as this process knows them."""
+        return Counter(dict(self._rewards.failed)), self._environments.failed if self._environments else 0

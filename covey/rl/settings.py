@@ -1,4 +1,4 @@
-"""Settings of a script's run as those of a recipe: they have the same checks, and a run folder records them."""
+"""Settings of a script's run as a recipe: they have the same checks, and a run folder records them."""
 
 from collections.abc import Sequence
 from typing import Any

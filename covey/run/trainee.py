@@ -96,9 +96,10 @@ class Trainee(Keywords, ABC):
     def begin(self, loader: Any, held_out: Sequence[Any]) -> int:
         """Check the data, build what trains, and return the number of updates of the whole run."""
 
-    @abstractmethod
     def start(self, loader: Any, total: int) -> None:
-        """Check that all processes begin alike, after a restore."""
+        """Refuse to begin, after a restore, when the processes' data or steps differ."""
+        at = lambda: (self.step, total, loader.state())  # noqa: E731
+        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     @abstractmethod
     def steps(self, loader: Any, total: int) -> Generator[StepRecord]:

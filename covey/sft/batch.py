@@ -8,7 +8,7 @@ known in advance.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from covey.config.schema import SFTConfig
+from covey.data.loader import FittedPrompts
 from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import token_logps
@@ -40,16 +41,11 @@ def supervised_loss(graph: Any, params: Any, rows: Rows) -> tuple[Float[Array, "
     return -scores.logps.sum(), {"entropy": Mean(jax.lax.stop_gradient(scores.entropy).sum(), count)}
 
 
-class Fitted(NamedTuple):
-    """Examples to train on, and how many were dropped or truncated to fit."""
-
-    examples: list[Row]
-    dropped: int
-    truncated: int
-
-
-def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int, data: str) -> Fitted:
-    """Return the examples that have at most `config.max_length` tokens or may be truncated to it.
+def drop_long_examples(
+    examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longest: int, data: str
+) -> FittedPrompts:
+    """Return the examples that have at most `config.max_length` tokens or may be truncated to it, and how many were
+    dropped or are truncated.
 
     Args:
         longest: maximum length of the model itself; the smaller limit applies.
@@ -71,7 +67,7 @@ def fit(examples: Sequence[Row], tokenizer: Tokenizer, config: SFTConfig, longes
         fitting.append(example)
     if not fitting:
         raise DataError(f"no row of the {data} has at most {limit} tokens", fix="--training.max-length N")
-    return Fitted(fitting, dropped, truncated)
+    return FittedPrompts(fitting, dropped, truncated)
 
 
 def groups_of(

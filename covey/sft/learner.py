@@ -19,6 +19,7 @@ from covey.config.recipe import SFTRecipe, validate
 from covey.config.schema import SFTConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data.examples import ExampleLoader, as_examples
+from covey.data.loader import FittedPrompts
 from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
 from covey.files import require_entry
@@ -36,9 +37,8 @@ from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sft.batch import (
-    Fitted,
     HeldOutLoss,
-    fit,
+    drop_long_examples,
     groups_of,
     pack_rows,
     perplexity,
@@ -63,7 +63,7 @@ class SFTLearner(Trainee):
             are copied into stacks (`models.layer_stack`): drop other references to it, or their memory stays in use.
         tokenizer: optional when `model` is a source.
         config: batch, length, optimizer.
-        mesh: the devices; by default the one that holds the model, or in several processes one of each, along `data`.
+        mesh: the devices; by default the device of the model, or in several processes a device of each, along `data`.
         seed: seed for the order of the examples.
         loss_fn: replaces `supervised_loss`; values it returns besides the loss are added to the metrics, and to
             the progress line where `config.show` names them.
@@ -126,11 +126,13 @@ class SFTLearner(Trainee):
 
         Raises:
             DataError: an example has none of these forms, or is longer than `max_length`.
-            ResumeError: settings, data or weights are not those that the run in `out` was saved with.
+            ResumeError: the run in `out` was saved with other settings, data or weights.
             Stopped: a signal came (Ctrl-C, SIGTERM); the run in `out` is saved, and the same call resumes it.
         """
-        loader = train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.fit(train_ds).examples)
-        held_out = () if eval_ds is None else self.fit(eval_ds, HELD_OUT).examples
+        loader = (
+            train_ds if isinstance(train_ds, ExampleLoader) else self.loader(self.drop_long_examples(train_ds).rows)
+        )
+        held_out = () if eval_ds is None else self.drop_long_examples(eval_ds, HELD_OUT).rows
         model = lambda: model_options(self.program_model)  # noqa: E731
         self.train_on(loader, held_out, out, model, partial(self._ready, loader, held_out))
         return self.model
@@ -147,11 +149,6 @@ class SFTLearner(Trainee):
         total = total_steps(self.config, len(loader))
         self.prepare(total)
         return total
-
-    def start(self, loader: ExampleLoader, total: int) -> None:
-        """Refuse to begin when the processes' data or steps differ."""
-        at = lambda: (self.step, total, loader.state())  # noqa: E731
-        processes.here().check_same("training data or step", at, "give all of them the same data and run folder")
 
     def steps(self, loader: ExampleLoader, total: int) -> Generator[StepRecord]:
         """Train to step `total`, and yield the record of each step."""
@@ -191,9 +188,9 @@ class SFTLearner(Trainee):
         self.prepared.load_state(arrays, step)
         self.step, self.nonfinite_guard.skipped = step, require_entry(extra, "skipped", int)
 
-    def fit(self, data: Any, name: str = "training data") -> Fitted:
-        """Return the examples of `data`, with those that are too long handled by `config.too_long`."""
-        return fit(as_examples(data), self.tokenizer, self.config, self._longest, name)
+    def drop_long_examples(self, data: Any, name: str = "training data") -> FittedPrompts:
+        """Return the examples of `data` that are not too long; see `config.too_long`."""
+        return drop_long_examples(as_examples(data), self.tokenizer, self.config, self._longest, name)
 
     def loader(self, examples: Sequence[Row]) -> ExampleLoader:
         """Return a loader of batches of `examples`, in the order given by the seed."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from covey.config.algorithms import Algorithm
 from covey.losses.advantages import AdvantageFn, merge_ties
-from covey.rl.experience import Experience, sampled_mask
+from covey.rl.step_data import Experience, sampled_mask
 from covey.types import Completion
 
 
@@ -32,7 +32,7 @@ def turn_advantages(
     weight = algorithm.reward_weights[0] if algorithm.reward_weights else 1.0
     subtracted = penalties or [np.zeros(n) for n in x.lengths]
     tables, all_rewards, index = list[np.ndarray](), x.table.reward_table, 0
-    for group, totals in zip(x.groups, all_rewards[x.table.own], strict=True):
+    for group, totals in zip(x.groups, all_rewards[x.table.local_groups], strict=True):
         rewards = [
             turn_rewards(c, total, weight, penalty)
             for c, total, penalty in zip(group.completions, totals, subtracted[index:], strict=False)
@@ -46,7 +46,7 @@ def turn_advantages(
     computed = compute(np.concatenate([np.zeros((0, all_rewards.shape[1])), *tables])).astype(np.float32)
     of_groups = np.split(computed, np.cumsum([len(table) for table in tables], dtype=int)[:-1])
     advantages, groups = [], []
-    for group, table in zip(x.groups, (of_groups[number] for number in x.table.own), strict=True):
+    for group, table in zip(x.groups, (of_groups[number] for number in x.table.local_groups), strict=True):
         of_group = [table[_turn_of_tokens(c), number] for number, c in enumerate(group.completions)]
         masks = [sampled_mask(c) for c in group.completions]
         means = [a[m].mean() if m.any() else 0.0 for a, m in zip(of_group, masks, strict=True)]

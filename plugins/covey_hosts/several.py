@@ -10,13 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed as runtime  # the only way to the key-value store at jax 0.10
-from jax.sharding import Mesh
 from jaxtyping import Int
 
 from covey.errors import CoveyError, reason_of
 from covey.parallel import processes
-from covey.parallel.arrays import row_sharding
-from covey.parallel.mesh import spans_processes
 from covey_hosts import arrays, checks, order
 from covey_hosts.channel import Channel, listen, not_connected
 from covey_hosts.links import CONNECT_SECONDS
@@ -68,16 +65,11 @@ class Several(Channel):
             if failure:
                 raise CoveyError(f"process {number} has failed at this: {failure}")
 
-    def rows_by_process(self, mesh: Mesh | None, count: int, rows_at_once: int) -> list[Int[np.ndarray, "r"]]:
-        """Return the numbers of the rows that the devices of each process compute, by process."""
-        rows = np.arange(count)
-        if mesh is None or not spans_processes(mesh):
-            return [rows] * self.count
-        computes = np.zeros((self.count, rows_at_once), bool)
-        places: Mapping[Any, Any] = row_sharding(mesh).devices_indices_map((rows_at_once,))
-        for device, (part,) in places.items():
-            computes[device.process_index, part] = True
-        return [rows[of_process[rows % rows_at_once]] for of_process in computes]
+    def routes(self, table: Any, layout: Any, sizes: Any) -> processes.Routes:
+        """Return how values of groups come to the processes that compute their rows."""
+        from covey_hosts.routes import Routes  # late: a run opens its processes before it imports a learner
+
+        return Routes(self, table, layout, sizes)
 
     def move(
         self,

@@ -111,7 +111,7 @@ def _sampled_and_scored() -> "Agreement":
     from covey.models.loading.weights import load
     from covey.recipes import use_compilation_cache
     from covey.rl.agreement import token_agreement
-    from covey.rl.rollout import RolloutWorker
+    from covey.rl.rollout_worker import RolloutWorker
 
     use_compilation_cache()  # to compile the programs takes nearly all of the time
     loaded = load("scratch:arithmetic-tiny")

@@ -182,7 +182,7 @@ def _evaluation_seconds(run: SavedRun, by_phase: dict[str, float]) -> float:
     if not isinstance(recipe, Recipe):
         learnt: float = (1 + during) * rows / recipe.training.batch_size
         return learnt * by_phase["update"] / 3
-    prompts = [min(config.prompts or rows, rows) for config in (recipe.evaluation, run.learner.eval_config)]
+    prompts = [min(config.prompts or rows, rows) for config in (recipe.evaluation, run.learner.settings.evaluation)]
     count = prompts[0] * len(presets_of(recipe.evaluation)) + during * prompts[1]
     of_step = recipe.training.prompts_per_step * recipe.grpo.num_generations
     return by_phase["rollout"] * float(count) * recipe.evaluation.samples / of_step

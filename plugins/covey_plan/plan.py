@@ -425,7 +425,11 @@ def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]
 
 def inventory(recipe: Recipe, run: RLPrograms) -> list[Entry]:
     """Return the programs of a run of `recipe`; none where shapes follow the lengths, as on a CPU."""
-    return [*_training_programs(recipe, run), *_sampling_programs(recipe, run)] if run.cluster.fixed_shapes else []
+    return (
+        [*_training_programs(recipe, run), *_sampling_programs(recipe, run)]
+        if run.cluster.row_sizes.fixed_shapes
+        else []
+    )
 
 
 def _training_programs(recipe: Recipe, run: RLPrograms) -> Iterator[Entry]:

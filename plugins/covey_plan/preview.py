@@ -22,7 +22,7 @@ from covey.recipes.build import load_data, prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
 from covey.sampling.scheduler import check_length, check_positions
-from covey.sft.batch import encode_example, fit
+from covey.sft.batch import drop_long_examples, encode_example
 from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
@@ -100,9 +100,9 @@ def _describe_rl(recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer) -> Pr
 
 def _describe_sft(recipe: SFTRecipe, model: ModelConfig, tokenizer: Tokenizer) -> Preview:
     data, training = load_data(recipe), recipe.training
-    fitted = fit(data.train, tokenizer, training, model.max_positions, "training data")
-    fit(data.test, tokenizer, training, model.max_positions, HELD_OUT)
-    loader = ExampleLoader(fitted.examples, training.batch_size, seed=recipe.seed)
+    fitted = drop_long_examples(data.train, tokenizer, training, model.max_positions, "training data")
+    drop_long_examples(data.test, tokenizer, training, model.max_positions, HELD_OUT)
+    loader = ExampleLoader(fitted.rows, training.batch_size, seed=recipe.seed)
     count_plain(loader.rows, tokenizer)
     encode = partial(encode_example, tokenizer=tokenizer, completion_only=training.completion_only)
     lengths = [sum(map(len, encode(row))) for row in loader.rows]

@@ -4,16 +4,22 @@ A cluster or a supervised learner makes them: the run's own, or one of models of
 devices need not be there: a mesh may be made of the devices of a description (`jax.experimental.topologies`).
 """
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
 from covey.config.algorithms import algorithm_of, with_correction
 from covey.config.schema import GRPOConfig
+from covey.losses.policy import LossInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
-from covey.packing.rows import abstract_rows
+from covey.packing.rows import Rows, abstract_rows
 from covey.parallel.arrays import num_row_shards, rows_placement
 from covey.parallel.programs import Program
+from covey.rl.batches import RowBatch
 from covey.rl.cluster import RLCluster
-from covey.rl.micro_batches import abstract_policy_batch
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import BatchRequirements, Scheduler
@@ -123,16 +129,16 @@ class RLPrograms:
         training = self.config.training_config
         length, tokens = row_length_bucket(training.row_length), training.max_tokens_per_micro_batch
         size = length, tokens, num_row_shards(self.config.mesh(Role.ACTOR))
-        counts = micro_batch_sizes(*size) if self.cluster.fixed_shapes else [most_rows(*size)]
+        counts = micro_batch_sizes(*size) if self.cluster.row_sizes.fixed_shapes else [most_rows(*size)]
         return [(count, length) for count in counts]
 
     def token_value_size(self) -> tuple[int, int]:
         """Return the most rows of a micro-batch of completions with token values, and their length."""
-        if self.cluster.fixed_shapes:
+        if self.cluster.row_sizes.fixed_shapes:
             return self.row_sizes()[0]
         row_length = self.config.training_config.row_length
         rows = longest_shown(self.config.rollout_config, self.grpo.num_generations, row_length)
-        return self.config.rows_at_a_time(rows), rows.tokens.shape[1]
+        return self.cluster.row_sizes.rows_at_a_time(rows), rows.tokens.shape[1]
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the configs provide for."""
@@ -158,6 +164,31 @@ class RLPrograms:
             "token values": self.has_token_values,
         }
         return [program for program in self.largest() if called.get(program.name, True)]
+
+
+def abstract_policy_batch(rows: Rows, *, old_logps: bool, ref_logps: bool, keys: bool) -> RowBatch:
+    """Return the shapes of `rows`, which are shapes too, with the other inputs of the policy's loss.
+
+    Args:
+        old_logps: whether a batch is used for several updates.
+        ref_logps: whether there is a reference.
+        keys: whether the agreement with the sampler is measured.
+    """
+
+    def shape(sizes: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=rows.tokens.sharding)
+
+    per_token = shape(rows.tokens.shape)
+    inputs = LossInputs(
+        advantage=per_token,
+        weight=per_token,
+        rollout_logps=per_token,
+        beta=shape((rows.tokens.shape[0], 1)),
+        old_logps=per_token if old_logps else None,
+        ref_logps=per_token if ref_logps else None,
+        keys=shape((*rows.tokens.shape, 2), jnp.uint32) if keys else None,
+    )
+    return RowBatch(rows, inputs)
 
 
 class SFTPrograms:

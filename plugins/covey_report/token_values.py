@@ -30,8 +30,8 @@ from covey_report.run_files import TOKENS as TOKENS_FILE
 from covey_report.token_texts import token_texts
 
 if TYPE_CHECKING:
-    from covey.rl.cluster import RLCluster
-    from covey.rl.experience import Experience
+    from covey.rl.cluster import RLCluster  # whose programs are told how long the rows become
+    from covey.rl.step_data import Experience
 
 STEPS = 50
 """Maximum number of steps of a run with token values, where the setting leaves the interval open."""
@@ -102,7 +102,7 @@ class TokenScorer:
         # The first group with advantages that are not 0, or else the first.
         index = next((i for i, g in enumerate(x.groups) if g.advantages is not None and g.advantages.any()), 0)
         longest = self._cluster.config.training_config.row_length
-        self._shown = shown = choose(x.groups[index], longest, one_length=self._cluster.fixed_shapes)
+        self._shown = shown = choose(x.groups[index], longest, one_length=self._cluster.row_sizes.fixed_shapes)
         first = sum(len(group.completions) for group in x.groups[:index])
         logps, entropies = self._cluster.get_token_values(shown.rows, shown.lengths)
         decode, kl = partial(self._cluster.tokenizer.decode, skip_special=False), KLS[self._algorithm.kl]

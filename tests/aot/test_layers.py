@@ -21,10 +21,11 @@ from covey.models.layers import MLP, Linear
 from covey.models.lora import with_lora
 from covey.packing.rows import abstract_rows
 from covey.parallel.arrays import place_model, rows_placement
-from covey.rl.micro_batches import abstract_policy_batch, policy_loss_fn
+from covey.rl.batches import policy_loss_fn
 from covey.sampling.logits import SamplingParams
 from covey.train.programs import UpdatePrograms
 from covey_plan.hlo import Program
+from covey_plan.programs import abstract_policy_batch
 
 ROWS, TIME, WIDTH = 2, 1024, 2304
 

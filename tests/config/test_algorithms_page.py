@@ -1,9 +1,11 @@
 """`docs/algorithms.md` says what `PRESETS` says: every row, deviation and key. The functions of the guide work."""
 
 import re
+import runpy
 from dataclasses import fields
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from covey.config.schema import GRPOConfig
 from covey.losses.advantages import ADVANTAGES
 from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs, policy_loss
 
+advantages_table = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "tools" / "advantages_table.py")))
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, GUIDE = ((DOCS / name).read_text() for name in ("algorithms.md", "choose-algorithm.md"))
 
@@ -89,6 +92,10 @@ def test_every_setting_and_every_function_is_explained() -> None:
     settings = ({f.name for f in fields(Algorithm)} | {f.name for f in fields(GRPOConfig)}) - texts
     names = {*settings, *ADVANTAGES, *RATIOS, *SURROGATES, *AGGREGATES, *KLS} - {"algorithm", "reward_weights"}
     assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE + GUIDE)) == []
+
+
+def test_the_table_of_advantages_is_that_of_the_package() -> None:
+    assert advantages_table.text() == PAGE
 
 
 def test_the_functions_of_the_page_work() -> None:

@@ -25,7 +25,7 @@ from covey.monitor.progress import Progress
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, group_lines, group_rows, read_rows
 from covey.recipes import use
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"

@@ -23,8 +23,8 @@ from covey.models.lora import projections, split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel.arrays import flatten
-from covey.rl.inference import RowScorer
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
+from covey.rl.scorers import RowScorer
 from covey.sampling.engine import Engine, Request, generate
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import MicroBatch, Trainer
@@ -84,13 +84,13 @@ def test_log_probs_and_gradients_have_the_same_bits(
 
     def compute() -> list[np.ndarray]:
         model = decoder(2, compute_dtype="bfloat16", remat=False)
-        logps = RowScorer.of_logps(nnx.split(model)[0], 1.0)(nnx.split(model)[1], rows, [4, 6], 1)[0]
+        logps = RowScorer.of_logps(model, 1.0)(nnx.split(model)[1], rows, [4, 6], 1)[0]
         grads = Trainer(model, optax.sgd(1.0), loss).gradients([MicroBatch(rows, 10.0)])
         return [*logps, *map(np.asarray, jax.tree.leaves(grads.sums))]
 
     seen: list[set[Any]] = []
     got = compute()
-    for module in ("covey.rl.inference", "covey.train.programs"):
+    for module in ("covey.rl.scorers", "covey.train.programs"):
         monkeypatch.setattr(f"{module}.operand_type", lambda model: None)
     for new, old in zip(got, compute(), strict=True):
         np.testing.assert_array_equal(new, old)

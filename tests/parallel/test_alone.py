@@ -19,7 +19,10 @@ def test_one_process_has_every_item_and_exchanges_nothing() -> None:
     assert here.broadcast(value, "x") is value
     assert here.gather_items([1, 2], "x") == here.gather_parts([1, 2], [0, 1], "x") == [1, 2]  # type: ignore[list-item]
     assert here.compare(value, "x") == {}
-    assert [rows.tolist() for rows in here.rows_by_process(None, 3, 2)] == [[0, 1, 2]]
+    routes, values = here.routes(None, None, None), [np.arange(2)]
+    assert (routes.rows, routes.rows_to_sum) == (None, slice(None))
+    assert routes.prompts_to_rows(values) is routes.to_rows(values, np.int32, "x") is values
+    assert routes.to_groups(values, "x") == values
     with here.together("x"), here.phase("update", 1), here.phase("update", 0):
         assert here.in_order("x", value) is value
     here.check_same("x", lambda: 1 / 0, "")

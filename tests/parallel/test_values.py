@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from covey.errors import CoveyError
 from covey.parallel.values import deserialize, serialize
-from covey.rl.experience import RolloutBatch
-from covey.rl.group_table import table_of
+from covey.rl.step_data import RolloutBatch, table_of
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group, Mean
 

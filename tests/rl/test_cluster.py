@@ -28,12 +28,12 @@ from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
 from covey.parallel.programs import is_abstract
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
 from covey.types import Group
@@ -532,7 +532,7 @@ def test_stacks_are_lent_while_the_rollout_samples(
         sampled.append((in_memory(), [is_abstract(state) for state in states()]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("covey.rl.rollout.generate", fails)
+    monkeypatch.setattr("covey.rl.rollout_worker.generate", fails)
     with pytest.raises(KeyboardInterrupt):
         made.generate(EXAMPLES, 4)
     assert sampled == [(kernels, [True] * len(sharing))]

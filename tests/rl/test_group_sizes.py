@@ -1,5 +1,6 @@
 """Groups of different sizes in one step: each is treated as it is alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,10 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig
 from covey.rewards import score
 from covey.rl.evaluate import evaluate_groups
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics
 from covey.rl.ppo import gae_advantages
+from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, Episode, FinishReason, Group
 
 RNG = np.random.default_rng(0)
@@ -56,6 +56,18 @@ def test_advantages_are_those_of_each_group_alone(advantage: Any, credit: Any, k
         advantage=advantage, credit=credit, kl_in=kl_in, beta=0.1, kl="k1" if kl_in == "reward" else "k3"
     )
     assert_like_alone(lambda x: group_advantages(x, algorithm_of(config), 0.1))
+
+
+def test_an_advantage_that_names_the_groups_reads_their_texts() -> None:
+
+    def with_text(rewards: np.ndarray, groups: list[Group]) -> np.ndarray:
+        texts = [[c.text for c in group.completions] for group in groups]
+        return np.array([np.pad([bool(text) for text in row], (0, rewards.shape[1] - len(row))) for row in texts])
+
+    silent = replace(GROUPS[1], completions=(replace(GROUPS[1].completions[0], text=""), *GROUPS[1].completions[1:]))
+    found = group_advantages(experience([GROUPS[0], silent]), algorithm_of(GRPOConfig()), 0.0, with_text)
+    assert [group.advantages.tolist() for group in found.groups] == [[1, 1], [0, 1, 1, 1]]
+    assert [array.tolist() for array in found.advantages[1:3]] == [[1] * 5, [0] * 3]
 
 
 def test_the_advantages_of_a_critic_are_too() -> None:

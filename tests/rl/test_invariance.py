@@ -31,9 +31,9 @@ from covey.models.lora import projections, with_lora
 from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import StageSizes

@@ -24,9 +24,9 @@ from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.inference import RowScorer
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.scorers import RowScorer
 from covey.text.tokenizer import Tokenizer
 from covey.types import Group
 

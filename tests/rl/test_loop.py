@@ -25,9 +25,9 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.monitor.record import StepRecord
 from covey.parallel import make_mesh
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.micro_batches import TrainBatch
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
@@ -301,7 +301,7 @@ def test_a_run_that_has_made_more_steps_than_are_asked_for_makes_none(played: Ca
     """The trap: a negative number of updates, with samples of the next step that a checkpoint has, counts backwards."""
     learner = played(prompts=2, updates=1, batches=1).learner()
     learner.step = 6
-    assert learner._begin_step(2) == 0
+    assert list(learner.steps(PromptLoader([{"prompt": "p"}], 2), 2)) == []
 
 
 def test_after_a_restart_plain_rows_are_fast_forwarded_too(played: Callable) -> None:
@@ -335,14 +335,14 @@ def test_max_tokens_per_micro_batch_splits_a_slice_further(played: Callable, mon
         parts.extend(part.batch.rows.tokens.size for part in given)
         return {"loss": 0.0, "grad_norm": 0.0}
 
-    def ref_logps(rows: Any, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+    def scores(role: str, rows: Any, lengths: Sequence[int], size: int) -> list[np.ndarray]:
         slices.append(size * rows.tokens.shape[1])
         return [np.zeros(n, np.float32) for n in lengths]
 
     for method in ("update_actor", "get_ref_per_token_logps"):
         monkeypatch.setattr(cluster, method, partial(getattr(RLCluster, method), cluster))
     monkeypatch.setattr(cluster.trainer, "update", update)
-    monkeypatch.setattr(cluster.inference, "ref_logps", ref_logps)
+    monkeypatch.setattr(cluster.inference, "scores", scores)
     learner.train(cluster.loader(3))
     assert (parts, slices) == ([64] * 6, [64])
 

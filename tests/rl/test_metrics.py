@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax  # comes with jax
 
-from covey.rl.experience import tokens_in_loss
-from covey.rl.group_table import table_of
 from covey.rl.metrics import combine_updates, group_metrics, work_metrics
+from covey.rl.step_data import table_of, tokens_in_loss
 from covey.sampling.logits import SamplingParams, draw
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group

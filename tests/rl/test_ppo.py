@@ -22,12 +22,11 @@ from covey.losses.advantages import gae
 from covey.losses.policy import KLS
 from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import ValueInputs
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
+from covey.rl.batches import Replay
 from covey.rl.grpo import GRPOLearner, group_advantages
-from covey.rl.micro_batches import Replay
 from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
+from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, FinishReason, Group
 
 G = 3
@@ -227,7 +226,7 @@ def test_both_gradients_are_computed_before_either_is_applied() -> None:
     """The explained variance is that of the tokens in the critic's loss, here the first two and the last: 0.75."""
     values, returns = [1.0, 2.0, 900.0, 3.0], [2.0, 4.0, -900.0, 6.0]
     inputs = ValueInputs(np.array([returns]), np.array([values]), weight=np.array([[0.5, 1.0, 0.0, 1.0]]))
-    batches: Any = [SimpleNamespace(value_inputs=x, counted=slice(None)) for x in (inputs, None)]
+    batches: Any = [SimpleNamespace(value_inputs=x, rows_to_sum=slice(None)) for x in (inputs, None)]
     calls: list[tuple[str, str, Any]] = []
 
     def gradients(role: str, batches: Any) -> str:

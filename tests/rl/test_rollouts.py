@@ -18,10 +18,10 @@ from covey.errors import EpisodeError
 from covey.parallel import processes
 from covey.parallel.values import serialize
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch
-from covey.rl.rollouts import Rollouts, SampledStep, SamplingContext, Worker, load_steps
+from covey.rl.metrics import StepStats
+from covey.rl.rollouts import FORMER_NAMES, FailureCounts, Rollouts, SampledStep, SamplingContext, Worker, load_steps
 from covey.rl.stage_sizes import StageSizes
-from covey.rl.step_stats import FailureCounts, StepStats
+from covey.rl.step_data import PromptBatch, RolloutBatch
 
 LIMIT = 10.0
 """Seconds after which a wait that should end has failed."""
@@ -47,7 +47,8 @@ class Played:
     """A learner of `STEPS` steps without a model. `weights` are those that the rollout has: the number of updates."""
 
     def __init__(self, lead: int = LEAD, threaded: bool = True, environments: Any = None, parts: int = 1):
-        self.lead, self.step, self.drawn, self.ahead = lead, 0, list[SampledStep](), None
+        self.training, self.step = SimpleNamespace(off_policy_steps=lead), 0
+        self.sampled, self.rollouts = list[SampledStep](), None
         self.algorithm = SimpleNamespace(max_sampling_rounds=1, needs_whole_step=False)
         self.config, self.sizes = SimpleNamespace(num_iterations=1), StageSizes(1, 1, 1, 1)
         self.stats, self.failures = StepStats(), FailureCounts(RewardRunner(), environments)
@@ -93,7 +94,7 @@ class Played:
         """Take steps, and update the weights after each; return the numbers of the weights that sampled them."""
         versions = []
         for _ in range(count):
-            assert list(rollouts.of_step(self.step)) or self.lead == 0
+            assert list(rollouts.of_step(self.step)) or not self.training.off_policy_steps
             versions.append(self.stats.version)
             self.updates += 1
             rollouts.new_weights()
@@ -199,7 +200,7 @@ def test_steps_of_a_checkpoint_are_not_sampled_again() -> None:
     first, second = Seen(), Seen()
     with first.running() as rollouts:
         first.train(rollouts, 2)
-        second.drawn, second.step, second.updates = rollouts.unused_steps(), 2, 2
+        second.sampled, second.step, second.updates = rollouts.unused_steps(), 2, 2
         second.loader.take(2)
     with second.running() as rollouts:
         assert second.train(rollouts, 4) == [0, 1, 2, 3]
@@ -209,7 +210,10 @@ def test_steps_of_a_checkpoint_are_not_sampled_again() -> None:
 def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
     data = serialize([SampledStep(3, RolloutBatch([]), {"judge": 2}, 1)])
     start = 8 + int.from_bytes(data[:8], "little")
-    text = data[8:start].replace(b"covey.rl.rollouts:SampledStep", b"covey.rl.drawn_steps:DrawnStep")
+    text = data[8:start]
+    for former, name in FORMER_NAMES.items():
+        assert text.count(name) == 1
+        text = text.replace(name, former)
     (step,) = load_steps([len(text).to_bytes(8, "little") + text + data[start:]])
     assert (step.version, step.failed, step.env_failed) == (3, {"judge": 2}, 1)
 

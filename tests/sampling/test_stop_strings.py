@@ -16,7 +16,7 @@ from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError, RecipeError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.responder import Turn
 from covey.sampling.stop_strings import StopStrings

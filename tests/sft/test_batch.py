@@ -23,7 +23,15 @@ from covey.monitor.record import StepRecord
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
 from covey.sft import batch
-from covey.sft.batch import HeldOutLoss, encode_example, fit, groups_of, pack_rows, put_micro_batches, supervised_loss
+from covey.sft.batch import (
+    HeldOutLoss,
+    drop_long_examples,
+    encode_example,
+    groups_of,
+    pack_rows,
+    put_micro_batches,
+    supervised_loss,
+)
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.train.trainer import Trainer
@@ -233,23 +241,25 @@ def test_a_long_example_is_an_error_dropped_or_cut_as_told(tiny: tuple[Decoder, 
     alone = {"prompt": "no room for an answer " * 5, "completion": "x"}
     config = SFTConfig(max_length=40)
     with pytest.raises(DataError, match=r"row 2 of the training data has \d+ tokens") as caught:
-        fit([short, long], tiny[1], config, 512, "training data")
+        drop_long_examples([short, long], tiny[1], config, 512, "training data")
     assert "--training.too-long drop or truncate" in str(caught.value)
     dropping = dataclasses.replace(config, too_long="drop")
-    assert fit([short, long, alone], tiny[1], dropping, 512, "data") == ([short], 2, 0)
+    assert drop_long_examples([short, long, alone], tiny[1], dropping, 512, "data") == ([short], 2, 0)
     cutting = dataclasses.replace(config, too_long="truncate")
-    kept, dropped, truncated = fit([short, long, alone], tiny[1], cutting, 512, "data")
+    kept, dropped, truncated = drop_long_examples([short, long, alone], tiny[1], cutting, 512, "data")
     assert (kept, dropped, truncated) == ([short, long], 1, 1)
     fed, learnt = scored(long, tiny[1], max_length=40, too_long="truncate")
     assert len(fed) + 1 == 40
     assert learnt[-1] not in tiny[1].stop_ids  # its end is not where it was cut
     with pytest.raises(DataError, match="no row of the data has at most 40 tokens"):
-        fit([long], tiny[1], dropping, 512, "data")
+        drop_long_examples([long], tiny[1], dropping, 512, "data")
 
 
 def test_the_model_itself_limits_the_length_too(tiny: tuple[Decoder, Tokenizer]) -> None:
     with pytest.raises(DataError, match="at most 512"):
-        fit([{"prompt": "x", "completion": "word " * 600}], tiny[1], SFTConfig(max_length=4096), 512, "data")
+        drop_long_examples(
+            [{"prompt": "x", "completion": "word " * 600}], tiny[1], SFTConfig(max_length=4096), 512, "data"
+        )
 
 
 # --- the loop

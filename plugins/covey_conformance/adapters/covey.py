@@ -25,8 +25,7 @@ from covey import types as covey_types
 from covey.models import families
 from covey.parallel import processes
 from covey.parallel.arrays import flatten
-from covey.rl.experience import Experience, PromptBatch
-from covey.rl.group_table import gather_table
+from covey.rl.step_data import Experience, PromptBatch, gather_table
 from covey_conformance import worker
 from covey_hosts.local import LocalOptions, TrainingCommand, launch
 

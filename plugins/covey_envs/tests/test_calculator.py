@@ -28,7 +28,7 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
 from covey.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from covey import EnvironmentRunner, Step
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError, RecipeError
-from covey.rl.group_table import table_of
 from covey.rl.metrics import episode_metrics
+from covey.rl.step_data import table_of
 from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
 from covey.sampling.sequence import Ending

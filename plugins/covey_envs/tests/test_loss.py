@@ -15,9 +15,9 @@ from flax import nnx
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.models.attention import causal_attention
 from covey.rewards import environment_reward
+from covey.rl.batches import RowBatch, RowSizes, policy_loss_fn
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics
-from covey.rl.micro_batches import RowBatch, policy_loss_fn
 from covey.rl.roles import ClusterConfig
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import SamplerStats
@@ -67,11 +67,9 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     settings = ClusterConfig({}, RLTrainingConfig(prompts_per_step=2), RolloutConfig(max_new_tokens=20))
     cluster: Any = SimpleNamespace(
         config=settings,
-        rows_at_a_time=settings.rows_at_a_time,
+        row_sizes=RowSizes(settings),
         rollout=SimpleNamespace(stats=SamplerStats(tokens=1), environments=None),
         inference=SimpleNamespace(has=lambda role: False),
-        compile_cost=0.0,
-        row_holders=settings.row_holders,
         measures_agreement=False,
         generate=generate,
     )

@@ -26,7 +26,7 @@ from covey.errors import EpisodeError, RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.rl.rollout import RolloutWorker
+from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Engine, Launched
 from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer

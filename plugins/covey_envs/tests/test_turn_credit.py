@@ -11,9 +11,8 @@ from covey.config import recipe
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, PPOConfig
 from covey.errors import RecipeError
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
 from covey.rl.grpo import group_advantages
+from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, Episode, FinishReason, Group
 
 G = 5

@@ -29,14 +29,14 @@ from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import make_mesh, processes
 from covey.rewards.runner import RewardRunner
-from covey.rl.experience import RolloutBatch
+from covey.rl.batches import RowSizes
 from covey.rl.grpo import GRPOLearner
-from covey.rl.metrics import group_metrics
+from covey.rl.metrics import gather_step_stats, group_metrics
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.rollouts import Rollouts
+from covey.rl.rollouts import FailureCounts, Rollouts
 from covey.rl.stage_sizes import StageSizes
-from covey.rl.step_stats import FailureCounts, gather_step_stats
+from covey.rl.step_data import RolloutBatch
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import PORT, SILENT, Channel
@@ -60,7 +60,7 @@ class Played:
 
     training = RLTrainingConfig(prompts_per_step=6, train_micro_batch_size=2, packing="dense")
     config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=5))
-    compile_cost, rows_at_a_time, measures_agreement = 0.0, config.rows_at_a_time, False
+    row_sizes, measures_agreement = RowSizes(config), False
 
     def __init__(self) -> None:
         self.rollout = SimpleNamespace(stats=SamplerStats(), environments=None)
@@ -77,10 +77,6 @@ class Played:
             Group(row["prompt"], np.arange(3), tuple(completion(step, number, s) for s in range(samples)))
             for number, row in enumerate(examples, first)
         ]
-
-    def row_holders(self, count: int, length: int) -> list[np.ndarray]:
-        number = processes.here().count
-        return [held(count, index, number) for index in range(number)]
 
     def get_values(self, rows: Any, lengths: Sequence[int]) -> list[np.ndarray]:
         return unpack(rows, np.sin(rows.target), lengths)
@@ -112,11 +108,13 @@ def fed(made_by: Callable, config: GRPOConfig, step: int) -> tuple[list[dict[str
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_process_has_the_batches_of_one(
-    threads: Threads, made_by: Callable, name: str, step: int, count: int
+    threads: Threads, made_by: Callable, name: str, step: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each samples and scores a share, and has the rows of its devices; their values, log and data are those of one
     process, bit for bit.
     """
+    of_process: Any = lambda number, rows, *_: [held(rows, index, number) for index in range(number)]  # noqa: E731
+    monkeypatch.setattr("covey_hosts.routes.rows_by_process", of_process)
     batches, log, position, _ = fed(made_by, WHOLE_STEP[name], step)
     every = threads(count, lambda i: fed(made_by, WHOLE_STEP[name], step))
     for index, (theirs, their_log, their_position, sampled) in enumerate(every):
@@ -278,8 +276,8 @@ def test_each_step_adds_the_failures_of_the_other_processes(threads: Threads) ->
     def work(index: int) -> int:
         environments = runner("guess", GUESS)
         learner: Any = SimpleNamespace(
-            lead=0,
-            drawn=(),
+            training=SimpleNamespace(off_policy_steps=0),
+            sampled=(),
             step=0,
             on_phase=print,
             algorithm=SimpleNamespace(max_sampling_rounds=1, needs_whole_step=False),

@@ -12,8 +12,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, RLTrainingConfig
 from covey.models.spans import span_mask
 from covey.packing.rows import Rows, attention_spans
-from covey.rl.experience import Experience
-from covey.rl.group_table import table_of
+from covey.rl.step_data import Experience, table_of
 from covey.types import Branch
 from covey_report import token_values
 from covey_report.token_values import COMPLETIONS, TOKENS, TokenScorer, choose, token_values_interval
@@ -40,7 +39,7 @@ class Cluster:
     """Scores each token as −1, and one less at each further call; `calls` has the lengths of each call."""
 
     config = SimpleNamespace(training_config=RLTrainingConfig())
-    fixed_shapes = False
+    row_sizes = SimpleNamespace(fixed_shapes=False)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special: "x" * len(ids))
 
     def __init__(self) -> None:

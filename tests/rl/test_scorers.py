@@ -23,8 +23,8 @@ from covey.models.value_model import ValueModel, make_value_model
 from covey.packing.rows import Rows, pack
 from covey.parallel import make_mesh
 from covey.parallel.arrays import reshard, shardings
-from covey.rl.inference import InferenceWorker, RowScorer
 from covey.rl.roles import Role
+from covey.rl.scorers import InferenceWorker, RowScorer
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -139,9 +139,9 @@ def test_slices_of_any_size_give_the_same(decoder: Callable, critic: ValueModel,
 def test_log_probs_are_taken_at_the_rollouts_temperature(decoder: Callable, rows: Rows) -> None:
     """Trap: those at 1 compared with those at the rollout's."""
     model = decoder(remat=False)
-    graph, params = nnx.split(model)
-    got = InferenceWorker({"reference": model}, 0.5).ref_logps(rows, LENGTHS, 2)
-    wanted, cold = (RowScorer.of_logps(graph, t)(params, rows, LENGTHS, 2)[0] for t in (0.5, 1.0))
+    _, params = nnx.split(model)
+    got = InferenceWorker({"reference": model}, 0.5).scores("reference", rows, LENGTHS, 2)
+    wanted, cold = (RowScorer.of_logps(model, t)(params, rows, LENGTHS, 2)[0] for t in (0.5, 1.0))
     assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert not np.allclose(got[0], cold[0], atol=1e-2)
 
@@ -151,13 +151,13 @@ def test_new_weights_count_from_the_next_call(decoder: Callable, rows: Rows) -> 
     """All of them, or those alone that training changes."""
     adapted = with_lora(make_value_model(decoder(remat=False)), LoRAConfig(rank=2))
     worker = InferenceWorker({Role.CRITIC: adapted})
-    assert not np.concatenate(worker.values(rows, LENGTHS, 2)).any()
+    assert not np.concatenate(worker.scores("critic", rows, LENGTHS, 2)).any()
     _, trained, _ = split_trainable(adapted)
     worker.update_params(Role.CRITIC, jax.tree.map(lambda x: x + 0.25, trained))
-    partly = np.concatenate(worker.values(rows, LENGTHS, 2))
+    partly = np.concatenate(worker.scores("critic", rows, LENGTHS, 2))
     assert partly.any()
     worker.update_params("critic", jax.tree.map(lambda x: x * 2, worker.params["critic"]))
-    assert np.abs(np.concatenate(worker.values(rows, LENGTHS, 2)) - partly).max() > 0.1
+    assert np.abs(np.concatenate(worker.scores("critic", rows, LENGTHS, 2)) - partly).max() > 0.1
 
 
 # --- who may live here
@@ -187,8 +187,8 @@ def test_other_roles_are_refused_with_the_legal_ones(role: str, fix: str, decode
 def test_a_role_that_nobody_has_is_answered_with_the_way_to_fill_it(rows: Rows) -> None:
     worker = InferenceWorker({})
     asked: dict[str, Callable[[], Any]] = {
-        "reference": lambda: worker.ref_logps(rows, LENGTHS, 1),
-        "critic": lambda: worker.values(rows, LENGTHS, 1),
+        "reference": lambda: worker.scores("reference", rows, LENGTHS, 1),
+        "critic": lambda: worker.scores("critic", rows, LENGTHS, 1),
         "reward": lambda: worker.rewards([], []),
     }
     for role, ask in asked.items():

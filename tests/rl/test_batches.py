@@ -18,9 +18,8 @@ from covey.config.schema import RLTrainingConfig
 from covey.errors import RecipeError
 from covey.models.decoder import Decoder
 from covey.parallel import flatten
-from covey.rl.experience import prompt_batches
-from covey.rl.micro_batches import slices
 from covey.rl.stage_sizes import STAGES, StageSizes, stage_sizes
+from covey.rl.step_data import prompt_batches, slices
 from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Mean
 

@@ -13,16 +13,14 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.packing.rows import Rows, unpack
 from covey.parallel import processes
 from covey.rewards import RewardRunner
-from covey.rl.experience import PromptBatch, RolloutBatch, tokens_in_loss
-from covey.rl.group_table import table_of
+from covey.rl.batches import RowSizes, TrainBatch
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
-from covey.rl.metrics import Clock
-from covey.rl.micro_batches import TrainBatch
+from covey.rl.metrics import Clock, gather_step_stats
 from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.rl.rollouts import SampledStep, local_step
-from covey.rl.step_stats import gather_step_stats
+from covey.rl.step_data import PromptBatch, RolloutBatch, table_of, tokens_in_loss
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 
@@ -43,8 +41,7 @@ class Fake:
         self.config = ClusterConfig({}, training, RolloutConfig(max_new_tokens=10))
         self.rollout = SimpleNamespace(stats=SamplerStats(tokens=1), environments=None)
         self.inference = SimpleNamespace(has=lambda role: False)
-        self.compile_cost, self.rows_at_a_time = 0.0, self.config.rows_at_a_time
-        self.row_holders = self.config.row_holders
+        self.row_sizes = RowSizes(self.config)
         self.measures_agreement = False
         self.asked: list[tuple[int, list[str]]] = []
 
@@ -265,7 +262,7 @@ def test_a_share_of_a_drawn_step_follows_the_number_of_processes(monkeypatch: py
     for index in range(3):
         monkeypatch.setattr(processes.ALONE, "index", index)
         share = local_step(parts)
-        own = [groups[n] for n in share.rollout.table.own]
+        own = [groups[n] for n in share.rollout.table.local_groups]
         assert share.version == 7
         assert [g.prompt for g in share.rollout.groups] == [g.prompt for g in own]
         seen += [g.prompt for g in own]

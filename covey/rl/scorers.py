@@ -22,6 +22,7 @@ from covey.losses.logprobs import token_logps
 from covey.losses.value import groups_to_score, row_values
 from covey.models.decoder import Decoder
 from covey.models.dtypes import operand_type, round_kernels
+from covey.models.layer_stack import LayerStacks
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.models.value_model import ValueModel
 from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
@@ -36,33 +37,35 @@ class RowScorer:
     """Compute numbers of the scored tokens of rows, slice by slice.
 
     Args:
-        graph: the model's graph; weights are passed to each call.
+        model: the model; weights are passed to each call.
         name: name of the program.
-        compute: function (weights, rows) → arrays [R, M].
+        compute: function (graph, weights, rows) → arrays [R, M].
     """
 
-    def __init__(self, graph: Any, name: str, compute: Callable[[Any, Rows], Any]):
-        self.graph, self._name, self._score = graph, name, processes.here().in_order(name, jax.jit(compute))
+    def __init__(self, model: Decoder | ValueModel, name: str, compute: Callable[[Any, Any, Rows], Any]):
+        self.graph, self._name, self._operand_type = nnx.split(model)[0], name, operand_type(model)
+        self._score = processes.here().in_order(name, jax.jit(partial(compute, self.graph)))
 
     @classmethod
-    def of_logps(cls, graph: Any, temperature: float) -> "RowScorer":
+    def of_logps(cls, model: Decoder, temperature: float) -> "RowScorer":
         """Return the scorer of a decoder's log-probs, by the log-softmax of logits / temperature."""
-        return cls(graph, "score", lambda params, rows: token_logps(graph, params, rows, temperature).logps)
+        return cls(model, "score", lambda graph, params, rows: token_logps(graph, params, rows, temperature).logps)
 
     @classmethod
-    def of_token_values(cls, graph: Any, temperature: float) -> "RowScorer":
+    def of_token_values(cls, model: Decoder, temperature: float) -> "RowScorer":
         """Return the scorer of a decoder's log-probs and entropies."""
-        return cls(graph, "token values", lambda params, rows: tuple(token_logps(graph, params, rows, temperature)))
+        compute = lambda graph, params, rows: tuple(token_logps(graph, params, rows, temperature))  # noqa: E731
+        return cls(model, "token values", compute)
 
     @classmethod
-    def of_values(cls, graph: Any) -> "RowScorer":
+    def of_values(cls, model: ValueModel) -> "RowScorer":
         """Return the scorer of the values of a value model."""
-        return cls(graph, "values", partial(row_values, graph))
+        return cls(model, "values", row_values)
 
     def program(self, params: Any, count: int, length: int) -> Program:
         """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
         rows = abstract_rows(count, length, rows_placement(params))
-        return Program(self._name, self._score, (self._rounded(abstract(params)), rows))
+        return Program(self._name, self._score, (round_kernels(abstract(params), self._operand_type), rows))
 
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
         """Return for each result of the program one float32 array per completion, `lengths[i]` long; on a mesh over
@@ -74,7 +77,7 @@ class RowScorer:
             lengths: number of tokens of each completion.
             size: number of rows that are computed at a time.
         """
-        params, placement = self._rounded(params), rows_placement(params)
+        params, placement = round_kernels(params, self._operand_type), rows_placement(params)
         parts = [
             jax.tree.leaves(self._score(params, processes.here().put_host(p, placement)))
             for p in split_micro_batches(rows, size)
@@ -84,9 +87,6 @@ class RowScorer:
             for x, result in zip(part, results, strict=True):
                 processes.here().read_own_rows(x, placement, result[number * size : (number + 1) * size])
         return [unpack(rows, result, lengths) for result in results]
-
-    def _rounded(self, params: Any) -> Any:
-        return round_kernels(params, operand_type(nnx.merge(self.graph, params)))
 
 
 class InferenceWorker:
@@ -117,9 +117,10 @@ class InferenceWorker:
             RecipeError: an unknown role, or a model of the wrong kind for it.
         """
         _check_kind(role, model)
-        graph, self.params[role] = nnx.split(model)
-        value = isinstance(model, ValueModel)
-        self._scorers[role] = RowScorer.of_values(graph) if value else RowScorer.of_logps(graph, self._temperature)
+        self.params[role], temperature = nnx.state(model), self._temperature
+        self._scorers[role] = (
+            RowScorer.of_values(model) if isinstance(model, ValueModel) else RowScorer.of_logps(model, temperature)
+        )
 
     def release(self, role: str) -> None:
         """Let go of the model in `role`, if there is one."""
@@ -152,21 +153,26 @@ class InferenceWorker:
         """
         self.params[role] = nnx.merge_state(self._params_of(role), params)
 
-    def ref_logps(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """Compute the reference's log-probs, one float32 array per completion, `lengths[i]` long; `size` rows at once.
+    def state(self, role: str, convert: Callable[[Any], Any]) -> Any:
+        """Return the weights in `role`, converted, as nested dicts for a checkpoint, layer by layer."""
+        return nnx.to_pure_dict(LayerStacks(self.model(role)).unstack(convert(self.params[role])))
+
+    def load_state(self, role: str, state: Any) -> None:
+        """Restore `state(role)`."""
+        stacks = LayerStacks(self.model(role))
+        params = stacks.unstack(abstract(self.params[role]))
+        nnx.replace_by_pure_dict(params, state)
+        self.update_params(role, stacks.stack(params))
+
+    def scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
+        """Compute the reference's log-probs, or the value of the state before each token: one float32 array per
+        completion, `lengths[i]` long; `size` rows at once.
 
         Raises:
-            RecipeError: there is no reference.
+            RecipeError: no model has this role.
         """
-        return self._scores("reference", rows, lengths, size)
-
-    def values(self, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        """Compute the critic's value of the state before each token: one float32 array per completion.
-
-        Raises:
-            RecipeError: there is no critic.
-        """
-        return self._scores("critic", rows, lengths, size)
+        params = self._params_of(role)
+        return self._scorers[role](params, rows, lengths, size)[0]
 
     def rewards(
         self,
@@ -201,15 +207,12 @@ class InferenceWorker:
         fixed_shapes = self.model("reward").decoder.fixed_shapes
         rows = pack(groups, row_length, max_tokens=max_tokens, compile_cost=math.inf if fixed_shapes else 0.0)
         lengths = [len(c) + 1 for c in completion_ids]
-        scores = self._scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, fixed_shapes))
+        scores = self.scores("reward", rows, lengths, rows_at_a_time(rows, mesh, max_tokens, fixed_shapes))
         return [float(score[-1]) for score in scores]
 
-    def _scores(self, role: str, rows: Rows, lengths: Sequence[int], size: int) -> list[np.ndarray]:
-        params = self._params_of(role)
-        return self._scorers[role](params, rows, lengths, size)[0]
-
     def _params_of(self, role: str) -> nnx.State[Any, Any]:
-        if not self.has(role):
+        if role not in self.params:
+            _check_role(role)
             raise RecipeError(f"no {role} is loaded", fix=f"RLCluster({role}=...)", where="InferenceWorker")
         return self.params[role]
 
