@@ -224,6 +224,11 @@ def test_a_value_without_its_name_is_checked_too() -> None:
     assert "model.lora.rank is -1" in refused(covey.LoRAConfig, -1)
 
 
+def test_more_values_than_settings_are_refused() -> None:
+    with pytest.raises(TypeError, match="LoRAConfig takes 4 arguments, and 5 were given"):
+        covey.LoRAConfig(8, 16.0, ("q_proj",), 0.0, 1)  # type: ignore[call-arg]
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     message = refused(covey.GRPOConfig, num_generation=8, epsilon=-1, num_iterations="2")
     assert "3 problems" in message
