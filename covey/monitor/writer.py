@@ -60,6 +60,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 self._cut(folder / file.name, must_reach=file.name in must_reach)
         self._files = {name: self._open(name) for name in (METRICS, SAMPLES)}
 
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Append the row of a step to the metrics."""
+        self.rows(METRICS, [row])
+
     def rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows to the file `name`, which is made with the first of them; their `step` must not decrease."""
         self.lines(name, map(encode_row, rows))

@@ -106,7 +106,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         lines = {file.name: _gather_rows(file, record) for file in self._group_files}
         if self._writer is not None:
             self.check_not_replaced()
-            self._writer.rows(METRICS, [record.metrics])
+            self._writer.step(record.metrics)
             for name, parts in lines.items():
                 self._writer.lines(name, parts)
 
