@@ -26,7 +26,7 @@ from covey.parallel import flatten
 from covey.recipes import load_model
 from covey.recipes import use as using
 from covey.recipes.load_model import load_for
-from covey.rl import rollout as rollout_worker
+from covey.rl import rollout_worker
 from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer

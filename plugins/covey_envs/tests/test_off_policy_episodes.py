@@ -26,7 +26,7 @@ from covey import (
 )
 from covey.models.decoder import Decoder
 from covey.monitor.run_files import CHECKPOINTS, SAMPLES
-from covey.rl.learner import DRAWN
+from covey.rl.learner import SAMPLED
 from covey.train.checkpoint import Checkpointer
 from covey_envs.tool_calls import FORMATS, Call, CallFormat
 from plugins.covey_envs.tests.test_training import MODEL, TOKENIZER
@@ -124,7 +124,7 @@ def test_the_time_of_answers_changes_no_bit(make: Any, lead: int, tmp_path: Path
         run_of(make, lead, Thread, 0.01, tmp_path / "killed", kill_at(2))
     assert run_of(make, lead, Thread, 0.03, tmp_path / "killed") == expected
     kept = bytes_of(tmp_path / "straight")
-    assert any(DRAWN in name for name in kept)
+    assert any(SAMPLED in name for name in kept)
     assert (kept[FAILED] != b"0") == (make is game)
     for name in ("thread", "killed"):
         assert bytes_of(tmp_path / name) == kept
