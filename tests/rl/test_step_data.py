@@ -10,6 +10,7 @@ import pytest
 
 from covey.config.metrics import OVERLONG
 from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import RecipeError
 from covey.packing.rows import Rows, unpack
 from covey.parallel import processes
 from covey.rewards import RewardRunner
@@ -268,3 +269,10 @@ def test_a_share_of_a_drawn_step_follows_the_number_of_processes(monkeypatch: py
         seen += [g.prompt for g in own]
         dropped += share.rollout.dropped
     assert (seen, dropped) == (list("01234"), 3)
+
+
+def test_an_advantage_that_reads_groups_cannot_credit_turns() -> None:
+    others: Any = {"rl_cluster": Fake(1), "reward_fns": in_order, "advantage_fn": lambda rewards, groups: rewards}
+    others["rl_cluster"].rollout.environments = SimpleNamespace(name="guess", scores=False, failed=0)
+    with pytest.raises(RecipeError, match="reads whole groups"):
+        GRPOLearner(grpo_config=GRPOConfig(num_generations=G, credit="turn"), **others)
