@@ -4,7 +4,7 @@ Installed packages offer more as entry points of the group `covey.rewards`, and 
 user's modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from covey.registry import Registry
@@ -40,15 +40,3 @@ def environment(
 
 
 environment.is_needed = True  # type: ignore[attr-defined]
-
-
-def environment_reward(name: str) -> Callable[..., Any]:
-    """Return `environment` under the name of an environment, which is then its name among the rewards."""
-
-    def reward(episode_rewards: Sequence[float | None]) -> list[float | None]:
-        return list(episode_rewards)
-
-    reward.__name__ = name
-    reward.in_process = True  # type: ignore[attr-defined]  # it only passes on what is here
-    reward.is_needed = True  # type: ignore[attr-defined]  # without it an episode would count as if it had earned 0
-    return reward

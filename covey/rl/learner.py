@@ -27,7 +27,7 @@ from covey.config.recipe import validate
 from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig
 from covey.data.loader import FittedPrompts, PromptLoader, fit_prompts
 from covey.data.rows import Row, as_rows
-from covey.errors import EpisodeError, NumbersError, raise_together
+from covey.errors import EpisodeError, NumbersError, RecipeError, raise_together
 from covey.files import require_entry
 from covey.losses.policy import Surrogate
 from covey.losses.shaping import adapt_beta
@@ -42,13 +42,10 @@ from covey.rewards import (
     RewardFn,
     RewardFns,
     RewardRunner,
+    Scorer,
     check_columns,
     environment_reward,
-    function_names,
-    no_reward_error,
-    only_one,
     resolve_reward_fns,
-    score,
 )
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate
@@ -141,22 +138,21 @@ class Learner(Trainee):
         self.beta, self.sizes = self.algorithm.beta, stage_sizes(training, config.num_generations)
         if self.lead and self.algorithm.correction == "none":
             log.warning("grpo.correction is none: updates take samples of earlier weights for those of the last ones")
-        functions = resolve_reward_fns(only_one(reward_fns, reward_funcs))
+        functions = resolve_reward_fns(reward_fns, reward_funcs)
         self.reward_fns = all_functions(functions, rl_cluster, self.reward_model)
-        self.runner = reward_runner or RewardRunner()
-        self.runner.check(dict(zip(function_names(self.reward_fns), self.reward_fns, strict=True)))
-        self.failures = FailureCounts(self.runner, rl_cluster.rollout.environments)
         given = {"reward_model": Role.REWARD, "critic": Role.CRITIC}
         self.settings = settings_of(
             rl_cluster.config,
             config,
             functions,
             rl_cluster.rollout.environments,
-            self.runner,
+            reward_runner,
             self.eval_config,
             **{name: sources.FROM_PYTHON for name, role in given.items() if rl_cluster.inference.has(role)},
         )
         validate(self.settings)
+        self.scorer = Scorer(self.reward_fns, config.reward_weights, reward_runner)
+        self.failures = FailureCounts(self.scorer.runner, rl_cluster.rollout.environments)
 
     @abstractmethod
     def estimate_advantages(self, experience: Experience) -> Experience:
@@ -277,7 +273,7 @@ class Learner(Trainee):
         limit, failed = self.cluster.config.rollout_config.max_new_tokens, dict[str, int]()
         clock = Clock(dict(rollout.seconds), on_phase=self.on_phase)
         with clock("reward"):
-            groups = score(rollout.groups, self.reward_fns, self.config.reward_weights, self.runner, failed)
+            groups = self.scorer.score(rollout.groups, failed)
             groups = [penalize_length(group, self.algorithm, limit) for group in groups]
             groups = [replace(group, advantages=np.zeros(len(group.completions))) for group in groups]
         return replace(rollout, groups=groups, table=gather_table(groups), failed=failed, seconds=clock.seconds)
@@ -424,7 +420,7 @@ class Learner(Trainee):
         self._prompts = require_entry(state, "prompts", int)
         self._nonfinite_guard.skipped = require_entry(state, "skipped", int)
         failed = require_entry(state, "failed", dict)
-        self.runner.failed = {name: require_entry(failed, name, int) for name in failed}
+        self.scorer.runner.failed = {name: require_entry(failed, name, int) for name in failed}
         if environments := self.cluster.rollout.environments:
             environments.failed = require_entry(state, "env_failed", int) if "env_failed" in state else 0
         self.failures.restart()
@@ -528,7 +524,7 @@ class Learner(Trainee):
             self.reward_fns,
             self.config.reward_weights,
             progress,
-            self.runner,
+            self.scorer.runner,
         )
 
 
@@ -577,7 +573,10 @@ def all_functions(given: Sequence[RewardFn], cluster: RLCluster, reward_model: R
     first = [environment_reward(environments.name)] if environments is not None and environments.scores else []
     last = [reward_model] if cluster.inference.has(Role.REWARD) else []
     if not (functions := [*first, *given, *last]):
-        raise no_reward_error()
+        raise RecipeError(
+            "no reward function: nothing would be learnt",
+            want="reward_fns= or reward_funcs=, an environment, or a reward model",
+        )
     return functions
 
 

@@ -20,7 +20,7 @@ from covey.data.sources import iter_rows, num_held_out
 from covey.errors import RewardError
 from covey.recipes.build import prompt_encoder
 from covey.recipes.load_model import abstract_for
-from covey.rewards.call import argument_names, of_evaluation
+from covey.rewards.call import Reward, of_evaluation
 from covey.rewards.registry import resolve
 from covey.sft.batch import encode_example
 from covey.text.tokenizer import token_texts
@@ -223,7 +223,7 @@ def _columns(
     for function, scan, setting in calls if train.present else ():
         names = [name for name in scan.present if name != "prompt"]
         try:
-            for name in argument_names(function, resolve(function), names):
+            for name in Reward(function, resolve(function)).argument_names(names):
                 readers.get(name, {})[function] = None
         except RewardError as error:
             missing.setdefault(function, of_evaluation(error, setting) if setting else error)

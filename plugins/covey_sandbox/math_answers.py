@@ -21,7 +21,8 @@ from typing import Any
 
 from covey.errors import RecipeError, RewardError
 from covey.registry import install_command
-from covey.rewards.call import LOST, Completions, Outcome, texts
+from covey.rewards import Completions, texts
+from covey.rewards.call import LOST, Outcome
 from covey.rewards.numbers import as_number
 from covey_sandbox.reward_workers import START_SECONDS, Worker
 
@@ -88,8 +89,7 @@ def _equal(answer: str, truth: str) -> float | None:
     outcome = _call([answer], [truth], TIMEOUT)
     if outcome.values is not None:
         return float(outcome.values[0])
-    failure = outcome.failure
-    if failure is not None and failure.kind != LOST:
+    if (failure := outcome.failure) is not None and failure.kind != LOST:
         raise RewardError(f"math-verify {failure.what}", where=failure.where, fix=failure.fix)
     return None
 

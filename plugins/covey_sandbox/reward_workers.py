@@ -21,9 +21,19 @@ import numpy as np
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import CoveyError, RecipeError, RewardError
-from covey.rewards.call import LOST, Failure, Outcome, RewardFn, await_outcome, call, check_result, excerpt
+from covey.rewards.call import (
+    LOST,
+    ApplyPolicy,
+    Failure,
+    Job,
+    Outcome,
+    RewardFn,
+    await_outcome,
+    call,
+    check_result,
+    excerpt,
+)
 from covey.rewards.registry import resolve
-from covey.rewards.runner import Attempt, Job, select
 from covey_sandbox.child import Cancelled, Child, ReplyError
 
 HANDLER = "covey_sandbox.reward_workers:handle_job"
@@ -93,35 +103,33 @@ def handle_job(job: dict[str, Any]) -> dict[str, Any]:
     """Import the function of a job and, if the job has arguments, call it; return the outcome as JSON."""
     try:
         function = find_function(job["function"])
-        return call_function(function, job["arguments"], job["count"]) if "arguments" in job else {}
     except CoveyError as error:
         return {"refused": {"what": error.what, "want": error.want, "fix": error.fix, "where": error.where}}
-
-
-def call_function(function: RewardFn, arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
-    """Call a function, which may be async, and return its outcome as JSON."""
-    outcome = call(function, arguments, count)
+    if "arguments" not in job:
+        return {}
+    outcome = call(function, job["arguments"], job["count"])
     if inspect.isawaitable(outcome):
-        outcome = asyncio.run(await_outcome(outcome, count))
+        outcome = asyncio.run(await_outcome(outcome, job["count"]))
     return outcome_to_json(outcome)
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as JSON-serializable values."""
     values = None if outcome.values is None else [None if math.isnan(v) else v for v in outcome.values.tolist()]
-    failure = outcome.failure and {k: v for k, v in vars(outcome.failure).items() if k != "error"}
-    return {"values": values, "invalid": {str(i): text for i, text in outcome.invalid.items()}, "failure": failure}
+    return {"values": values, "invalid": list(outcome.invalid), "failure": outcome.failure and vars(outcome.failure)}
 
 
 def outcome_from_json(message: Mapping[str, Any], count: int) -> Outcome:
     """Return the outcome that a worker sent. Workers are not trusted: it is checked like any function's result."""
     if (failure := message.get("failure")) is not None:
-        what, kind, where, want, fix = (str(failure[key]) for key in ("what", "kind", "where", "want", "fix"))
-        sample = failure["sample"] if failure["sample"] in range(count) else None
-        return Outcome(None, failure=Failure(what, kind, where, want, fix, sample))
-    outcome = check_result(message.get("values"), count)
-    invalid = {int(i): str(text) for i, text in message.get("invalid", {}).items() if int(i) < count}
-    return replace(outcome, invalid={**invalid, **outcome.invalid})
+        sample = next((index for index in range(count) if index == failure["sample"]), None)
+        texts = {name: str(failure[name]) for name in ("what", "kind", "where", "want", "fix")}
+        failure = Failure(**texts, sample=sample)
+        if message.get("values") is None:
+            return Outcome(None, failure)
+    outcome, sent = check_result(message.get("values"), count), {*message.get("invalid", ())}
+    invalid = [index for index in range(count) if index in sent or index in outcome.invalid]
+    return replace(outcome, failure=failure or outcome.failure, invalid=invalid)
 
 
 class RewardWorkers:
@@ -144,7 +152,7 @@ class RewardWorkers:
     def run(
         self,
         jobs: Sequence[Job],
-        apply_policy: Callable[[Job, Outcome, Attempt], np.ndarray],
+        apply_policy: ApplyPolicy,
         run_here: Callable[[], dict[str, np.ndarray]],
     ) -> dict[str, np.ndarray]:
         """Run functions in their workers, and `run_here` in this thread meanwhile; return the values by function.
@@ -154,11 +162,11 @@ class RewardWorkers:
             apply_policy: makes the values of an outcome; it may call the function again for some completions.
             run_here: returns the values of other functions.
         """
-        workers, cancelled = [self._worker_of(job.name) for job in jobs], threading.Event()
+        cancelled = threading.Event()
         with ThreadPoolExecutor(len(jobs)) as threads:
             futures = {
-                job.name: threads.submit(self._run, job, worker, apply_policy, cancelled)
-                for job, worker in zip(jobs, workers, strict=True)
+                job.reward.name: threads.submit(self._run, job, self._worker_of(job), apply_policy, cancelled)
+                for job in jobs
             }
             try:
                 values = run_here()
@@ -174,22 +182,22 @@ class RewardWorkers:
         for worker in self.workers:
             worker.close()
 
-    def _worker_of(self, name: str) -> "Worker":
+    def _worker_of(self, job: Job) -> "Worker":
         """Return the function's worker, always the same one, so that state kept between calls is available there."""
         with self._lock:
-            return self._assigned.setdefault(name, self.workers[len(self._assigned) % len(self.workers)])
+            return self._assigned.setdefault(job.reward.name, self.workers[len(self._assigned) % len(self.workers)])
 
     def _run(
         self,
         job: Job,
         worker: "Worker",
-        apply_policy: Callable[[Job, Outcome, Attempt], np.ndarray],
+        apply_policy: ApplyPolicy,
         cancelled: threading.Event,
     ) -> np.ndarray:
-        path, arguments = import_path(job.name, job.function), to_json_values(job.name, job.arguments)
+        name, path = job.reward.name, import_path(job.reward.name, job.reward.function)
 
         def attempt(part: Sequence[int]) -> Outcome:
-            return worker.call(path, select(arguments, part), len(part), self._timeout, cancelled)
+            return worker.call(path, to_json_values(name, job.arguments(part)), len(part), self._timeout, cancelled)
 
         return apply_policy(job, attempt(range(len(job.samples))), attempt)
 
@@ -246,7 +254,7 @@ class Worker:
                 failure = Failure(f"ended its worker process ({error})", LOST)
             except ReplyError as error:
                 failure = Failure(f"had its worker answer nonsense: {excerpt(error.args[0])}", LOST)
-            return Outcome(None, failure=failure)
+            return Outcome(None, failure)
 
     def close(self) -> None:
         """Kill the process and every process it has started; a call in another thread is aborted."""

@@ -35,8 +35,8 @@ from covey.models.loading import config_fields, weights
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.writer import encode_row, sample_rows
-from covey.rewards import resolve, score
-from covey.rewards.registry import REGISTRY
+from covey.rewards.registry import REGISTRY, resolve
+from covey.rewards.scoring import score
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason, Group
 

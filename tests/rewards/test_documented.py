@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from covey.config.schema.data import TaskName
-from covey.rewards import REWARDS
+from covey.rewards.registry import REWARDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 OFFERED = ["math_verify"]

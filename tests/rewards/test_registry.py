@@ -8,8 +8,8 @@ import pytest
 from covey import registry
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import CoveyError, RecipeError
-from covey.rewards import REWARDS, RewardRunner, resolve
-from covey.rewards.registry import REGISTRY
+from covey.rewards import RewardRunner
+from covey.rewards.registry import REGISTRY, REWARDS, resolve
 
 
 def test_built_in_names_resolve_to_functions_of_that_name():

@@ -14,7 +14,7 @@ import pytest
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, check_columns, environment_reward, function_names, runner, score
+from covey.rewards import RewardRunner, check_columns, environment_reward, function_names, score, scoring
 from covey.types import Completion, Episode, FinishReason, Group
 
 
@@ -511,7 +511,7 @@ def test_another_error_is_not_taken_for_a_chat():
 def test_a_slow_function_is_not_called_again_to_find_the_sample(monkeypatch):
     """A judge that timed out would time out many times over."""
     calls = []
-    monkeypatch.setattr(runner, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(scoring, "SEARCH_SECONDS", 0.0)
 
     def broken(completions):
         calls.append(len(completions))

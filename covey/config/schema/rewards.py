@@ -1,4 +1,4 @@
-"""Settings of the sandbox that protects a run from its reward functions (`rewards.runner`).
+"""Settings of the sandbox that protects a run from its reward functions (`rewards.scoring`).
 
 This module does not import JAX.
 """

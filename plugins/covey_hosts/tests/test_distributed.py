@@ -28,7 +28,7 @@ from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import make_mesh, processes
-from covey.rewards.runner import RewardRunner
+from covey.rewards import RewardRunner
 from covey.rl.experience import RolloutBatch
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics

@@ -12,7 +12,8 @@ from covey.cli.main import main
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
 from covey.registry import install_command
-from covey.rewards import RewardRunner, resolve, score
+from covey.rewards.registry import resolve
+from covey.rewards.scoring import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
 from covey_sandbox import math_answers as module
 from covey_sandbox.math_answers import final_answer, math_verify
