@@ -24,6 +24,7 @@ from covey.data.rows import (
     as_chat_row,
     as_prompt,
     as_rows,
+    chat,
     find_chat_form,
     find_form,
     format_counts,
@@ -72,7 +73,7 @@ class Task(NamedTuple):
 
 
 def load_data(config: DataConfig) -> Dataset:
-    """Load the data that `config` names.
+    """Load the rows that `config` names: hold some out, shuffle the others and cut them to `train_fraction`.
 
     Args:
         config: the section `data`; for that of supervised training each row has the `completion` to learn: a task's
@@ -82,7 +83,17 @@ def load_data(config: DataConfig) -> Dataset:
         DataError: the task is unknown or has no worked answers, the path does not exist, a line is malformed (with file
             and line), a column is missing, or the set is empty.
     """
-    return _collect(config, iter_rows(config))
+    splits = iter_rows(config)
+    train, test = ([] if part is None else [readers.required(row) for row in part] for part in splits)
+    if splits[1] is None:
+        cut = len(train) - num_held_out(len(train))
+        if not cut:
+            fix = "more rows, or --data.test-path FILE"
+            raise DataError("one row cannot be both trained on and held out", fix=fix, where=str(config.path))
+        train, test = train[:cut], train[cut:]
+    random.Random(config.seed).shuffle(train)
+    train = train[: max(1, int(len(train) * config.train_fraction))]
+    return Dataset(config.task, train, test, _system_of(config, find_task(config)))
 
 
 def read_rows(data: Any) -> list[Row]:
@@ -133,20 +144,6 @@ def find_task(config: DataConfig) -> Task:
 
 def _system_of(config: DataConfig, task: Task) -> str | None:
     return (task.system if config.system is None else config.system) or None
-
-
-def _collect(config: DataConfig, splits: Splits) -> Dataset:
-    """Collect the rows: hold some out, shuffle the others and cut them to `train_fraction`."""
-    train, test = ([] if part is None else [readers.required(row) for row in part] for part in splits)
-    if splits[1] is None:
-        cut = len(train) - num_held_out(len(train))
-        if not cut:
-            fix = "more rows, or --data.test-path FILE"
-            raise DataError("one row cannot be both trained on and held out", fix=fix, where=str(config.path))
-        train, test = train[:cut], train[cut:]
-    random.Random(config.seed).shuffle(train)
-    train = train[: max(1, int(len(train) * config.train_fraction))]
-    return Dataset(config.task, train, test, _system_of(config, find_task(config)))
 
 
 def _jsonl(config: DataConfig) -> Splits:
@@ -239,13 +236,8 @@ def _add_system(system: str | None, rows: Rows) -> Rows:
 def _with_system(first: Message, row: Row) -> Row:
     if row["prompt"] == "":
         raise DataError("plain text has no place for a system message", fix="no data.system", where="data.system")
-    return {**row, "prompt": [first, *_without_system(row["prompt"])]}
-
-
-def _without_system(prompt: str | Sequence[Message]) -> list[Message]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [message for message in prompt if message["role"] != "system"]
+    turns = chat(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"]
+    return {**row, "prompt": [first, *(turn for turn in turns if turn["role"] != "system")]}
 
 
 JSONL = "a .jsonl, .json, .csv, .tsv or .parquet file, a folder with train.jsonl and test.jsonl, or hf:org/name"
