@@ -28,6 +28,7 @@ from covey.errors import RecipeError, RewardError
 from covey.rewards import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
 from covey_sandbox import child
+from covey_sandbox.reward_workers import outcome_from_json
 
 TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
@@ -450,6 +451,17 @@ def test_a_worker_gives_what_the_run_itself_would(faulty: str) -> None:
             RewardError, match=r"'with_jax' cannot get 'blob' in a worker process: it holds b'x' \(bytes"
         ):
             scores(runner, f"{faulty}:with_jax", "a", blob=b"x")
+
+
+def test_a_forged_reply_names_only_completions_that_exist() -> None:
+    """An index that is none, or no whole number, would end the run where the policy uses it."""
+    failure: dict[str, Any] = dict.fromkeys(("what", "kind", "where", "want", "fix"), "")
+    for sample, wanted in ((1.0, 1), (-1, None), (2, None), ("1", None)):
+        reply = {"values": [0.5, None], "invalid": [1.0, -3, 7, "0"], "failure": {**failure, "sample": sample}}
+        outcome = outcome_from_json(reply, 2)
+        assert outcome.failure is not None
+        assert (outcome.invalid, outcome.failure.sample) == ([1], wanted)
+        assert {type(index) for index in (*outcome.invalid, outcome.failure.sample)} <= {int, type(None)}
 
 
 def test_what_a_worker_would_not_find_is_refused_before_anything_runs() -> None:
