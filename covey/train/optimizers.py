@@ -53,6 +53,7 @@ def make_optimizer(
     optimizer = ScheduledOptimizer(*_in_float32(optax.chain(clip, _descent(config))))
     optimizer.learning_rates = _learning_rates(config, total_steps)
     optimizer.clips = config.max_grad_norm > 0
+    optimizer.transformation = param_group if _separates_groups(config) else _only_one
     return optimizer
 
 
@@ -65,10 +66,12 @@ class ScheduledOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore
     Attributes:
         learning_rates: jitted function from the number of an update to the learning rate of each of `PARAM_GROUPS`.
         clips: whether `update` uses the global norm.
+        transformation: function from a parameter's key path and array to the name of its transformation.
     """
 
     learning_rates: "Callable[[int], dict[str, jax.Array]]"
     clips: bool
+    transformation: "Callable[[tuple[Any, ...], jax.Array], str]"
 
 
 def _learning_rates(config: OptimizerConfig, total_steps: int) -> "Callable[[int], dict[str, jax.Array]]":
@@ -97,11 +100,20 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraAr
 
 def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
     """Build AdamW for all parameters, or a transformation for each group of parameters. Learning rates are 1."""
-    if config.kind == "adamw" and not any(_own_settings(config, group) for group in PARAM_GROUPS):
+    if not _separates_groups(config):
         return _adamw(config)
     each = {group: _adamw(_for_group(config, group)) for group in PARAM_GROUPS}
     each[MATRIX] = OPTIMIZERS[config.kind](config)
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(param_group, params))
+
+
+def _separates_groups(config: OptimizerConfig) -> bool:
+    """Return whether each group of parameters has a transformation of its own."""
+    return config.kind != "adamw" or any(_own_settings(config, group) for group in PARAM_GROUPS)
+
+
+def _only_one(path: tuple[Any, ...], leaf: jax.Array) -> str:
+    return "all"
 
 
 def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -9,6 +9,7 @@ All weights have one program in two cases. A user's optax transformation may com
 weights. And on accelerators layers are stacks: kernels do not grow with the layers, and each call costs a launch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,7 +25,7 @@ from covey.models.dtypes import operand_type, round_kernels
 from covey.models.layer_stack import is_state
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import processes
-from covey.parallel.arrays import optimizer_shardings
+from covey.parallel.arrays import dotted_path, optimizer_shardings
 from covey.parallel.programs import Program, abstract, on_host, takes_shapes
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
@@ -250,7 +251,7 @@ class LayerUpdates:
         trainable, state: shapes of the weights and of the optimizer's state, on their devices.
 
     Attributes:
-        parts: the layers; the last one has the weights outside of layers too.
+        parts: the layers, then all other weights.
     """
 
     def __init__(self, optimizer: ScheduledOptimizer, layout: GradientLayout, norm: Any, trainable: Any, state: Any):
@@ -259,7 +260,7 @@ class LayerUpdates:
         make_program, weights, moments = cache(PartProgram), _numbers(trainable), _numbers(state)
         self._shared = _select(moments, {})[0]
         self.parts = []
-        for names in _parts(layout):
+        for names in _parts(layout, _transformations(optimizer, trainable)):
             (chosen, structure), (in_state, state_structure) = _select(weights, names), _select(moments, names)
             sums, indices = zip(*(layout.places[number] for number in chosen), strict=True)
             in_loops = tuple(index is not None for index in indices)
@@ -299,16 +300,24 @@ class LayerUpdates:
         return Program("apply", part.program.apply, (*own, part.index, 1.0, 1.0, learning_rates))
 
 
-def _parts(layout: GradientLayout) -> list[Names]:
-    """Return the names of the weights of each part: each layer, and the last layer with the weights outside of layers.
+def _transformations(optimizer: ScheduledOptimizer, trainable: Any) -> dict[str, str]:
+    """Return the name of the transformation that updates each weight, by the weight's dotted path."""
+    leaves = jax.tree_util.tree_flatten_with_path(trainable)[0]
+    return {dotted_path(path): optimizer.transformation(path, leaf) for path, leaf in leaves}
+
+
+def _parts(layout: GradientLayout, transformations: Mapping[str, str]) -> list[Names]:
+    """Return the names of the weights of each part.
 
     Where a transformation updates a single weight, XLA rounds in another way: it divides by the bias correction, a
-    number with one use, through its reciprocal. So a single weight outside of layers is no part.
+    number with one use, through its reciprocal. Then the last layer shares a part with the weights outside of layers.
     """
     *layers, last = layout.layers
-    if layout.outside:
-        last = {name: name for name in (*layout.outside, *last)}
-    return [*layers, last]
+    outside = {name: name for name in layout.outside}
+    all_of, outside_of = Counter(transformations.values()), Counter(transformations[name] for name in outside)
+    if any(count == 1 < all_of[name] for name, count in outside_of.items()):
+        return [*layers, outside | {name: name for name in last}]
+    return [*layers, last, *([outside] if outside else [])]
 
 
 def _numbers(tree: Any) -> Any:
