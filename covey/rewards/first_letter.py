@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from covey.rewards import Completions, texts
+from covey.rewards.completions import Completions, texts
 
 MIN_WORDS, MAX_WORDS = 3, 20
 MAX_COMMAS = 2

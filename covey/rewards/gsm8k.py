@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from covey.rewards import Completions, texts
+from covey.rewards.completions import Completions, texts
 from covey.rewards.numbers import as_number, first_number
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")

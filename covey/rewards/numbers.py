@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from covey.rewards import Completions, texts
+from covey.rewards.completions import Completions, texts
 
 MAX_DIGITS = 64
 """Maximum digits on either side of the decimal point; longer numbers are ignored."""

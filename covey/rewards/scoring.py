@@ -92,8 +92,7 @@ class Scorer:
         self.rewards, self.runner = make_rewards(reward_fns), runner or RewardRunner()
         self.runner.check({reward.name: reward.function for reward in self.rewards})
         self._weights = _check_weights(weights, len(self.rewards))
-        self._is_counted = self._weights != 0
-        self._is_needed = self._is_counted & [getattr(reward.function, "is_needed", False) for reward in self.rewards]
+        self._is_needed = (self._weights != 0) & [getattr(r.function, "is_needed", False) for r in self.rewards]
 
     def score(self, groups: Sequence[Group], failed: MutableMapping[str, int] | None = None) -> list[Group]:
         """Return the groups with `rewards` and `rewards_by_function` filled in; arguments as for `score`."""
@@ -101,10 +100,10 @@ class Scorer:
             return []
         samples = [(group, completion) for group in groups for completion in group.completions]
         table = self.runner.run(self.rewards, samples, {} if failed is None else failed)
-        scored = ~np.isnan(table)
-        summands = np.where(scored & self._is_counted[:, None], table * self._weights[:, None], 0.0)
+        scored = ~np.isnan(table) & (self._weights != 0)[:, None]
+        summands = np.where(scored, table * self._weights[:, None], 0.0)
         totals, sizes = summands.sum(axis=0), np.abs(summands).sum(axis=0)
-        totals[~scored[self._is_counted].any(axis=0) | ~scored[self._is_needed].all(axis=0)] = np.nan
+        totals[~scored.any(axis=0) | ~scored[self._is_needed].all(axis=0)] = np.nan
         scored_groups, start = list[Group](), 0
         for group in groups:
             part = slice(start, start := start + len(group.completions))
@@ -227,9 +226,9 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         error = format_error(name, failure, job.samples)
         if policy == "raise":
             raise error from failure.__cause__
-        unscored = outcome.invalid
-        if values is None:
-            values, unscored = score_without(failing, attempt, len(job.samples))
+        values, unscored = (
+            score_without(failing, attempt, len(job.samples)) if values is None else (values, outcome.invalid)
+        )
         failed[name] += len(unscored)
         self._spend({name: len(unscored)}, error.what, error.where)
         self._report(name, error)

@@ -21,8 +21,8 @@ from typing import Any
 
 from covey.errors import RecipeError, RewardError
 from covey.registry import install_command
-from covey.rewards import Completions, texts
 from covey.rewards.call import LOST, Outcome
+from covey.rewards.completions import Completions, texts
 from covey.rewards.numbers import as_number
 from covey_sandbox.reward_workers import START_SECONDS, Worker
 
