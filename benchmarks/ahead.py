@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from covey.data.loader import PromptLoader
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.metrics import StepStats
 from covey.rl.rollouts import FailureCounts, Rollouts, SamplingContext
 from covey.rl.step_data import PromptBatch, RolloutBatch

@@ -26,8 +26,8 @@ from covey.monitor.record import History as History
 from covey.parallel import make_mesh as make_mesh
 from covey.recipes import open_model as open_model
 from covey.recipes.train_grpo import train_grpo as train_grpo
-from covey.rewards import RewardRunner as RewardRunner
-from covey.rewards import score as score
+from covey.rewards.scoring import RewardRunner as RewardRunner
+from covey.rewards.scoring import score as score
 from covey.rl.cluster import RLCluster as RLCluster
 from covey.rl.grpo import GRPOLearner as GRPOLearner
 from covey.rl.helpers import build_positions_from_mask as build_positions_from_mask

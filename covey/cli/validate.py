@@ -112,7 +112,7 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
     else:
         trains, judged = (), bool(loaded.evaluation.answers)
     if skipped is not None:
-        from covey.rewards import check_columns, check_evaluation_columns
+        from covey.rewards.call import check_columns, check_evaluation_columns
 
         for rows in (data.train, data.test):
             check_columns(tuple(name for name in trains if name not in skipped), rows)

@@ -25,7 +25,8 @@ from covey.parallel.mesh import rollout_mesh_from_config
 from covey.recipes.answers import Answers
 from covey.recipes.load_model import decoder_options, load_to_train
 from covey.registry import offered
-from covey.rewards import RewardRunner, check_columns, check_evaluation_columns
+from covey.rewards.call import check_columns, check_evaluation_columns
+from covey.rewards.scoring import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner, drop_long_prompts

@@ -26,14 +26,8 @@ from covey.models.loading import sources
 from covey.models.lora import check_rank
 from covey.monitor.record import Observer
 from covey.recipes.load_model import absolute_path, load_for
-from covey.rewards import (
-    RewardFn,
-    RewardFns,
-    RewardRunner,
-    check_columns,
-    check_evaluation_columns,
-    resolve_reward_fns,
-)
+from covey.rewards.call import RewardFn, RewardFns, check_columns, check_evaluation_columns, resolve_reward_fns
+from covey.rewards.scoring import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role

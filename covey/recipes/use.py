@@ -25,7 +25,8 @@ from covey.parallel.arrays import on_local_devices
 from covey.recipes.answers import answer_examples, answering_worker, select_answerable
 from covey.recipes.build import load_data, open_environments
 from covey.recipes.load_model import available_mesh, available_own_mesh, load_for, open_model
-from covey.rewards import RewardFn, RewardRunner, check_columns, check_evaluation_columns, environment_reward
+from covey.rewards.call import RewardFn, check_columns, check_evaluation_columns, environment_reward
+from covey.rewards.scoring import RewardRunner
 from covey.rl.evaluate import evaluate as evaluate_model
 from covey.rl.learner import fit_rows
 from covey.rl.rollout_worker import RolloutWorker

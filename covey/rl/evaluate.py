@@ -23,7 +23,8 @@ import numpy as np
 
 from covey.config.schema import EvalConfig, RolloutConfig, SamplingConfig
 from covey.parallel import processes
-from covey.rewards import RewardFn, RewardRunner, score
+from covey.rewards.call import RewardFn
+from covey.rewards.scoring import RewardRunner, score
 from covey.types import Group
 
 EVALUATION_STEP = 2**31 - 1

@@ -15,7 +15,7 @@ from covey.config.schema import GRPOConfig
 from covey.errors import RecipeError
 from covey.losses.advantages import ADVANTAGES, AdvantageFn, reads_groups, reward_table
 from covey.registry import offered
-from covey.rewards import RewardFns
+from covey.rewards.call import RewardFns
 from covey.rl.cluster import RLCluster
 from covey.rl.learner import Learner
 from covey.rl.step_data import Experience

@@ -37,15 +37,8 @@ from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.parallel import processes
 from covey.parallel.arrays import stack_bytes
 from covey.parallel.values import serialize
-from covey.rewards import (
-    RewardFn,
-    RewardFns,
-    RewardRunner,
-    Scorer,
-    check_columns,
-    environment_reward,
-    resolve_reward_fns,
-)
+from covey.rewards.call import RewardFn, RewardFns, check_columns, environment_reward, resolve_reward_fns
+from covey.rewards.scoring import RewardRunner, Scorer
 from covey.rl.batches import AGREEMENT, PackedGroups, Replay, TrainBatch, gather_batches, make_train_batch
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate

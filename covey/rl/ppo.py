@@ -18,7 +18,7 @@ from covey.losses.advantages import gae, whiten
 from covey.losses.shaping import token_rewards
 from covey.losses.value import explained_variance
 from covey.parallel import processes
-from covey.rewards import RewardFns
+from covey.rewards.call import RewardFns
 from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.learner import Learner

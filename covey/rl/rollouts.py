@@ -32,7 +32,7 @@ import numpy as np
 from covey.data.loader import PromptLoader
 from covey.parallel import processes
 from covey.parallel.values import deserialize
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.metrics import Clock
 from covey.rl.step_data import NextPrompts, PromptBatch, RolloutBatch, prompt_batches
 from covey.sampling.responder import ResponderFactory

@@ -6,7 +6,8 @@ from typing import Any
 from covey.config.recipe import Recipe
 from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, RewardSafetyConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.rewards import RewardFn, RewardRunner, function_names
+from covey.rewards.call import RewardFn, function_names
+from covey.rewards.scoring import RewardRunner
 from covey.rl.roles import ClusterConfig
 from covey.sampling.responder import ResponderFactory
 

@@ -10,7 +10,7 @@ from covey.data import sources as data_source
 from covey.display import show_log
 from covey.monitor.progress import Progress
 from covey.recipes.use import open_worker
-from covey.rewards import check_columns
+from covey.rewards.call import check_columns
 from covey.rl.learner import fit_rows
 from covey.types import Group
 

@@ -15,7 +15,8 @@ from covey.data import readers, sources
 from covey.errors import CoveyError, DataError
 from covey.files import number
 from covey.monitor.formats import completion_text, prompt_text
-from covey.rewards import RewardFn, RewardRunner, score
+from covey.rewards.call import RewardFn
+from covey.rewards.scoring import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
 from covey_report.signal import TOTAL, choose_extremes, function_names
 

@@ -8,8 +8,8 @@ import pytest
 from covey import registry
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import CoveyError, RecipeError
-from covey.rewards import RewardRunner
 from covey.rewards.registry import REGISTRY, REWARDS, resolve
+from covey.rewards.scoring import RewardRunner
 
 
 def test_built_in_names_resolve_to_functions_of_that_name():

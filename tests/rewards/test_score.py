@@ -14,7 +14,9 @@ import pytest
 
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, check_columns, environment_reward, function_names, score, scoring
+from covey.rewards import scoring
+from covey.rewards.call import check_columns, environment_reward, function_names
+from covey.rewards.scoring import RewardRunner, score
 from covey.types import Completion, Episode, FinishReason, Group
 
 

@@ -21,7 +21,7 @@ from covey.config.schema import EvalConfig, RewardSafetyConfig, RolloutConfig
 from covey.errors import RecipeError
 from covey.monitor.formats import figures
 from covey.monitor.writer import write_answers
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.evaluate import (
     EVALUATION_STEP,
     PRESETS,

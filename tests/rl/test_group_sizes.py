@@ -8,7 +8,7 @@ import pytest
 
 from covey.config.algorithms import algorithm_of
 from covey.config.schema import EvalConfig, GRPOConfig, PPOConfig
-from covey.rewards import score
+from covey.rewards.scoring import score
 from covey.rl.evaluate import evaluate_groups
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics

@@ -17,7 +17,7 @@ from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
 from covey.parallel import processes
 from covey.parallel.values import serialize
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.metrics import StepStats
 from covey.rl.rollouts import FORMER_NAMES, FailureCounts, Rollouts, SampledStep, SamplingContext, Worker, load_steps
 from covey.rl.stage_sizes import StageSizes

@@ -13,7 +13,7 @@ from covey.config.schema import GRPOConfig, RewardSafetyConfig, RLTrainingConfig
 from covey.errors import RecipeError
 from covey.packing.rows import Rows, unpack
 from covey.parallel import processes
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.batches import RowSizes, TrainBatch
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner

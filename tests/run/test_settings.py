@@ -17,7 +17,7 @@ from covey.display import show_log
 from covey.errors import ResumeError
 from covey.models.loading.weights import load
 from covey.recipes.build import make_learner
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig

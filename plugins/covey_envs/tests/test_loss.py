@@ -14,7 +14,7 @@ from flax import nnx
 
 from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
 from covey.models.attention import causal_attention
-from covey.rewards import environment_reward
+from covey.rewards.call import environment_reward
 from covey.rl.batches import RowBatch, RowSizes, policy_loss_fn
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import group_metrics

@@ -28,7 +28,7 @@ from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, EpisodeError
 from covey.packing.rows import unpack
 from covey.parallel import make_mesh, processes
-from covey.rewards import RewardRunner
+from covey.rewards.scoring import RewardRunner
 from covey.rl.batches import RowSizes
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import gather_step_stats, group_metrics

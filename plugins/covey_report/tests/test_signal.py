@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from covey.rewards import score
 from covey.rewards.correlation import centre
+from covey.rewards.scoring import score
 from covey.types import Completion, FinishReason, Group
 from covey_report.signal import TOTAL, choose_extremes, measure_signal
 

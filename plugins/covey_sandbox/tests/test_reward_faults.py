@@ -25,7 +25,7 @@ import pytest
 from covey.config import recipe
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import RecipeError, RewardError
-from covey.rewards import RewardRunner, score
+from covey.rewards.scoring import RewardRunner, score
 from covey.types import Completion, FinishReason, Group
 from covey_sandbox import child
 from covey_sandbox.reward_workers import outcome_from_json
@@ -261,7 +261,7 @@ def test_nothing_is_left_when_the_run_is_killed_in_a_hung_call(faulty: str) -> N
     code = f"""
     import threading, time
     import numpy as np
-    from covey.rewards import RewardRunner, score
+    from covey.rewards.scoring import RewardRunner, score
     from covey.config.schema import RewardSafetyConfig
     from covey.types import Completion, FinishReason, Group
 
@@ -309,7 +309,7 @@ first, second, third = exits(lambda: os._exit(0)), exits(lambda: _exit(256)), ex
 SCORING = """
 import logging, os, sys
 import numpy as np
-from covey.rewards import RewardRunner, score
+from covey.rewards.scoring import RewardRunner, score
 from covey.config.schema import RewardSafetyConfig
 from covey.types import Completion, FinishReason, Group
 
