@@ -131,20 +131,24 @@ CHILDREN = """
     from covey.cli.main import main
     from covey.train.checkpoint import Checkpointer
     from covey.train.storage import CheckpointStore
+    from covey.monitor.run_files import SAMPLES
     from covey.monitor.writer import MetricsWriter
 
     MOMENTS = {
-        "commit": (CheckpointStore, "commit", int),
-        "save": (Checkpointer, "save", int),
+        "commit": (CheckpointStore, "commit", lambda step, *_: step),
+        "save": (Checkpointer, "save", lambda step, *_: step),
         "metrics": (MetricsWriter, "step", lambda row: row["step"]),
-        "samples": (MetricsWriter, "samples", lambda lines: json.loads(bytes(lines[0]).splitlines()[0])["step"]),
+        "samples": (MetricsWriter, "lines", lambda name, lines: name == SAMPLES and first(lines)["step"]),
     }
+
+    def first(lines):
+        return json.loads(bytes(lines[0]).splitlines()[0])
 
     def send(number, before, at):
         kind, name, step_of = MOMENTS[before]
         call = getattr(kind, name)
         def struck(self, *args, **kwargs):
-            if step_of(args[0]) == at:
+            if step_of(*args) == at:
                 os.kill(os.getpid(), number)
             return call(self, *args, **kwargs)
         setattr(kind, name, struck)
