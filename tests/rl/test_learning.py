@@ -106,8 +106,7 @@ def laid_out(groups: Sequence[Group]) -> tuple[Rows, list[int]]:
 
 def log_probs(params: Any, groups: Sequence[Group]) -> np.ndarray:
     """Of all tokens of the groups, under a decoder with these weights."""
-    graph, _ = nnx.split(decoder(0))
-    return np.concatenate(RowScorer.of_logps(graph, 1.0)(params, *laid_out(groups), size=4)[0])
+    return np.concatenate(RowScorer.of_logps(decoder(0), 1.0)(params, *laid_out(groups), size=4)[0])
 
 
 ALIKE = ("bnpo", "gspo_token", "sapo")
