@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from covey.display import BESIDE, printable
 from covey.monitor.formats import TEXT_WIDTH, SampleLine, duration, excerpt, figures, in_unit
-from covey.monitor.record import StepRecord
 from covey.monitor.status import Status
 from covey.registry import all_offered
+
+if TYPE_CHECKING:
+    from covey.monitor.record import StepRecord  # needs NumPy, which `covey watch` does not
 
 HEARTBEAT = 15.0
 """Interval in seconds between the progress lines of a long phase."""
@@ -122,7 +124,7 @@ class StepLines:
     def __init__(self, names: Iterable[str]):
         self._names = tuple(names)
 
-    def __call__(self, record: StepRecord) -> None:
+    def __call__(self, record: "StepRecord") -> None:
         """Show the step."""
         numbers = "  ".join(f"{name} {record.metrics[name]:.4g}" for name in self._names if name in record.metrics)
         self.line(f"step {record.step}/{record.total}  {numbers}")

@@ -21,9 +21,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import EvalConfig
 from covey.display import printable, safe_format
@@ -31,6 +29,9 @@ from covey.errors import RecipeError, RewardError, nearest
 from covey.exits import block_exit
 from covey.rewards.registry import resolve
 from covey.types import Completion, Group
+
+if TYPE_CHECKING:  # imported where an array is made: to name a reward function needs no NumPy
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ class Outcome:
         seconds: duration of the call.
     """
 
-    values: np.ndarray | None
+    values: "np.ndarray | None"
     failure: Failure | None = None
     invalid: Sequence[int] = ()
     seconds: float = 0.0
@@ -293,7 +294,7 @@ class Outcome:
 
 Attempt = Callable[[Sequence[int]], Outcome]
 """Callable that calls a function on some of its completions, given by index."""
-ApplyPolicy = Callable[[Job, Outcome, Attempt | None], np.ndarray]
+ApplyPolicy = Callable[[Job, Outcome, Attempt | None], "np.ndarray"]
 """Callable that makes the values of an outcome; it may call the function again for some completions."""
 
 
@@ -368,9 +369,10 @@ def attempt_here(job: Job, part: Sequence[int]) -> Outcome:
     return outcome if isinstance(outcome, Outcome) else await_together([(outcome, len(part))])[0]
 
 
-def run_here(jobs: Sequence[Job], apply_policy: ApplyPolicy) -> dict[str, np.ndarray]:
+def run_here(jobs: Sequence[Job], apply_policy: ApplyPolicy) -> "dict[str, np.ndarray]":
     """Run functions in this process, the async ones together at the end; return the values by function."""
-    values, waiting = dict[str, np.ndarray](), list[tuple[Job, Awaitable[Any]]]()
+    values: dict[str, np.ndarray] = {}
+    waiting = list[tuple[Job, Awaitable[Any]]]()
     with ExitStack() as on_error:
         for job in jobs:
             outcome = call_here(job, range(len(job.samples)))
@@ -388,6 +390,8 @@ def run_here(jobs: Sequence[Job], apply_policy: ApplyPolicy) -> dict[str, np.nda
 
 def check_result(result: Any, count: int) -> Outcome:
     """Check `result`, which a function returned for `count` completions; iterating over it may raise."""
+    import numpy as np
+
     want = f"one finite number or None for each of the {count} completions"
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable) or getattr(result, "ndim", 1) == 0:
         return _malformed(f"returned {excerpt(result)} for the whole batch", want, fix="return a list")
@@ -411,7 +415,9 @@ def as_float(value: Any) -> float | None:
     """
     try:
         if getattr(value, "ndim", 0) == 0 and hasattr(value, "item"):
-            value = None if np.ma.is_masked(value) else value.item()
+            from numpy.ma import is_masked
+
+            value = None if is_masked(value) else value.item()
         if value is None:
             return math.nan
         number = float(value) if isinstance(value, numbers.Real) else math.inf
