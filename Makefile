@@ -33,7 +33,7 @@ DOCS := zensical mkdocstrings-python ruff
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick test-core aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
+.PHONY: help quickstart tiny install schema test test-quick test-newest test-core aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,9 @@ test: .venv/ready-dev ## the whole test suite, and lint beside it, whose output 
 
 test-quick: .venv/ready-dev ## the tests that take less than a second each
 	$(BIN)/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
+
+test-newest: .venv-newest/ready ## the quick tests on the newest versions in Covey's ranges, whatever constraints.txt says (PYTHON=python3.13)
+	.venv-newest/bin/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
 
 test-core: .venv/ready-dev ## the tests of covey/ with every plugin hidden
 	PYTHONPATH=tests/core_alone $(BIN)/python -m pytest tests $(WORKERS) $(ARGS)
@@ -135,7 +138,7 @@ colab: .venv/ready-dev ## which packages of Colab's runtime does pip replace for
 	$(BIN)/python tools/colab.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-aot .venv-docs .venv-jobs .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-aot .venv-docs .venv-jobs .venv-newest .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip
@@ -150,6 +153,10 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 	@$(call install,.venv-parity,$(TORCH)) || { \
 	  echo "If $(TORCH) has no build for $$(.venv-parity/bin/python --version): rm -r .venv-parity, and the same with PYTHON=python3.11"; exit 1; }
 	$(call install,.venv-parity,$(ORACLE))
+	@touch $@
+
+.venv-newest/ready: pyproject.toml | .venv-newest/bin/pip
+	$(if $(UV),uv pip install --python .venv-newest/bin/python --upgrade,.venv-newest/bin/python -m pip install --upgrade) $(DEV)
 	@touch $@
 
 .venv-aot/ready: $(WANT) | .venv-aot/bin/pip

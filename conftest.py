@@ -19,6 +19,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # less than that is hardly used again
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lines of Python, which programs need not hold
+OLD_EMITTERS = ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []
+"""The compiler of jaxlib 0.10 is quicker without its new emitters for CPUs. Later ones end a process at the flag."""
 FLAGS = (
     "--xla_force_host_platform_device_count=4",
-    "--xla_cpu_use_fusion_emitters=false",
+    *OLD_EMITTERS,
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",  # a program in 32 pieces takes half as long again

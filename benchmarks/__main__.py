@@ -33,6 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
             asked.picture,
             asked.only,
             asked.folder,
+            asked.minutes,
         )
         codes = [PARTS[part](settings) or 0 for part in (USUAL if asked.part == "all" else [asked.part])]
     except CoveyError as error:
@@ -62,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeat", type=_at_least(1), default=3, metavar="N", help="timed rounds after the warm-up")
     add("--only", default="", metavar="TEXT", help="only variants or checks with this in their names")
     add("--picture", type=Path, default=Settings.picture, metavar="FILE", help="where curves are drawn")
-    add("--folder", type=Path, default=Settings.folder, metavar="DIR", help="where the accelerator's results are kept")
+    where = "where the accelerator's results are kept"
+    add("--out", "--folder", dest="folder", type=Path, default=Settings.folder, metavar="DIR", help=where)
+    limit = "of the accelerator's checks: as many as so many minutes allow, those that time nothing beside each other"
+    add("--minutes", type=float, default=0.0, metavar="N", help=limit)
     return parser
 
 

@@ -46,6 +46,7 @@ class Settings:
         picture: where curves are drawn.
         only: part of the names of the variants to take; others are too slow for some sizes.
         folder: where the results of the accelerator's checks are kept.
+        minutes: for all of these checks together; 0 does not limit them.
     """
 
     size: str
@@ -58,6 +59,7 @@ class Settings:
     picture: Path = Path("benchmarks/curves.png")
     only: str = ""
     folder: Path = Path("runs/accelerator")
+    minutes: float = 0.0
 
     @property
     def asked(self) -> dict[str, Any]:

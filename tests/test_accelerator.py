@@ -1,6 +1,10 @@
 """The checks for machines with accelerators, in tiny sizes, and the command that makes them one after the other."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.accelerator import attention, checks, command, restart
-from benchmarks.accelerator.__main__ import run
-from benchmarks.accelerator.checks import CHECKS, Check, Context
+from benchmarks.accelerator import attention, checks, command, restart, timetable
+from benchmarks.accelerator.__main__ import NOT_AT_END, run, write
+from benchmarks.accelerator.checks import ALONE, BESIDE, CHECKS, PREPARED, Check, Context
 from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
+from benchmarks.accelerator.timetable import Timetable
+from benchmarks.common import with_python_path
 from covey.config import recipe
 from covey_plan import doctor, roofline
 
@@ -35,6 +41,10 @@ def test_the_tiny_sizes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Not the peak of memory: this process may have held more before, and then it is not told.
     planned = ("rollout", "logps", "update", "decode step, beside its bound")
     assert all((rows[f"2B: {what}"].expected or 0) > 0 for what in planned)
+    shares = [row.measured for row in rows.values() if "share" in row.what]
+    assert len(shares) == 8
+    assert all(share > 0 for share in shares)
+    assert (tmp_path / "profile.txt").read_text().count(" ms ") >= 4
 
 
 def test_the_run_that_is_killed_saves_each_step_and_needs_one_device() -> None:
@@ -122,14 +132,68 @@ def test_a_call_that_was_stopped_is_gone_on_with(
 
 
 def test_a_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it had measured before stays."""
+
     def start(name: str, folder: Path, limit: float) -> tuple[int | None, Path]:
         (folder / "log").write_text("the driver is gone\n")
+        if not codes[1:]:
+            write(by_name("8B"), folder, Outcome(ERROR, (Row("rollout", 3.0),), NOT_AT_END))
         return codes.pop(0), folder / "log"
 
-    codes = [-9, None]
+    codes = [-9, 1, None]
     monkeypatch.setattr(command, "start", start)
-    messages = [command.make(by_name("8B"), tmp_path).message for _ in range(2)]
-    assert messages == [
-        "its process ended with -9: the driver is gone",
-        "took too long and was ended: the driver is gone",
+    outcomes = [command.make(by_name("8B"), tmp_path) for _ in range(3)]
+    assert [outcome.message for outcome in outcomes] == [
+        "its process took too long and was ended: the driver is gone",
+        "its process ended with 1: the driver is gone",
+        "its process took too long and was ended: the driver is gone",
     ]
+    assert [[row.what for row in outcome.rows] for outcome in outcomes] == [[], [], ["rollout"]]
+
+
+def test_each_row_is_written_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "resolve_name", lambda path: measured)
+    seen: list[list[str]] = []
+
+    def measured(context: Context) -> Iterator[Row]:
+        for what in ("first", "second"):
+            yield Row(what, 1.0)
+            values = json.loads((tmp_path / "made-up.json").read_text())
+            seen.append([values["status"], *(row["what"] for row in values["rows"])])
+
+    assert run(Check("made up", ":measured", "", 1.0), Context(tmp_path, lambda text: None)).status == PASSED
+    assert seen == [[ERROR, "first"], [ERROR, "first", "second"]]
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from benchmarks.accelerator.turn import wait_for_turn
+note = lambda what: print(sys.argv[1], what, flush=True, file=open(sys.argv[2], "a"))
+note("begins"), time.sleep(float(sys.argv[3])), wait_for_turn(), note("goes on"), time.sleep(0.5), note("ends")
+"""
+
+
+@pytest.mark.slow
+def test_timed_checks_are_alone_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile beside the others, and a check that never ends takes no more than its share of the minutes."""
+    monkeypatch.setattr(timetable, "BARRIER", 0.2)
+    ended = list[str]()
+    waits = {"machine": "0", "attention": "0.2", "endless": "100", "2B": "0.2", "8B": "0.1", "peer": "0"}
+    turns = {"machine": ALONE, "attention": BESIDE, "endless": BESIDE, "2B": PREPARED, "8B": PREPARED, "peer": ALONE}
+
+    def start(check: Check, more: dict[str, str]) -> tuple["subprocess.Popen[bytes]", Path]:
+        words = [sys.executable, "-c", SCRIPT, check.name, str(tmp_path / "notes"), waits[check.name]]
+        process = subprocess.Popen(words, env=with_python_path({**os.environ, **more}), start_new_session=True)
+        return process, tmp_path / "log"
+
+    made = [Check(name, ":", "", 1.0, turn=turn) for name, turn in turns.items()]
+    Timetable(tmp_path, 1.0, start, lambda one: ended.append(one.check.name), time.monotonic()).make(made)
+    assert ended == list(turns)
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert notes[:3] == ["machine begins", "machine goes on", "machine ends"]
+    timed = [note for note in notes if note.split()[0] in ("2B", "8B", "peer") and not note.endswith("begins")]
+    assert timed == [f"{name} {what}" for name in ("2B", "8B", "peer") for what in ("goes on", "ends")]
+    assert notes.index("attention ends") < notes.index("2B goes on")
+    assert notes.index("8B begins") < notes.index("2B goes on")
+    assert "endless ends" not in notes

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.accelerator CHECK FOLDER`: make one check, and write its outcome to FOLDER/outcome.json; with
-`describe` in place of a check, the identity and facts of this machine.
+"""`python -m benchmarks.accelerator CHECK FOLDER`: make one check, and write its outcome to a file in FOLDER after
+each row; with `describe` in place of a check, the identity and facts of this machine.
 """
 
 import json
@@ -9,22 +9,34 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.accelerator.checks import CHECKS, Check, Context
-from benchmarks.accelerator.results import ERROR, NOT_TRIED, NotTriedError, Outcome
+from benchmarks.accelerator.results import ERROR, NOT_TRIED, NotTriedError, Outcome, Row
 from covey.errors import reason_of
+from covey.files import replace_file
 from covey.monitor.writer import strict_json
 
-OUTCOME, DESCRIBE = "outcome.json", "describe"
+DESCRIBE = "describe"
+NOT_AT_END = "did not come to its end"
 
 
 def run(check: Check, context: Context) -> Outcome:
-    """Return the outcome of a check, whatever it raises."""
+    """Return the outcome of a check, whatever it raises; what it has measured is written behind each row."""
+    rows: list[Row] = []
     try:
-        return Outcome.of(check.call(context))
+        for row in check.call(context):
+            rows.append(row)
+            context.tell(f"{row.what}: {row.cells[1]}{' FAILED' if row.fails else ''}")
+            write(check, context.folder, Outcome(ERROR, tuple(rows), NOT_AT_END))
+        return Outcome.of(rows)
     except NotTriedError as error:
         return Outcome(NOT_TRIED, message=str(error))
     except Exception as error:  # a check that raises is a finding, and the others go on
         traceback.print_exc()
-        return Outcome(ERROR, message=reason_of(error))
+        return Outcome(ERROR, tuple(rows), reason_of(error))
+
+
+def write(check: Check, folder: Path, outcome: Outcome) -> None:
+    """Write an outcome to the file of its check."""
+    replace_file(folder / f"{check.file_name}.json", strict_json(asdict(outcome)).encode())
 
 
 def main(words: list[str]) -> int:
@@ -33,11 +45,11 @@ def main(words: list[str]) -> int:
     if name == DESCRIBE:
         from benchmarks.accelerator.machine import describe  # late: it begins JAX, and a check may start processes
 
-        (folder / OUTCOME).write_text(json.dumps(describe()), encoding="utf-8")
+        (folder / f"{DESCRIBE}.json").write_text(json.dumps(describe()), encoding="utf-8")
         return 0
     context = Context(folder, lambda text: print(f"    {text}", flush=True))
-    outcome = run(next(check for check in CHECKS if check.name == name), context)
-    (folder / OUTCOME).write_text(strict_json(asdict(outcome)), encoding="utf-8")
+    check = next(check for check in CHECKS if check.name == name)
+    write(check, folder, run(check, context))
     return 0
 
 

@@ -30,6 +30,8 @@ KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
     "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
 }
 """Kind of a device, as JAX names it → name of the machine in a plan."""
 NEEDED = ("jax", "float32", "bfloat16", "gpu", "sampler")

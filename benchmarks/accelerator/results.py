@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Outcome:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, rows: Iterator[Row]) -> "Outcome":
+    def of(cls, rows: Iterable[Row]) -> "Outcome":
         """Return the outcome of a check that came to its end with these rows."""
         measured = tuple(rows)
         return cls(FAILED if any(row.fails for row in measured) else PASSED, measured)

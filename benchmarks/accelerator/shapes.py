@@ -5,7 +5,7 @@ On a CPU each shape is made tiny, and keeps what its family computes otherwise.
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -26,14 +26,6 @@ from covey.recipes.load_model import decoder_options
 from covey_plan.topologies import Places
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a model, and the rank of its adapters; 0 trains every weight."""
-
-    config: ModelConfig
-    rank: int
-
-
 class Work(NamedTuple):
     """Work of a step: P prompts × G samples, all of the greatest length in tokens."""
 
@@ -42,9 +34,31 @@ class Work(NamedTuple):
     prompt_length: int
     new_tokens: int
 
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens of a step."""
+        return self.prompts * self.samples * self.new_tokens
+
 
 LARGE, TINY = Work(8, 8, 128, 240), Work(2, 2, 16, 16)
 """Work on an accelerator, where a group fills a row of 2,048 tokens, and on a CPU."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a model and of its step.
+
+    Attributes:
+        rank: of its adapters; 0 trains every weight.
+        work: of a step on an accelerator.
+        settings: of its recipe, in place of those of `recipe_of`.
+    """
+
+    config: ModelConfig
+    rank: int
+    work: Work = LARGE
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
 
 QWEN = ModelConfig(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,
@@ -59,14 +73,25 @@ LLAMA = ModelConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
     head_dim=128, rope_theta=5e5,
 )  # fmt: skip
-SHAPES = {"0.5B": Shape(QWEN, 0), "2B": Shape(GEMMA, 64), "8B": Shape(LLAMA, 64)}
+OF_RECIPE = {
+    "training.row_length": 1024, "training.max_tokens_per_micro_batch": 2048, "grpo.beta": 0.08,
+    "rollout.temperature": 0.9, "rollout.top_k": 50, "training.actor_optimizer.max_grad_norm": 0.1,
+    "model.lora.alpha": 64,
+}  # fmt: skip
+"""Settings of the recipe gsm8k-gemma2 on one device."""
+SHAPES = {
+    "0.5B": Shape(QWEN, 0),
+    "2B": Shape(GEMMA, 64),
+    "2B recipe": Shape(GEMMA, 64, Work(2, 4, 256, 512), OF_RECIPE),
+    "8B": Shape(LLAMA, 64),
+}
 """Name → shape."""
 
 
 def shape_here(name: str) -> Shape:
     """Return a shape, tiny on a CPU."""
     shape = SHAPES[name]
-    return Shape(made_tiny(shape.config), min(shape.rank, 4)) if is_cpu() else shape
+    return Shape(made_tiny(shape.config), min(shape.rank, 4), TINY) if is_cpu() else shape
 
 
 def made_tiny(config: ModelConfig) -> ModelConfig:
@@ -77,11 +102,6 @@ def made_tiny(config: ModelConfig) -> ModelConfig:
     )  # fmt: skip
 
 
-def work_here() -> Work:
-    """Return the work of a step on this machine."""
-    return TINY if is_cpu() else LARGE
-
-
 def recipe_of(shape: Shape, mesh: Mapping[str, int] | None = None, dtype: str | None = None) -> Recipe:
     """Return the recipe of a step, whose learning rate hardly moves the weights.
 
@@ -89,7 +109,7 @@ def recipe_of(shape: Shape, mesh: Mapping[str, int] | None = None, dtype: str | 
         mesh: number of devices along each axis; one device if not set.
         dtype: type of weights and products; bfloat16 if not set, and float32 on a CPU.
     """
-    work, dtype = work_here(), dtype or ("float32" if is_cpu() else "bfloat16")
+    work, dtype = shape.work, dtype or ("float32" if is_cpu() else "bfloat16")
     row = work.prompt_length + work.samples * work.new_tokens
     settings = {
         "model.source": "scratch:arithmetic-tiny",
@@ -114,6 +134,7 @@ def recipe_of(shape: Shape, mesh: Mapping[str, int] | None = None, dtype: str | 
         "training.actor_optimizer.schedule": "constant",
         "training.actor_optimizer.warmup_ratio": 0,
     }
+    settings |= shape.settings
     settings |= {f"model.mesh.{axis}": size for axis, size in (mesh or {}).items()}
     return recipe.load("arithmetic-tiny", [f"{name}={value}" for name, value in settings.items()])
 

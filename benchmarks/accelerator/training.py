@@ -1,8 +1,9 @@
 """A step and a decode of random weights beside the plan of the same programs; the sampler against the trainer."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +11,27 @@ import numpy as np
 
 from benchmarks.accelerator.checks import Context
 from benchmarks.accelerator.machine import is_cpu, machine_here, memory_limit, memory_peak, places_of, target_here
+from benchmarks.accelerator.profile import Profile, profiled
 from benchmarks.accelerator.results import NotTriedError, Row, seconds_row
-from benchmarks.accelerator.shapes import Shape, abstract_model, random_model, recipe_of, shape_here, work_here
+from benchmarks.accelerator.shapes import abstract_model, random_model, recipe_of, shape_here
+from benchmarks.accelerator.turn import wait_for_turn
 from benchmarks.common import short
 from benchmarks.decode import FullSlots
 from benchmarks.step import FirstStep, number_words
 from covey.config.recipe import Recipe
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack
+from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
+from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
+from covey.train.trainer import Metrics
 from covey.types import Group
 from covey_plan.lengths import Lengths
 from covey_plan.plan import TOTAL_STEPS, Plan, outline_of, plan_programs
 from covey_plan.programs import RLPrograms
 from covey_plan.topologies import Places
-from covey_plan.work import decoding
+from covey_plan.work import Phase, decoding
 
 REPEAT = 3
 """Number of steps that are measured behind the first, which compiles."""
@@ -39,13 +45,18 @@ class Subject:
     """A model's shape with the recipe of its step, on some devices.
 
     Args:
-        shape: the shape.
+        name: of the shape.
         mesh: number of devices along each axis; one device if not set.
         dtype: see `recipe_of`.
+        rank: of adapters, in place of the shape's.
     """
 
-    def __init__(self, shape: Shape, mesh: Mapping[str, int] | None = None, dtype: str | None = None):
-        self.shape = shape
+    def __init__(
+        self, name: str, mesh: Mapping[str, int] | None = None, dtype: str | None = None, rank: int | None = None
+    ):
+        shape = shape_here(name)
+        self.name, self.shape = name, shape if rank is None else replace(shape, rank=rank)
+        shape = self.shape
         self.recipe: Recipe = recipe_of(shape, mesh, dtype)
         self.places: Places = places_of(self.recipe.model.mesh, jax.devices())
         self.model: Decoder = abstract_model(self.shape, self.recipe, self.places)
@@ -69,7 +80,7 @@ class Subject:
         held = sum(parts.get(name, 0) for name in ("weights", "optimizer", "reference"))
         if (limit := memory_limit()) and held > limit:
             raise NotTriedError(f"does not fit: arrays of {held / 1e9:.1f} GB, and a device has {limit / 1e9:.1f} GB")
-        count, machine, work = self.recipe.model.mesh, machine_here(self.dtype), work_here()
+        count, machine, work = self.recipe.model.mesh, machine_here(self.dtype), self.shape.work
         target = target_here(count.data * count.fsdp * count.tp)
         lengths = Lengths(work.prompt_length, (work.new_tokens,))
         plan = plan_programs(self.recipe, run, target, self.places, context.tell, lengths, machine)
@@ -84,7 +95,7 @@ class Subject:
 
     def prompts(self) -> list[dict[str, str]]:
         """Return the step's prompts, all of the greatest length."""
-        work, draw = work_here(), np.random.default_rng(1)
+        work, draw = self.shape.work, np.random.default_rng(1)
         tokens = draw.integers(0, self.shape.config.vocab_size, (work.prompts, work.prompt_length))
         return [{"prompt": " ".join(map(str, prompt))} for prompt in tokens]
 
@@ -95,7 +106,7 @@ def measure(name: str, context: Context) -> Iterator[Row]:
     Raises:
         NotTriedError: it does not fit.
     """
-    yield from Measurement(Subject(shape_here(name)), context).rows()
+    yield from Measurement(Subject(name), context).rows()
 
 
 class Measurement:
@@ -112,6 +123,7 @@ class Measurement:
     def __init__(self, subject: Subject, context: Context):
         self.subject, self.context, before = subject, context, memory_peak()
         self.plan = subject.plan(context)
+        wait_for_turn()
         context.tell("the first step, which compiles")
         self.learner, prompts = subject.learner(), subject.prompts()
         self.first = self.learner.step(prompts)
@@ -129,14 +141,63 @@ class Measurement:
 
     def rows(self, suffix: str = "") -> Iterator[Row]:
         """Yield the rows, with `suffix` behind the names of the quantities."""
-        measured = self.learner.phases()
+        tokens = self.subject.shape.work.completion_tokens
+        seconds = {name: one["median"] for name, one in self.learner.phases().items()}
         for one in self.plan.phases:
-            yield seconds_row(f"{one.phase.name}{suffix}", measured[one.phase.name]["median"], one.expected)
+            yield seconds_row(f"{one.phase.name}{suffix}", seconds[one.phase.name], one.expected)
+            yield from self._shares(one.phase, seconds[one.phase.name], suffix)
+        yield Row(f"completion tokens a second of the rollout{suffix}", short(tokens / seconds["rollout"]))
+        yield Row(f"completion tokens a second of the step{suffix}", short(tokens / sum(seconds.values())))
         if self.peak:
             yield Row(f"peak memory{suffix}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
-        yield from _sampler_rows(self.first.metrics, self.subject.dtype, suffix)
+        yield from _sampler_rows(self.first.metrics, self.subject, suffix)
         self.context.tell("decoding with all slots busy")
         yield seconds_row(f"decode step, beside its bound{suffix}", *_decode(self.subject, self.cluster, self.plan))
+        if not suffix:
+            yield from self._profiles()
+
+    def _shares(self, phase: Phase, seconds: float, suffix: str) -> Iterator[Row]:
+        """Yield the rates of a phase as shares of what the data sheet promises; of flops only the products of real
+        tokens are counted, and of bytes the least that must be read.
+        """
+        machine, count = self.plan.machine, self.plan.target.count or 1
+        flops = machine.flops.get(self.subject.dtype, max(machine.flops.values())) * count
+        rates = {"flops": (phase.flops, flops), "bytes": (phase.bytes, machine.bandwidth * count)}
+        for name, (amount, rate) in rates.items():
+            yield Row(
+                f"{phase.name}: share of the peak {name}/s{suffix}", short(100 * amount / seconds / rate), None, "%"
+            )
+
+    def _profiles(self) -> Iterator[Row]:
+        """Yield the share of an update and of decode steps in which the device computes, and the number of operations;
+        the longest operations go to the file profile.txt.
+        """
+        self.context.tell("profiles")
+        chunk = self.subject.recipe.rollout.decode_chunk
+        decode, tokens = _full_slots(self.subject, self.cluster)
+        decode(tokens)
+        for what, profile in {
+            "update": self._profile_of_update(),
+            f"decode, {chunk} steps": profiled(lambda: decode(tokens)),
+        }.items():
+            with (self.context.folder / "profile.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{self.subject.name}, {what}: {profile.seconds:.4f} s\n{profile.listing}\n\n")
+            yield Row(
+                f"{what}: share in which the device computes", short(100 * profile.busy / profile.seconds), None, "%"
+            )
+            yield Row(f"{what}: operations", profile.operations)
+
+    def _profile_of_update(self) -> Profile:
+        learner, profiles = self.learner.learner, list[Profile]()
+
+        def update(batches: Iterable[TrainBatch]) -> Metrics:
+            made, metrics = list(batches), list[Metrics]()
+            profiles.append(profiled(lambda: metrics.append(GRPOLearner.update(learner, made))))
+            return metrics[0]
+
+        with patch.object(learner, "update", update):
+            self.learner.step(self.subject.prompts())
+        return profiles[0]
 
     def logps(self, groups: Sequence[Group]) -> np.ndarray:
         """Return the trainer's log-probs of all tokens of these groups."""
@@ -148,17 +209,24 @@ class Measurement:
 
 def _decode(subject: Subject, cluster: RLCluster, plan: Plan) -> tuple[float, float]:
     """Return the seconds of a decode step in the middle of the completions, and the least that the devices allow."""
-    work, chunk, rank = work_here(), subject.recipe.rollout.decode_chunk, subject.recipe.model.lora.rank
+    work, chunk, rank = subject.shape.work, subject.recipe.rollout.decode_chunk, subject.recipe.model.lora.rank
     slots, place = work.prompts * work.samples, work.prompt_length + work.new_tokens // 2
-    params = cluster.rollout.sampling_params()
-    decode = FullSlots(cluster.rollout.engine.programs, params, slots, chunk, place)
-    decode(slots * chunk)
-    seconds = _seconds(lambda: decode(CHUNKS * slots * chunk)) / (CHUNKS * chunk)
+    decode, tokens = _full_slots(subject, cluster)
+    decode(tokens)
+    seconds = _seconds(lambda: decode(CHUNKS * tokens)) / (CHUNKS * chunk)
     itemsize, mesh = jnp.dtype(subject.dtype).itemsize, subject.recipe.model.mesh
     flops, read = decoding(subject.shape.config, [(place, 1)] * slots, slots / mesh.data, rank, itemsize)
     count = mesh.data * mesh.fsdp * mesh.tp if plan.target.count else 1
     rate = plan.machine.flops.get(subject.dtype, max(plan.machine.flops.values()))
     return seconds, max(read / plan.machine.bandwidth, flops / rate) / count
+
+
+def _full_slots(subject: Subject, cluster: RLCluster) -> tuple[FullSlots, int]:
+    """Return the decoding of all slots in the middle of their completions, and the tokens of one chunk."""
+    work, chunk = subject.shape.work, subject.recipe.rollout.decode_chunk
+    slots, place = work.prompts * work.samples, work.prompt_length + work.new_tokens // 2
+    params = cluster.rollout.sampling_params()
+    return FullSlots(cluster.rollout.engine.programs, params, slots, chunk, place), slots * chunk
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -167,24 +235,23 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _sampler_rows(metrics: Mapping[str, float], dtype: str, suffix: str = "") -> Iterator[Row]:
+def _sampler_rows(metrics: Mapping[str, float], subject: Subject, suffix: str = "") -> Iterator[Row]:
     """Yield the distance of the sampler's log-probs from the trainer's, and the share of tokens that it draws otherwise
     with the same noise, from a step's metrics.
     """
     mean, most = (short(metrics[f"sampling/logp_difference/{which}"]) for which in ("mean", "max"))
-    yield Row(f"sampler's log-probs, mean distance{suffix}", mean, LOGPS_APART[dtype], "nats", bound=True)
+    yield Row(f"sampler's log-probs, mean distance{suffix}", mean, LOGPS_APART[subject.dtype], "nats", bound=True)
     yield Row(f"sampler's log-probs, greatest distance{suffix}", most, None, "nats")
     differing = short(1 - metrics["sampling/token_agreement"])
-    yield Row(f"tokens that the trainer would not draw{suffix}", differing, _most_differing(mean), bound=True)
+    yield Row(f"tokens that the trainer would not draw{suffix}", differing, _most_differing(mean, subject), bound=True)
 
 
-def _most_differing(distance: float) -> float:
+def _most_differing(distance: float, subject: Subject) -> float:
     """Return the share of tokens that two distributions may draw otherwise with the same noise, of which log-probs are
     `distance` apart: twice the total variation of the blocks of the vocabulary and twice that of the tokens of a block
     (`sampling.logits.race`), which are at most half of the distance and all of it. Three standard errors come on top.
     """
-    work = work_here()
-    tokens = work.prompts * work.samples * work.new_tokens
+    tokens = subject.shape.work.completion_tokens
     return short(3 * distance + 3 * (3 * distance / tokens) ** 0.5 + 3 / tokens)
 
 
@@ -192,11 +259,11 @@ def compare_sampler(context: Context) -> Iterator[Row]:
     """Compare sampler and trainer at equal weights in the shape of 0.5B with adapters, in both types; on a CPU, where
     the steps of the shapes are in float32, in bfloat16 alone.
     """
-    shape = replace(shape_here("0.5B"), rank=shape_here("2B").rank)
+    rank = shape_here("2B").rank
     for dtype in ("bfloat16",) if is_cpu() else ("float32", "bfloat16"):
         context.tell(f"a step in {dtype}, which compiles")
-        subject = Subject(shape, dtype=dtype)
-        yield from _sampler_rows(subject.learner().step(subject.prompts()).metrics, dtype, f", {dtype}")
+        subject = Subject("0.5B", dtype=dtype, rank=rank)
+        yield from _sampler_rows(subject.learner().step(subject.prompts()).metrics, subject, f", {dtype}")
 
 
 def compare_meshes(context: Context) -> Iterator[Row]:
@@ -211,7 +278,7 @@ def compare_meshes(context: Context) -> Iterator[Row]:
     groups: Sequence[Group] = ()
     logps, bound = [], 0.0
     for axis in ("fsdp", "tp"):
-        measurement = Measurement(Subject(shape_here("2B"), {axis: count}), context)
+        measurement = Measurement(Subject("2B", {axis: count}), context)
         yield from measurement.rows(f", {axis} {count}")
         groups = groups or measurement.first.groups
         logps.append(measurement.logps(groups))

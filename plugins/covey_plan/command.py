@@ -62,8 +62,8 @@ its files are read. docs/calibration.md holds plans against published runs.""",
         Option(
             "--on",
             "MACHINE",
-            "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8, or h100:2x8 for two processes of 8 GPUs. "
-            "TPUs need the extra 'plan', H100s the plugin for CUDA. The recipe's mesh has as many devices",
+            "cpu (this one), v5e:2x4, v5p:2x2x2, v6e:2x4, h100:8, h200:8, b200:8, or h100:2x8 for two processes of 8. "
+            "TPUs need the extra 'plan', GPUs the plugin for CUDA. The recipe's mesh has as many devices",
         ),
         JSON,
         Option("--quick", help="stop after what follows from shapes, and compile nothing"),

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import psutil
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from covey.allocator import release_free_memory
 from covey.parallel.programs import Program
@@ -85,7 +86,7 @@ def _compile(
     reset_peak_memory()
     start = time.monotonic()
     try:
-        compiled = _wait_for(partial(program.lower().compile, options or None))
+        compiled = _wait_for(partial(lower(program).compile, options or None))
     except jax.errors.JaxRuntimeError as error:
         needed = _refused_bytes(str(error))
         if needed is None:
@@ -106,6 +107,19 @@ def _compile(
         host_bytes=max(process_memory() - before, 0) if on_host and executables is not None else 0,
     )
     return result, compiled
+
+
+def lower(program: Program) -> jax.stages.Lowered:
+    """Lower a program for its devices, which need not be there. Since JAX 0.11 Pallas asks for the GPU that it lowers
+    for, and looks for a real one unless the mesh of this thread describes one.
+    """
+    shapes = (x for x in jax.tree.leaves((program.args, program.kwargs)) if isinstance(x, jax.ShapeDtypeStruct))
+    device: Any = next((one for x in shapes if x.sharding for one in x.sharding.device_set), None)
+    if device is None or device.platform != "gpu":
+        return program.lower()
+    described = AbstractDevice(device.device_kind, device.core_count, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=described)):
+        return program.lower()
 
 
 def _wait_for(call: Callable[[], T]) -> T:

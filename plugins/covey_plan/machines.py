@@ -56,22 +56,29 @@ def _tpu(name: str, teraflops: float, bandwidth: float, memory: float, link: flo
     return Machine(name, "tpu", flops, *rates, 0.4, 0.4, latency=5e-6, hop=1e-6, source=source)
 
 
+def _gpu(
+    name: str, product: str, teraflops: float, float32: float, bandwidth: float, memory: float, link: float
+) -> Machine:
+    flops = {"bfloat16": teraflops * 1e12, "float32": float32 * 1e12}
+    source = f"{product} data sheet, dense rates; a link is NVLink in one direction"
+    rates = bandwidth * GB, memory * GB, link * GB, 0.0
+    # The shares are those of published runs (docs/calibration.md). NCCL sums 128 bytes in 25 us (NVIDIA/nccl#1453).
+    return Machine(name, "gpu", flops, *rates, 0.23, 0.4, latency=25e-6, hop=0.0, source=source)
+
+
 MACHINES = {
     # The compiler for v5e gives programs 15.75 of the 16 GiB.
     "v5e": _tpu("v5e", 197, 819, 15.75, 50, 1.5),
     "v5p": _tpu("v5p", 459, 2765, 95, 100, 1.75),
     "v6e": _tpu("v6e", 918, 1640, 31.25, 100, 1.75),
-    # The shares are those of published runs (docs/calibration.md). NCCL sums 128 bytes in 25 us (NVIDIA/nccl#1453).
-    "h100": Machine(
-        "h100", "gpu", {"bfloat16": 989e12, "float32": 67e12}, 3350 * GB, 80 * GB, 450 * GB, 0.0, 0.23, 0.4,
-        latency=25e-6, hop=0.0,
-        source="NVIDIA H100 SXM data sheet, dense rates; a link is NVLink in one direction",
-    ),
-}  # fmt: skip
+    "h100": _gpu("h100", "NVIDIA H100 SXM", 989, 67, 3350, 80, 450),
+    "h200": _gpu("h200", "NVIDIA H200 SXM", 989, 67, 4800, 141, 450),
+    "b200": _gpu("b200", "NVIDIA HGX B200", 2250, 75, 8000, 180, 900),
+}
 """Name → device; a CPU is measured (`roofline.peaks`), not listed."""
 
 CPU = "cpu"
-EXAMPLES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8", CPU)
+EXAMPLES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8", "h200:8", "b200:8", CPU)
 """One target for each machine, for help, errors and completion."""
 FORMS = f"{', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}"
 
@@ -114,11 +121,12 @@ def parse_target(text: str) -> Target:
         if colon:
             raise CoveyError(f"--on {text}", want="--on cpu: it has as many devices as model.mesh asks for")
         return Target(CPU, CPU, None)
-    shape = "1" if machine == "h100" and not colon else shape
-    form = r"([1-9]\d{0,3}x)?[1-9]\d{0,4}" if machine == "h100" else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
+    is_gpu = MACHINES[machine].platform == "gpu"
+    shape = "1" if is_gpu and not colon else shape
+    form = r"([1-9]\d{0,3}x)?[1-9]\d{0,4}" if is_gpu else r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}"
     if not re.fullmatch(form, shape):
         fix = next(f"--on {example}" for example in EXAMPLES if example.startswith(machine))
         raise CoveyError(f"--on {text}: {shape!r} is no number of devices", want=FORMS, fix=fix)
     sizes = [int(size) for size in shape.split("x")]
-    processes = sizes[0] if machine == "h100" and len(sizes) == 2 else 1
+    processes = sizes[0] if is_gpu and len(sizes) == 2 else 1
     return Target(f"{machine}:{shape}", machine, math.prod(sizes), processes)

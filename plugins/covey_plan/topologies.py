@@ -25,17 +25,53 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 HOSTS = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
 """Chips of a host in slices that one host may have as a whole; libtpu would divide them into hosts of four."""
 
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" runtime_version { major: 12 minor: 9 } dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H100 80GB HBM3"
+
+class Gpu(NamedTuple):
+    """What XLA's compiler is told of a GPU; the figures are those of its own descriptions of devices.
+
+    Attributes:
+        name: as the driver names it.
+        capability: major number of the compute capability.
+        cores: number of streaming multiprocessors.
+        clock: GHz.
+        memory, cache: bytes of the memory and of the second-level cache.
+        bandwidth: bytes/s of the memory.
+    """
+
+    name: str
+    capability: int
+    cores: int
+    clock: float
+    memory: int
+    cache: int
+    bandwidth: int
+
+    def description(self) -> str:
+        """Return the device as a `GpuTargetConfigProto` in text."""
+        return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 fpus_per_core: 128
+  core_count: {self.cores} clock_rate_ghz: {self.clock} cuda_compute_capability {{ major: {self.capability} }}
+  device_memory_size: {self.memory} l2_cache_size: {self.cache} memory_bandwidth: {self.bandwidth}
+}}
+platform_name: "CUDA" runtime_version {{ major: {cuda_version()} }} dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{self.name}"
 """
-"""Description of an H100 for XLA's compiler."""
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 84_929_347_584, 52_428_800, 3_352_320_000_000),
+    "h200": Gpu("NVIDIA H200", 9, 132, 1.98, 151_397_597_184, 52_428_800, 4_800_000_000_000),
+    "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 191_514_411_008, 132_644_864, 7_672_320_000_000),
+}
+"""Name in a plan → GPU."""
+
+
+def cuda_version() -> int | None:
+    """Return the version of CUDA of JAX's plugin, the newer one where both are installed; None without a plugin."""
+    return next((major for major in (13, 12) if importlib.util.find_spec(f"jax_cuda{major}_plugin")), None)
 
 
 class Places(NamedTuple):
@@ -152,8 +188,8 @@ def _tpu_devices(target: Target) -> Sequence[Any]:
 
 
 def _gpu_devices(target: Target) -> Sequence[Any]:
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        install = f'cuda/bin/{install_command()} "jax[cuda12]=={jax.__version__}"'
+    if cuda_version() is None:
+        install = f'cuda/bin/{install_command()} "jax[cuda13]=={jax.__version__}"'
         raise CoveyError(
             f"{target.name} needs JAX's plugin for CUDA, which is not installed",
             want="an environment of its own, because the plugin takes 5.6 GB; no GPU is needed to plan",
@@ -161,8 +197,9 @@ def _gpu_devices(target: Target) -> Sequence[Any]:
         )
     assert target.count is not None, "GPUs have a number"
     of_each = target.count // target.processes
+    gpu = GPUS[target.machine].description()
     described = topologies.get_topology_desc(
-        "h100", platform="cuda", target_config=H100, topology=f"1x{target.processes}x{of_each}"
+        target.machine, platform="cuda", target_config=gpu, topology=f"1x{target.processes}x{of_each}"
     )
     return list(described.devices)
 

@@ -1,6 +1,5 @@
-"""The programs that write to the cache, as the compilers for v5e and for an H100 leave them."""
+"""The programs that write to the cache, as the compilers for v5e, H100 and B200 leave them."""
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -13,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from covey.config.schema import RolloutConfig
+from covey.config.schema import MeshConfig, RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.parallel.arrays import place_model
 from covey.sampling.model_runner import Programs
+from covey_plan.compiled import lower
 from covey_plan.hlo import Program
+from covey_plan.machines import parse_target
 from covey_plan.sampler_programs import SamplerPrograms
-from covey_plan.topologies import H100
+from covey_plan.topologies import cuda_version, place_on
 
 SLOTS, LAYERS, VOCABULARY = 64, 2, 1024
 ROLLOUT = RolloutConfig(decode_chunk=8, max_new_tokens=1024, slots=SLOTS, top_k=50)
@@ -91,21 +91,22 @@ def test_a_mesh_draws_without_rows_of_logits(topology: Callable[[str], Any]) -> 
         ("v5e:2x2", 1, 4, 4, 256, 256),
         ("v5e:2x2", 2, 2, 8, 128, 256),
         ("h100", 1, 1, 8, 128, 256),
+        ("b200", 1, 1, 8, 128, 256),
     ],
 )
 def test_admitting_prompts_copies_no_cache(
     topology: Callable[[str], Any], name: str, rows: int, columns: int, kv_heads: int, width: int, prompt: int
 ) -> None:
     """The cache is written in place, a slot at a time: nothing else is as large as the prompts in all slots."""
-    if name == "h100":
-        if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    if not name.startswith("v5e"):
+        if cuda_version() is None:
             pytest.skip("JAX's plugin for CUDA is not installed")
-        there = topologies.get_topology_desc(name, platform="cuda", target_config=H100, topology="1x1x1").devices
+        there = [place_on(parse_target(name), MeshConfig()).actor]
     else:
         there = topology(name).devices
     graph, params = decoder(8, kv_heads, width, there, rows, columns)
     program = SamplerPrograms(Programs(graph, (2,)), params).admit(SLOTS, 2048, 8, prompt, ROLLOUT)
-    compiled = program.lower().compile()
+    compiled = lower(program).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     row = kv_heads * width * 2 // columns
     cache = SLOTS // rows * 2048 * row * 2 * LAYERS

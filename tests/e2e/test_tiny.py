@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from conftest import OLD_EMITTERS
 from covey.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ REACHED, RISE = 0.56, 0.09
 """The standard error of an accuracy of 652 answers is 0.016: so much is no chance."""
 SOON_COMPILED = " ".join(
     ("--xla_backend_optimization_level=1", "--xla_llvm_disable_expensive_passes=true",
-     "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+     "--xla_cpu_parallel_codegen_split_count=1", *OLD_EMITTERS)
 )  # fmt: skip
 """And still quick, unlike what the flags of the other tests make."""
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from conftest import OLD_EMITTERS
 from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
@@ -43,8 +44,8 @@ MODELS: dict[str, Callable[[], nnx.Module]] = {
 }
 
 
-AS_IN_A_RUN = {"xla_cpu_use_fusion_emitters": True}
-"""Without it, as in other tests, a weight in some hundreds has another last bit."""
+AS_IN_A_RUN = {"xla_cpu_use_fusion_emitters": True} if OLD_EMITTERS else {}
+"""Other tests run without them; a weight in some hundreds then has another last bit."""
 
 
 def updates_of(model: nnx.Module, optimizer: optax.GradientTransformation) -> UpdatePrograms:

@@ -10,8 +10,9 @@ from covey_plan.machines import MACHINES, parse_target
 
 def test_rates_are_those_of_the_data_sheets() -> None:
     rates = {name: (one.flops["bfloat16"] / 1e12, one.bandwidth / 1e9) for name, one in MACHINES.items()}
-    assert rates == {"v5e": (197, 819), "v5p": (459, 2765), "v6e": (918, 1640), "h100": (989, 3350)}
-    assert all(one.source and 0 < one.share <= 1 and one.memory < 96 * 2**30 for one in MACHINES.values())
+    tpus = {"v5e": (197, 819), "v5p": (459, 2765), "v6e": (918, 1640)}
+    assert rates == tpus | {"h100": (989, 3350), "h200": (989, 4800), "b200": (2250, 8000)}
+    assert all(one.source and 0 < one.share <= 1 and one.memory <= 180e9 for one in MACHINES.values())
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,8 @@ def test_clocks_are_those_at_which_the_units_for_products_reach_the_peak(name: s
         ("h100:8", "gpu", 8),
         ("H100", "gpu", 1),
         ("h100:2x8", "gpu", 16),
+        ("H200", "gpu", 1),
+        ("b200:8", "gpu", 8),
         ("V6E:2X4", "tpu", 8),
         ("CPU", "cpu", None),
         ("cpu", "cpu", None),
@@ -41,7 +44,7 @@ def test_devices_are_counted(text: str, platform: str, count: int | None) -> Non
     assert (target.platform, target.count) == (platform, count)
 
 
-@pytest.mark.parametrize("text", ["H100", "h100s", "a100", "v5e", "V5P", "v6", "v6e:", "h100:"])
+@pytest.mark.parametrize("text", ["H100", "h100s", "a100", "v5e", "V5P", "v6", "v6e:", "h100:", "h20"])
 def test_a_suggestion_is_accepted(text: str) -> None:
     try:
         target = parse_target(text)
@@ -49,7 +52,7 @@ def test_a_suggestion_is_accepted(text: str) -> None:
         for name in re.sub(r"did you mean |one of: |--on |[?']", "", error.fix).split(", "):
             assert parse_target(name).name == name
     else:
-        assert target.name == "h100:1"
+        assert target.name == f"{text.lower()}:1"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_a_mesh_must_use_every_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("v5e:2x4", r"\[plan\]"), ("h100:8", r"python -m venv cuda .* \"jax\[cuda12\]==")]
+    ("name", "told"), [("v5e:2x4", r"\[plan\]"), ("h100:8", r"python -m venv cuda .* \"jax\[cuda13\]==")]
 )
 def test_a_missing_compiler_is_named_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch, name: str, told: str
