@@ -14,6 +14,7 @@ the next prompts are sampled. In several processes each has two such threads, wh
 alone. Those that score meet where they exchange rewards, in the order of the steps.
 """
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,14 +42,15 @@ from covey.types import Completion
 if TYPE_CHECKING:
     from covey.rl.learner import Learner
 
-FORMER_NAMES = {
-    b'"covey.rl.drawn_steps:DrawnStep"': b'"covey.rl.rollouts:SampledStep"',
-    b'"covey.rl.experience:RolloutBatch"': b'"covey.rl.step_data:RolloutBatch"',
-    b'"covey.rl.group_table:GroupTable"': b'"covey.rl.step_data:GroupTable"',
-    b'["cut", ': b'["truncated", ',
-    b'["mass", ': b'["kept_probability", ',
+FORMER_CLASSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "covey.rl.drawn_steps:DrawnStep": ("covey.rl.rollouts:SampledStep", {}),
+    "covey.rl.experience:RolloutBatch": ("covey.rl.step_data:RolloutBatch", {}),
+    "covey.rl.group_table:GroupTable": (
+        "covey.rl.step_data:GroupTable",
+        {"cut": "truncated", "mass": "kept_probability"},
+    ),
 }
-"""Names of classes and fields in earlier checkpoints, and their names now. JSON escapes quotes in texts."""
+"""Name of a class in earlier checkpoints → its name now, and the names of its fields that have changed."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,23 @@ def load_steps(saved: Iterable[bytes]) -> list[SampledStep]:
 
 
 def _with_names(data: bytes) -> bytes:
-    """Return serialized steps with the names that classes have now."""
+    """Return serialized steps with the names that classes and their fields have now."""
     stop = 8 + int.from_bytes(data[:8], "little")
-    text = reduce(lambda text, name: text.replace(name, FORMER_NAMES[name]), FORMER_NAMES, data[8:stop])
+    text = json.dumps(_renamed(json.loads(data[8:stop]))).encode()
     return len(text).to_bytes(8, "little") + text + data[stop:]
+
+
+def _renamed(tree: Any) -> Any:
+    """Return the JSON of serialized values (`parallel.values`) with the names of now."""
+    if isinstance(tree, list):
+        return [*map(_renamed, tree)]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "class" and content[0] in FORMER_CLASSES:
+        name, fields = FORMER_CLASSES[content[0]]
+        content = [name, [[fields.get(field, field), value] for field, value in content[1]]]
+    return {kind: _renamed(content)}
 
 
 def local_step(parts: Sequence[SampledStep]) -> SampledStep:

@@ -35,6 +35,7 @@ from covey.config.schema import RolloutConfig
 from covey.errors import RecipeError
 from covey.sampling.responder import Turn
 from covey.text.tokenizer import Tokenizer
+from covey.types import FinishReason
 
 MAX_LENGTH = 256
 """Maximum characters in an expression."""
@@ -202,7 +203,8 @@ class Tool:
 
     def answer(self, turn: Turn) -> np.ndarray | None:
         """Return the tokens to append where a call has ended; None ends the completion."""
-        if turn.tokens[-1] != self.markers.end or not turn.remaining_tokens:
+        is_stopped = turn.ending.reason is FinishReason.STOP_STRING
+        if turn.tokens[-1] != self.markers.end or is_stopped or not turn.remaining_tokens:
             return None
         return self.respond(turn.tokens)
 

@@ -20,7 +20,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python
 from covey.models.config import ModelConfig
 from covey.monitor.formats import duration
-from covey.rl.evaluate import presets_of
+from covey.rl.evaluate import during_training, presets_of
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun, memory_in_use
 from covey.sft.batch import encode_example
@@ -182,7 +182,7 @@ def _evaluation_seconds(run: SavedRun, by_phase: dict[str, float]) -> float:
     if not isinstance(recipe, Recipe):
         learnt: float = (1 + during) * rows / recipe.training.batch_size
         return learnt * by_phase["update"] / 3
-    prompts = [min(config.prompts or rows, rows) for config in (recipe.evaluation, run.learner.settings.evaluation)]
+    prompts = [min(config.prompts or rows, rows) for config in (recipe.evaluation, during_training(recipe.evaluation))]
     count = prompts[0] * len(presets_of(recipe.evaluation)) + during * prompts[1]
     of_step = recipe.training.prompts_per_step * recipe.grpo.num_generations
     return by_phase["rollout"] * float(count) * recipe.evaluation.samples / of_step

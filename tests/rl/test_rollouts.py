@@ -11,17 +11,28 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from covey.data.loader import PromptLoader
 from covey.errors import EpisodeError
 from covey.parallel import processes
-from covey.parallel.values import serialize
+from covey.parallel.values import deserialize, serialize
 from covey.rewards.scoring import RewardRunner
 from covey.rl.metrics import StepStats
-from covey.rl.rollouts import FORMER_NAMES, FailureCounts, Rollouts, SampledStep, SamplingContext, Worker, load_steps
+from covey.rl.rollouts import (
+    FORMER_CLASSES,
+    FailureCounts,
+    Rollouts,
+    SampledStep,
+    SamplingContext,
+    Worker,
+    _with_names,
+    load_steps,
+)
 from covey.rl.stage_sizes import StageSizes
 from covey.rl.step_data import PromptBatch, RolloutBatch
+from covey.types import Group
 
 LIMIT = 10.0
 """Seconds after which a wait that should end has failed."""
@@ -207,15 +218,35 @@ def test_steps_of_a_checkpoint_are_not_sampled_again() -> None:
     assert [step for step, _, _ in second.seen] == [4, 5]
 
 
-def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
-    data = serialize([SampledStep(3, RolloutBatch([]), {"judge": 2}, 1)])
+def with_header(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
     start = 8 + int.from_bytes(data[:8], "little")
-    text = data[8:start]
-    for former, name in FORMER_NAMES.items():
-        assert text.count(name) == 1
-        text = text.replace(name, former)
-    (step,) = load_steps([len(text).to_bytes(8, "little") + text + data[start:]])
+    text = change(data[8:start])
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
+def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
+    def former(text: bytes) -> bytes:
+        for old, (name, fields) in FORMER_CLASSES.items():
+            assert text.count(name.encode()) == 1
+            text = text.replace(name.encode(), old.encode())
+            for old_field, field in fields.items():
+                assert text.count(b'["%s", ' % field.encode()) == 1
+                text = text.replace(b'["%s", ' % field.encode(), b'["%s", ' % old_field.encode())
+        return text
+
+    data = serialize([SampledStep(3, RolloutBatch([]), {"judge": 2}, 1)])
+    (step,) = load_steps([with_header(data, former)])
     assert (step.version, step.failed, step.env_failed) == (3, {"judge": 2}, 1)
+
+
+def test_names_of_rewards_and_columns_are_not_those_of_fields() -> None:
+    """`cut` and `mass` were fields of a class; functions, columns and texts of data keep such names."""
+    columns = {"mass": 3.0, "cut": "a", "tags": ["cut", "mass", 1], "class": "covey.rl.group_table:GroupTable"}
+    group = Group('["cut", ', np.array([1]), (), columns)
+    data = serialize([SampledStep(3, RolloutBatch([group]), {"mass": 2, "cut": 1}, 1)])
+    (step,) = deserialize(_with_names(data))
+    assert step.failed == {"mass": 2, "cut": 1}
+    assert (step.rollout.groups[0].prompt, step.rollout.groups[0].columns) == ('["cut", ', columns)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["the sampler is late", "the sampler is early"])

@@ -31,6 +31,9 @@ from covey.models.decoder import Decoder
 from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams, draw, sample_keys, token_keys
+from covey.sampling.responder import Turn
+from covey.sampling.scheduler import Sample
+from covey.sampling.sequence import Ending
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 from covey_envs.calculator import MAX_DEPTH, MAX_LENGTH, MAX_NUMBER, Tool, calculate, make_tool
@@ -313,6 +316,13 @@ def drawn() -> list[list[Completion]]:
 )
 def test_the_question_is_what_stands_since_the_last_start(before: str, answer: str) -> None:
     assert short(TOOL.respond(ids(before))) == answer
+
+
+@pytest.mark.parametrize(("reason", "answer"), [(FinishReason.STOP, "O42P"), (FinishReason.STOP_STRING, None)])
+def test_a_stop_string_ends_a_question_without_an_answer(reason: FinishReason, answer: str | None) -> None:
+    tokens = ids("S6*7E")
+    response = TOOL.answer(Turn(Sample(0, 0), tokens, 10, Ending(len(tokens), reason)))
+    assert (None if response is None else short(response)) == answer
 
 
 def test_without_an_open_question_the_tool_is_not_asked() -> None:
