@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from covey.allocator import release_free_memory
 from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python
 from covey.data.duplicates import data_counts
@@ -43,6 +42,7 @@ from covey.run.outputs import Measured, Output, Outputs, Watcher
 from covey.run.settings import check_same_settings, check_same_weights, settings_of
 from covey.run.signals import SignalHandler
 from covey.text.tokenizer import Tokenizer
+from covey.train.allocator import release_free_memory
 from covey.types import Group
 
 log = logging.getLogger(__name__)

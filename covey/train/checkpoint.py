@@ -35,13 +35,13 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from covey.allocator import release_free_memory
 from covey.errors import CoveyError, ResumeError
 from covey.files import check_not_url, has_file, is_count, number
 from covey.parallel import processes
 from covey.parallel.arrays import flatten
 from covey.parallel.processes import PeerLostError
 from covey.registry import offered
+from covey.train.allocator import release_free_memory
 from covey.train.storage import LOCK, POINTER, SUMS, CheckpointStore, is_open_at, take_lock
 
 ARRAYS, META = "arrays", "meta.json"

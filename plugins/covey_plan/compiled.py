@@ -18,8 +18,8 @@ import jax
 import psutil
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from covey.allocator import release_free_memory
 from covey.parallel.programs import Program
+from covey.train.allocator import release_free_memory
 from covey_plan import hlo
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import jax
 
-from covey.allocator import release_free_memory
 from covey.monitor.progress import Progress
 from covey.monitor.record import StepRecord
 from covey.run.outputs import Watcher
+from covey.train.allocator import release_free_memory
 
 log = logging.getLogger(f"covey.{__name__}")  # as part of Covey, whose log a run shows
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what 
 FREED = """
 import numpy as np
 from pathlib import Path
-from covey.allocator import release_free_memory
+from covey.train.allocator import release_free_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
