@@ -43,14 +43,11 @@ if TYPE_CHECKING:
     from covey.rl.learner import Learner
 
 FORMER_CLASSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "covey.rl.drawn_steps:DrawnStep": ("covey.rl.rollouts:SampledStep", {}),
-    "covey.rl.experience:RolloutBatch": ("covey.rl.step_data:RolloutBatch", {}),
-    "covey.rl.group_table:GroupTable": (
-        "covey.rl.step_data:GroupTable",
-        {"cut": "truncated", "mass": "kept_probability"},
-    ),
+    "DrawnStep": ("covey.rl.rollouts:SampledStep", {}),
+    "RolloutBatch": ("covey.rl.step_data:RolloutBatch", {}),
+    "GroupTable": ("covey.rl.step_data:GroupTable", {"cut": "truncated", "mass": "kept_probability"}),
 }
-"""Name of a class in earlier checkpoints → its name now, and the names of its fields that have changed."""
+"""Class in earlier checkpoints, whatever its module was → its name now, and the fields whose names have changed."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,8 @@ def _renamed(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
-    if kind == "class" and content[0] in FORMER_CLASSES:
-        name, fields = FORMER_CLASSES[content[0]]
+    if kind == "class":
+        name, fields = FORMER_CLASSES.get(content[0].partition(":")[2], (content[0], {}))
         content = [name, [[fields.get(field, field), value] for field, value in content[1]]]
     return {kind: _renamed(content)}
 

@@ -1,5 +1,6 @@
 """Advantages: the formulas, ties, samples nobody scored, and PPO's estimates over tokens."""
 
+import inspect
 import math
 
 import numpy as np
@@ -7,13 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from covey.losses.advantages import (
-    ADVANTAGES,
-    batch_std,
-    gae,
-    has_reward_variance,
-    whiten,
-)
+from covey.losses import advantages
+from covey.losses.advantages import ADVANTAGES, batch_std, gae, has_reward_variance, reads_groups, whiten
+from covey.types import Completion, FinishReason, Group
 
 NAN = np.nan
 REWARD = st.floats(-100, 100, allow_nan=False)
@@ -23,7 +20,29 @@ every = pytest.mark.parametrize("name", ADVANTAGES)
 
 
 def of(name: str, *groups: tuple[float, ...]) -> np.ndarray:
-    return ADVANTAGES[name](np.array(groups, np.float64))
+    return compute(name, np.array(groups, np.float64))
+
+
+def compute(name: str, table: np.ndarray) -> np.ndarray:
+    """The advantages of a table of rewards. A function that reads groups gets completions whose texts differ."""
+    function = ADVANTAGES[name]
+    if not reads_groups(function):
+        return function(table)
+    ones, empty = np.ones(1, np.int32), np.zeros(1, np.float32)
+    texts = [Completion(ones, empty, empty, FinishReason.STOP, f"text {number}") for number in range(table.shape[1])]
+    return function(table, [Group("prompt", ones, tuple(texts)) for _ in table])
+
+
+def test_every_function_of_rewards_is_in_the_table() -> None:
+    """Else no recipe can name it, and no test holds it to the contract."""
+    public = {
+        name: f for name, f in vars(advantages).items() if inspect.isfunction(f) and f.__module__ == advantages.__name__
+    }
+    takes = {name: [*inspect.signature(f).parameters] for name, f in public.items() if not name.startswith("_")}
+    assert {name for name, given in takes.items() if given in (["rewards"], ["rewards", "groups"])} == {
+        *(f.__name__ for f in ADVANTAGES.values()),
+        "reward_table",  # makes the table
+    }
 
 
 # --- of groups
@@ -43,7 +62,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "batch_std"])
 def test_each_group_is_compared_with_itself_alone(name: str) -> None:
     table = np.array([[1.0, 0.0], [100.0, 90.0], [3.0, 3.0]])
-    got = ADVANTAGES[name](table)
+    got = compute(name, table)
     for row, group in zip(got, table, strict=True):
         np.testing.assert_array_equal(row, of(name, group)[0])
     assert got.dtype == np.float64
@@ -52,7 +71,7 @@ def test_each_group_is_compared_with_itself_alone(name: str) -> None:
 @every
 def test_whole_numbers_do_not_truncate(name: str) -> None:
     """Rewards in an integer array give the advantages of the same rewards as floats."""
-    whole = ADVANTAGES[name](np.array([[0, 1, 0, 1], [2, 2, 7, 9]]))
+    whole = compute(name, np.array([[0, 1, 0, 1], [2, 2, 7, 9]]))
     np.testing.assert_array_equal(whole, of(name, (0.0, 1.0, 0.0, 1.0), (2.0, 2.0, 7.0, 9.0)))
     assert not np.array_equal(whole, np.round(whole))
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from covey.monitor.record import StepRecord
 from covey.monitor.run_files import RECIPE, RunFile
 from covey.monitor.writer import MetricsWriter, read_rows
 from covey.run import folder
-from covey.types import Group
+from covey.types import Completion, FinishReason, Group
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,18 @@ def test_every_file_is_on_the_page_of_the_run_folder(file: RunFile) -> None:
     section = (ROOT / "docs" / "reliability.md").read_text().partition("## The run folder")[2].partition("\n## ")[0]
     table = "".join(re.findall(r"^\| .*\n", section, re.M))
     assert re.search(rf"`{re.escape(file.name)}[/`]", table), f"add {file.name} to the table of docs/reliability.md"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in run_files.run_files() if file.group_rows], ids=lambda file: file.name
+)
+def test_rows_of_a_group_are_made_by_the_function_that_is_named(file: RunFile) -> None:
+    numbers = np.zeros(1, np.float32)
+    completion = Completion(np.ones(1, np.int32), numbers, numbers, FinishReason.STOP, "Because.")
+    group = Group("Why?", np.ones(1, np.int32), (completion,), rewards=np.ones(1), advantages=np.zeros(1))
+    rows = [*resolve_name(file.group_rows)(3, 0, group)]
+    assert rows
+    assert all(row["step"] == 3 for row in rows)
 
 
 def test_a_file_of_rows_is_one_entry_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

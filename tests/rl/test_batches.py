@@ -166,7 +166,8 @@ def test_the_error_states_unit_arithmetic_and_what_would_do() -> None:
 
 @pytest.mark.parametrize("bad", [2.5, "4", 4.0, 0, -3])
 def test_a_size_that_is_no_number_of_prompts_is_refused(bad: object) -> None:
-    with pytest.raises(RecipeError, match=r"rollout_micro_batch_size is .*\n  wanted: (a whole number|at least 1)"):
+    wanted = r"rollout_micro_batch_size is .*\n  wanted: (a whole number|greater than or equal to 1)"
+    with pytest.raises(RecipeError, match=wanted):
         stage_sizes(replace(training(8), rollout_micro_batch_size=bad), 4)
 
 

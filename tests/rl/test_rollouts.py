@@ -228,7 +228,7 @@ def test_a_checkpoint_of_an_earlier_version_names_its_steps_otherwise() -> None:
     def former(text: bytes) -> bytes:
         for old, (name, fields) in FORMER_CLASSES.items():
             assert text.count(name.encode()) == 1
-            text = text.replace(name.encode(), old.encode())
+            text = text.replace(name.encode(), b"covey.rl.former:%s" % old.encode())
             for old_field, field in fields.items():
                 assert text.count(b'["%s", ' % field.encode()) == 1
                 text = text.replace(b'["%s", ' % field.encode(), b'["%s", ' % old_field.encode())

@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_tokens_that_the_reward_model_does_not_have_are_refused(critic: ValueMod
 @pytest.mark.slow
 def test_slices_of_any_size_give_the_same(decoder: Callable, critic: ValueModel, rows: Rows) -> None:
     worker = InferenceWorker({Role.REFERENCE: decoder(remat=False), Role.CRITIC: critic}, temperature=0.7)
-    for compute in (worker.ref_logps, worker.values):
+    for compute in (partial(worker.scores, role) for role in (Role.REFERENCE, Role.CRITIC)):
         wanted = compute(rows, LENGTHS, len(rows.tokens))
         assert [len(x) for x in wanted] == LENGTHS
         for size in (1, 2):

@@ -23,6 +23,7 @@ from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.parallel.arrays import flatten, optimizer_shardings, reshard, shardings
 from covey.parallel.mesh import make_mesh
+from covey.train import optimizers
 from covey.train.checkpoint import Checkpointer
 from covey.train.optimizers import (
     PARAM_GROUPS,
@@ -289,6 +290,19 @@ def test_each_kind_decays_by_its_own_weight_decay(kind: Any) -> None:
     taken = flatten(jax.tree.map(lambda a, b: a - b, plain, moved))
     for name, group in OF_KIND.items():
         np.testing.assert_allclose(taken[name], 0.1 * decays[group] * flatten(start)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("group", PARAM_GROUPS)
+def test_a_weight_decay_of_its_own_acts_in_any_group(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The common one leaves vectors out; a field `vector_weight_decay`, which there is not, would not."""
+    still, start = dataclasses.replace(STEADY, learning_rate=0.1), tree()
+    plain = train(make_optimizer(dataclasses.replace(still, embedding_learning_rate=0.1), 10), start, [tree(1)])[0]
+    monkeypatch.setattr(optimizers, "_own_settings", lambda config, of: {"weight_decay": 2.0} if of == group else {})
+    moved = train(make_optimizer(still, 10), start, [tree(1)])[0]
+    taken = flatten(jax.tree.map(lambda a, b: a - b, plain, moved))
+    for name, own in OF_KIND.items():
+        expected = 0.1 * 2.0 * flatten(start)[name] * (own == group)
+        np.testing.assert_allclose(taken[name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_rate_that_is_not_set_is_the_common_one() -> None:
