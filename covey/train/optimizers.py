@@ -102,8 +102,7 @@ def _descent(config: OptimizerConfig) -> optax.GradientTransformation:
     """Build AdamW for all parameters, or a transformation for each group of parameters. Learning rates are 1."""
     if not _separates_groups(config):
         return _adamw(config)
-    each = {group: _adamw(config, group) for group in PARAM_GROUPS}
-    each[MATRIX] = OPTIMIZERS[config.kind](config)
+    each = {group: _adamw(config, group) for group in PARAM_GROUPS} | {MATRIX: OPTIMIZERS[config.kind](config)}
     return optax.partition(each, lambda params: jax.tree_util.tree_map_with_path(param_group, params))
 
 
@@ -118,9 +117,8 @@ def _only_one(path: tuple[Any, ...], leaf: jax.Array) -> str:
 
 def _adamw(config: OptimizerConfig, group: str = "matrix") -> optax.GradientTransformation:
     """Return AdamW with the settings of `group`. A weight decay of its own decays all parameters of the group."""
-    mask = None if "weight_decay" in _own_settings(config, group) else decayed
-    c = _for_group(config, group)
-    return optax.adamw(_one, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=mask)
+    c, decays_all = _for_group(config, group), "weight_decay" in _own_settings(config, group)
+    return optax.adamw(_one, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=None if decays_all else decayed)
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
