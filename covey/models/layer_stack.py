@@ -204,7 +204,7 @@ def _unstack(tree: Tree, count: int) -> list[Tree]:
 
 def _unstack_array(x: Any, count: int) -> list[Any]:
     if isinstance(x, jax.core.Tracer):
-        return _parts(x, count)
+        return unstack_array(x, count)
     place = x.sharding
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
@@ -221,8 +221,8 @@ def _stack_program(place: Sharding) -> Any:
 
 @cache
 def _unstack_program(place: Sharding, count: int) -> Any:
-    return jax.jit(partial(_parts, count=count), out_shardings=[place] * count)
+    return jax.jit(partial(unstack_array, count=count), out_shardings=[place] * count)
 
 
-def _parts(x: Any, count: int) -> list[Any]:
+def unstack_array(x: Any, count: int) -> list[Any]:
     return [jax.lax.index_in_dim(x, number, keepdims=False) for number in range(count)]
