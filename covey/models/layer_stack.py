@@ -204,7 +204,7 @@ def _unstack(tree: Tree, count: int) -> list[Tree]:
 
 def _unstack_array(x: Any, count: int) -> list[Any]:
     if isinstance(x, jax.core.Tracer):
-        return unstack_array(x, count)
+        return slices_of_stack(x, count)
     place = x.sharding
     if isinstance(place, NamedSharding):
         place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
@@ -221,8 +221,8 @@ def _stack_program(place: Sharding) -> Any:
 
 @cache
 def _unstack_program(place: Sharding, count: int) -> Any:
-    return jax.jit(partial(unstack_array, count=count), out_shardings=[place] * count)
+    return jax.jit(partial(slices_of_stack, count=count), out_shardings=[place] * count)
 
 
-def unstack_array(x: Any, count: int) -> list[Any]:
+def slices_of_stack(x: Any, count: int) -> list[Any]:
     return [jax.lax.index_in_dim(x, number, keepdims=False) for number in range(count)]

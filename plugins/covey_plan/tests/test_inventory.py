@@ -97,5 +97,5 @@ def test_a_run_compiles_the_programs_of_its_plan(compiled: Counter[str]) -> None
     assert len(planned) <= 12
     del compiled["jit(learning_rates_at)"]  # on the host: of an update, and of its metric
     del compiled["jit(stack)"]  # of layers, behind the loading: a copy for each shape of a weight
-    del compiled["jit(unstack_array)"]  # of stacks that are lent to a rollout, likewise
+    del compiled["jit(slices_of_stack)"]  # of stacks that are lent to a rollout, likewise
     assert compiled.total() == len(planned), (compiled, planned)
