@@ -177,8 +177,8 @@ class Measurement:
         decode, tokens = _full_slots(self.subject, self.cluster)
         decode(tokens)
         for what, profile in {
+            f"decode, {chunk} steps": profiled(lambda: decode(tokens)),  # before an update takes its weights
             "update": self._profile_of_update(),
-            f"decode, {chunk} steps": profiled(lambda: decode(tokens)),
         }.items():
             with (self.context.folder / "profile.txt").open("a", encoding="utf-8") as file:
                 file.write(f"{self.subject.name}, {what}: {profile.seconds:.4f} s\n{profile.listing}\n\n")

@@ -133,8 +133,18 @@ def read(text: str, name: str) -> Document:
             fix="spaces in place of tabs" if "'\\t'" in problem else "",
             where=f"{name}:{mark.line + 1}" if mark else name,
         ) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        OverflowError,
+    ) as error:
+        raise RecipeError(  # PyYAML takes escapes beyond \U0010FFFF for characters
+            "not readable as YAML: an escape names no character"
+            if isinstance(error, ValueError | OverflowError)
+            else f"not readable as YAML: {str(error) or 'nested too deep'}",
+            where=name,
+        ) from None
 
     document = Document(name, {}, {"": f"{name}:1"})
     if node is not None:

@@ -563,3 +563,10 @@ def test_an_unread_setting_is_refused_in_a_recipe_and_beside_the_recipe_of_a_run
     assert unread == ["grpo.kl", "grpo.reference_mixing", "envs.timeout", "momentum"]
     with pytest.raises(RecipeError, match=r"^--grpo\.kl: grpo\.kl is set, and .*\n.*$"):
         recipe.load(tmp_path, ["--grpo.kl", "k1"])
+
+
+@pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\U00110000"])
+def test_an_escape_beyond_unicode_is_no_traceback(escape: str) -> None:
+    """PyYAML asks for its character without a check."""
+    with pytest.raises(RecipeError, match="not readable as YAML: an escape names no character"):
+        recipe.parse(f'name: "{escape}"\n', (), "r.yaml", recipe.Recipe)
