@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from conftest import OLD_EMITTERS
 from covey.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +23,8 @@ REACHED, RISE = 0.56, 0.09
 """The standard error of an accuracy of 652 answers is 0.016: so much is no chance."""
 SOON_COMPILED = " ".join(
     ("--xla_backend_optimization_level=1", "--xla_llvm_disable_expensive_passes=true",
-     "--xla_cpu_parallel_codegen_split_count=1", *OLD_EMITTERS)
+     "--xla_cpu_parallel_codegen_split_count=1",
+     *(flag for flag in os.environ["XLA_FLAGS"].split() if "emitters" in flag))
 )  # fmt: skip
 """And still quick, unlike what the flags of the other tests make."""
 

@@ -1,5 +1,6 @@
 """Updates layer by layer: the bits of one program of all weights, and programs that do not grow with the layers."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 
-from conftest import OLD_EMITTERS
 from covey.config.schema import LoRAConfig, OptimizerConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
@@ -44,7 +44,7 @@ MODELS: dict[str, Callable[[], nnx.Module]] = {
 }
 
 
-AS_IN_A_RUN = {"xla_cpu_use_fusion_emitters": True} if OLD_EMITTERS else {}
+AS_IN_A_RUN = {"xla_cpu_use_fusion_emitters": True} if "emitters" in os.environ["XLA_FLAGS"] else {}
 """Other tests run without them; a weight in some hundreds then has another last bit."""
 
 

@@ -278,7 +278,7 @@ def test_the_compiler_leaves_the_main_thread_to_ctrl_c() -> None:
         threads.append(threading.current_thread())
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.50G of 15.75G hbm.")
 
-    program: Any = SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=refuse))
+    program: Any = SimpleNamespace(name="apply", args=(), kwargs={}, lower=lambda: SimpleNamespace(compile=refuse))
     assert compile_program(program, read_text=False).refused == 17.5 * 2**30
     assert threads != [threading.main_thread()]
 
@@ -295,7 +295,7 @@ def unreadable(written: str) -> Any:
             Path(options["xla_dump_to"], "module_0000.jit_sum.after_codegen.txt").write_text(written)
         return SimpleNamespace(memory_analysis=made.memory_analysis, as_text=as_text)
 
-    return SimpleNamespace(name="apply", lower=lambda: SimpleNamespace(compile=compile))
+    return SimpleNamespace(name="apply", args=(), kwargs={}, lower=lambda: SimpleNamespace(compile=compile))
 
 
 def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_devices_that_the_compiler_refuses_are_told_as_those_of_two_meshes(monke
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
     monkeypatch.setattr(plan, "compile_program", refuse)
-    apply: Any = SimpleNamespace(name="apply")
+    apply: Any = SimpleNamespace(name="apply", args=(), kwargs={})
     words = "compiler for v5e:4x4 refuses apply: INTERNAL: RET_CHECK failure\n.*a block of chips"
     with pytest.raises(RecipeError, match=words):
         plan._compile(
