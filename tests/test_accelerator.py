@@ -144,7 +144,7 @@ def test_a_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "start", start)
     outcomes = [command.make(by_name("8B"), tmp_path) for _ in range(3)]
     assert [outcome.message for outcome in outcomes] == [
-        "its process took too long and was ended: the driver is gone",
+        "its process ended with -9: the driver is gone",
         "its process ended with 1: the driver is gone",
         "its process took too long and was ended: the driver is gone",
     ]

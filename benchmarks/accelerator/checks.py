@@ -11,6 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+BESIDE, PREPARED, ALONE = "beside", "prepared", "alone"
+"""How a check shares the device where the minutes are limited; see `Check.turn`."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -41,7 +44,7 @@ class Check:
     does: str
     minutes: float
     arguments: tuple[Any, ...] = ()
-    turn: str = "alone"
+    turn: str = ALONE
     seconds: float = 80.0
 
     @property
@@ -55,7 +58,6 @@ class Check:
         return partial(resolve_name(f"benchmarks.accelerator.{self.function}"), *self.arguments)
 
 
-BESIDE, PREPARED, ALONE = "beside", "prepared", "alone"
 STEP = "a step and a decode of random weights in the shape of {}, beside the plan; needs {} GB of memory"
 RECIPE = STEP.format("Gemma 2 2B with adapters, as the recipe gsm8k-gemma2 sets it", 12)
 PEER = "the step of '2B recipe' by TRL's trainer with generate of transformers; needs torch and TRL"

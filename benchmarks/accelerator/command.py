@@ -6,7 +6,6 @@ The same command continues a call that was stopped. This process never begins JA
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -42,8 +41,9 @@ def main(settings: Settings) -> int:
     pending = [c for c in CHECKS if c.name in names and not is_final(results, c.name)]
     share = TINY if described["identity"]["platform"] == "cpu" else 1.0
     minutes = [share * check.minutes for check in pending]
-    limited = [settings.minutes] if settings.minutes else minutes
-    _show_start(console, described["identity"], len(names) - len(pending), len(pending), sum(limited))
+    _show_start(
+        console, described["identity"], len(names) - len(pending), len(pending), settings.minutes or sum(minutes)
+    )
 
     def keep(check: Check, outcome: Outcome) -> None:
         results.checks = _ordered({**results.checks, check.name: outcome})
@@ -79,7 +79,8 @@ def _make_within(
 
     def ended(one: Running) -> None:
         console.print(f"{time.monotonic() - began:4.0f} s  [bold]{one.check.name}[/]")
-        keep(one.check, outcome_of(one.check, folder, one.process.returncode, one.log, one.began))
+        code = None if one.was_ended else one.process.returncode
+        keep(one.check, outcome_of(one.check, folder, code, one.log, one.began))
 
     Timetable(folder, minutes, start, ended, began).make(checks)
 
@@ -119,7 +120,7 @@ def outcome_of(check: Check, folder: Path, code: int | None, log: Path, began: f
     outcome = replace(Outcome.from_json(values), seconds=seconds)
     if code == 0 and path.exists():
         return outcome
-    how = "took too long and was ended" if code in (None, -signal.SIGTERM, -signal.SIGKILL) else f"ended with {code}"
+    how = "took too long and was ended" if code is None else f"ended with {code}"
     return replace(outcome, status=ERROR, message=f"its process {how}: {_tail(log)}")
 
 

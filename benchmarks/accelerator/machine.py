@@ -20,7 +20,7 @@ from covey_plan import doctor
 from covey_plan.compiled import peak_memory
 from covey_plan.machines import CPU, MACHINES, Machine, Target
 from covey_plan.roofline import machine_peaks
-from covey_plan.topologies import Places
+from covey_plan.topologies import GPUS, Places
 
 KINDS = {
     "TPU v5 lite": "v5e",
@@ -29,10 +29,7 @@ KINDS = {
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-}
+} | {gpu.name: name for name, gpu in GPUS.items()}
 """Kind of a device, as JAX names it → name of the machine in a plan."""
 NEEDED = ("jax", "float32", "bfloat16", "gpu", "sampler")
 """Subjects of `covey doctor` without which no check is worth its time."""

@@ -24,7 +24,7 @@ class Operation(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What a trace says.
+    """Result of a trace.
 
     Attributes:
         seconds: time that the work took.
@@ -56,7 +56,7 @@ def profiled(work: Callable[[], Any]) -> Profile:
 
 
 def _operations(file: Path) -> Iterator[Operation]:
-    """Yield what ran on devices; on a CPU, where a trace has no device, what its threads executed of programs."""
+    """Yield the operations that ran on devices; on a CPU, whose trace has no device, those of its threads."""
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or [plane for plane in planes if plane.name.startswith("/host:CPU")]:

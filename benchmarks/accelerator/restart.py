@@ -31,13 +31,12 @@ def compare(context: Context) -> Iterator[Row]:
         apart = _differences(folder / name.replace(" ", "-"), more, "", context)
         yield Row(f"{name}: arrays and files that differ", apart, 0, bound=True)
         if apart:
-            apart = _differences(folder / "in-order", more, IN_ORDER, context)
+            apart = _differences(folder / f"{name.replace(' ', '-')}-in-order", more, IN_ORDER, context)
             yield Row(f"{name}, {IN_ORDER}: arrays and files that differ", apart, 0, bound=True)
 
 
 def _differences(folder: Path, more: Sequence[str], flag: str, context: Context) -> int:
     """Return the number of arrays and files in which two runs differ."""
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     straight, killed = folder / "straight", folder / "killed"
     train = ["train", "arithmetic-tiny", *(f"--{setting}" for setting in (*settings(), *more))]

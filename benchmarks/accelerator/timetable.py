@@ -33,6 +33,7 @@ class Running:
         log: file of its messages.
         turn: place of the files of its turn.
         began: when it was started, by the clock of `time.monotonic`.
+        was_ended: whether it took too long.
     """
 
     check: Check
@@ -40,6 +41,7 @@ class Running:
     log: Path
     turn: Path
     began: float
+    was_ended: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -53,14 +55,17 @@ class Running:
 
     def wait(self, until: float) -> None:
         """Wait for its end, and end it with all processes that it started if that is not `until` then."""
-        while not self.is_done and time.monotonic() < until:
-            time.sleep(0.05)
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            if not self.is_done:
-                with suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, how)
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(3)
+        try:
+            while not self.is_done and time.monotonic() < until:
+                time.sleep(0.05)
+        finally:
+            self.was_ended = not self.is_done
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                if not self.is_done:
+                    with suppress(ProcessLookupError):
+                        os.killpg(self.process.pid, how)
+                    with suppress(subprocess.TimeoutExpired):
+                        self.process.wait(3)
 
 
 class Timetable:
@@ -92,12 +97,12 @@ class Timetable:
         self._alone(first, {})
         rest = checks[len(first) :]
         running = {check.name: self._start(check) for check in rest if check.turn != ALONE}
-        while any(not (one.is_done or one.waits) for one in running.values()) and time.monotonic() < self.barrier:
-            time.sleep(0.05)
-        for check in rest:
-            if check.turn == BESIDE:
-                self._finish(running.pop(check.name), self.barrier)
         try:
+            while any(not (one.is_done or one.waits) for one in running.values()) and time.monotonic() < self.barrier:
+                time.sleep(0.05)
+            for check in rest:
+                if check.turn == BESIDE:
+                    self._finish(running.pop(check.name), self.barrier)
             self._alone([check for check in rest if check.turn != BESIDE], running)
         finally:
             for one in running.values():

@@ -56,8 +56,7 @@ class Subject:
     ):
         shape = shape_here(name)
         self.name, self.shape = name, shape if rank is None else replace(shape, rank=rank)
-        shape = self.shape
-        self.recipe: Recipe = recipe_of(shape, mesh, dtype)
+        self.recipe: Recipe = recipe_of(self.shape, mesh, dtype)
         self.places: Places = places_of(self.recipe.model.mesh, jax.devices())
         self.model: Decoder = abstract_model(self.shape, self.recipe, self.places)
         self.dtype = str(jnp.dtype(self.recipe.model.dtype))
@@ -152,9 +151,10 @@ class Measurement:
             yield Row(f"peak memory{suffix}", short(self.peak / 1e9), short(self.plan.peak / 1e9), "GB")
         yield from _sampler_rows(self.first.metrics, self.subject, suffix)
         self.context.tell("decoding with all slots busy")
-        yield seconds_row(f"decode step, beside its bound{suffix}", *_decode(self.subject, self.cluster, self.plan))
+        decode = _full_slots(self.subject, self.cluster)
+        yield seconds_row(f"decode step, beside its bound{suffix}", *_decode_seconds(self.subject, decode, self.plan))
         if not suffix:
-            yield from self._profiles()
+            yield from self._profiles(decode)
 
     def _shares(self, phase: Phase, seconds: float, suffix: str) -> Iterator[Row]:
         """Yield the rates of a phase as shares of what the data sheet promises; of flops only the products of real
@@ -168,16 +168,14 @@ class Measurement:
                 f"{phase.name}: share of the peak {name}/s{suffix}", short(100 * amount / seconds / rate), None, "%"
             )
 
-    def _profiles(self) -> Iterator[Row]:
+    def _profiles(self, decode: Callable[[int], object]) -> Iterator[Row]:
         """Yield the share of an update and of decode steps in which the device computes, and the number of operations;
         the longest operations go to the file profile.txt.
         """
         self.context.tell("profiles")
         chunk = self.subject.recipe.rollout.decode_chunk
-        decode, tokens = _full_slots(self.subject, self.cluster)
-        decode(tokens)
         for what, profile in {
-            f"decode, {chunk} steps": profiled(lambda: decode(tokens)),  # before an update takes its weights
+            f"decode, {chunk} steps": profiled(lambda: decode(1)),  # before an update takes its weights
             "update": self._profile_of_update(),
         }.items():
             with (self.context.folder / "profile.txt").open("a", encoding="utf-8") as file:
@@ -207,13 +205,11 @@ class Measurement:
         return np.concatenate(self.cluster.get_old_per_token_logps(rows, lengths))
 
 
-def _decode(subject: Subject, cluster: RLCluster, plan: Plan) -> tuple[float, float]:
+def _decode_seconds(subject: Subject, decode: Callable[[int], object], plan: Plan) -> tuple[float, float]:
     """Return the seconds of a decode step in the middle of the completions, and the least that the devices allow."""
     work, chunk, rank = subject.shape.work, subject.recipe.rollout.decode_chunk, subject.recipe.model.lora.rank
     slots, place = work.prompts * work.samples, work.prompt_length + work.new_tokens // 2
-    decode, tokens = _full_slots(subject, cluster)
-    decode(tokens)
-    seconds = _seconds(lambda: decode(CHUNKS * tokens)) / (CHUNKS * chunk)
+    seconds = _seconds(lambda: decode(CHUNKS)) / (CHUNKS * chunk)
     itemsize, mesh = jnp.dtype(subject.dtype).itemsize, subject.recipe.model.mesh
     flops, read = decoding(subject.shape.config, [(place, 1)] * slots, slots / mesh.data, rank, itemsize)
     count = mesh.data * mesh.fsdp * mesh.tp if plan.target.count else 1
@@ -221,12 +217,16 @@ def _decode(subject: Subject, cluster: RLCluster, plan: Plan) -> tuple[float, fl
     return seconds, max(read / plan.machine.bandwidth, flops / rate) / count
 
 
-def _full_slots(subject: Subject, cluster: RLCluster) -> tuple[FullSlots, int]:
-    """Return the decoding of all slots in the middle of their completions, and the tokens of one chunk."""
+def _full_slots(subject: Subject, cluster: RLCluster) -> Callable[[int], object]:
+    """Return a function that decodes a number of chunks with all slots in the middle of their completions; it has been
+    called once.
+    """
     work, chunk = subject.shape.work, subject.recipe.rollout.decode_chunk
     slots, place = work.prompts * work.samples, work.prompt_length + work.new_tokens // 2
     params = cluster.rollout.sampling_params()
-    return FullSlots(cluster.rollout.engine.programs, params, slots, chunk, place), slots * chunk
+    decode = FullSlots(cluster.rollout.engine.programs, params, slots, chunk, place)
+    decode(slots * chunk)
+    return lambda chunks: decode(chunks * slots * chunk)
 
 
 def _seconds(call: Callable[[], object]) -> float:
