@@ -12,7 +12,7 @@ numbers of a draw. An appended token uses up an index, and the noise of that ind
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,6 @@ class SamplingParams(SamplingConfig):
     """
 
     @classmethod
-    @cache
     def from_config(cls, config: SamplingConfig) -> "SamplingParams":
         """Return the settings of the distribution that `config` has among others."""
         return cls(**{setting.name: getattr(config, setting.name) for setting in fields(cls)})

@@ -105,7 +105,6 @@ class Programs:
     """
 
     def __init__(self, graph: nnx.GraphDef[Decoder], stop_ids: tuple[int, ...]):
-        self.graph, self.stop_ids = graph, stop_ids
         self.prefill = jax.jit(partial(programs.prefill, graph))
         self.admit = jax.jit(partial(programs.admit, stop_ids), donate_argnums=0)
         # All arguments are kept, since the cache is made on the devices of the weights.
@@ -257,7 +256,9 @@ class ModelRunner:
         return copy
 
     def swap_in(self, slot: int, cache: list[LayerCache]) -> None:
-        """Restore the cache of a slot in a free one, before `resume`; the whole must not have been resized since."""
+        """Restore the cache of a slot in a free one, before its response is appended. The whole must have its size of
+        then.
+        """
         self.cache = self.programs.put(self.cache, cache, np.int32(slot))
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:

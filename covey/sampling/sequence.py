@@ -61,7 +61,6 @@ class Sequence:
     Attributes:
         responder: answers the turns of the model; None if the completion is a single turn.
         key: random key, uint32 [2].
-        sampled: the tokens of the completion so far.
         versions: versions of the weights that drew the first and the last token.
         turn_start: number of tokens of the completion before the present turn of the model.
         ending: end of the completion or of its turn; None while it is drawn.
@@ -76,17 +75,16 @@ class Sequence:
         sampling_params: SamplingConfig,
         stop_conditions: Iterable[StopCondition] = (),
     ):
-        self.prompt, self.limit, self.sampling_params = prompt, limit, sampling_params
-        self.stop_conditions = stop_conditions
-        self.key = np.zeros(2, np.uint32)
-        self.sampled = SampledTokens(*(np.zeros(0, dtype) for dtype in (np.int32, np.float32, np.float32)))
-        self.versions, self.turn_start = (0, 0), 0
+        self.prompt, self.limit = prompt, limit
+        self.sampling_params, self.stop_conditions = sampling_params, stop_conditions
+        self._drawn = SampledTokens(*(np.empty(limit, dtype) for dtype in (np.int32, np.float32, np.float32)))
+        self.key, self.versions, self.turn_start, self._count = np.zeros(2, np.uint32), (0, 0), 0, 0
         self.ending: Ending | None = None
 
     @property
     def tokens(self) -> np.ndarray:
         """The completion so far, int32 [n]."""
-        return self.sampled.ids
+        return self._drawn.ids[: self._count]
 
     @property
     def turn_end(self) -> int:
@@ -101,22 +99,25 @@ class Sequence:
             version: version of the weights that drew them.
             is_active: whether more are drawn after them; otherwise a stop token or a limit was reached.
         """
-        before = len(self.tokens)
+        before = self._count
         self.versions = (self.versions[0] if before else version), version
-        turn = np.concatenate([self.tokens[self.turn_start :], new.ids])
+        self.add(new)
+        turn = self.tokens[self.turn_start :]
         found = [condition(turn, len(new.ids)) for condition in self.stop_conditions]
         if not is_active:
             found.append(Ending(len(turn), FinishReason.LENGTH))
         self.ending = min(filter(None, found), key=lambda ending: ending.length, default=None)
-        kept = len(new.ids) if self.ending is None else self.turn_start + self.ending.length - before
-        self.add(SampledTokens(*(x[:kept] for x in new)))
-        return kept
+        self._count = self._count if self.ending is None else self.turn_start + self.ending.length
+        return self._count - before
 
     def add(self, new: SampledTokens) -> None:
         """Add tokens at the end."""
-        self.sampled = SampledTokens(*map(np.concatenate, zip(self.sampled, new, strict=True)))
+        start, self._count = self._count, self._count + len(new.ids)
+        for drawn, values in zip(self._drawn, new, strict=True):
+            drawn[start : self._count] = values
 
     def completion(self) -> Completion:
         """Return the finished completion, without its text."""
         assert self.ending is not None, "a completion is finished where it has ended"
-        return Completion(*self.sampled, self.ending.reason, hidden=self.ending.hidden, key=self.key)
+        drawn = SampledTokens(*(values[: self._count].copy() for values in self._drawn))
+        return Completion(*drawn, self.ending.reason, hidden=self.ending.hidden, key=self.key)

@@ -35,7 +35,7 @@ class TurnSequence(Sequence):
         arguments: arguments of `Sequence`.
 
     Attributes:
-        branches: branches that the responder has begun, after the first.
+        branches: the prompt's branch, and the branches that the responder has begun.
         response: what goes into the cache before the next token is drawn; None for nothing.
         swapped: content of its slot while it has none; None otherwise.
     """
@@ -46,7 +46,7 @@ class TurnSequence(Sequence):
         self.branches = [Branch(0, len(self.prompt))]
         self.response: Any = None
         self.swapped: Any = None
-        self._mask = np.zeros(0, bool)
+        self._mask = np.empty(self.limit, bool)
 
     @property
     def length(self) -> int:
@@ -67,12 +67,11 @@ class TurnSequence(Sequence):
     def add(self, new: SampledTokens, *, drawn: bool = True) -> None:
         """Add tokens at the end, drawn by the model or not."""
         super().add(new)
-        self._mask = np.concatenate([self._mask, np.full(len(new.ids), drawn)])
+        self._mask[self._count - len(new.ids) : self._count] = drawn
 
     def append(self, tokens: np.ndarray) -> None:
         """Append `tokens`, int32 [n], that the model did not draw; their log-probs are 0."""
-        zeros = np.zeros(len(tokens), np.float32)
-        self.add(SampledTokens(tokens, zeros, zeros), drawn=False)
+        self.add(SampledTokens(tokens, np.zeros(1, np.float32), np.zeros(1, np.float32)), drawn=False)
         self.turn_start = len(self.tokens)
 
     def branch(self, kept: int) -> None:
@@ -99,7 +98,9 @@ class TurnSequence(Sequence):
 
     def completion(self) -> Completion:
         """Return the finished completion, without its text, with a mask of the model's tokens."""
-        return replace(super().completion(), mask=self._mask, branches=tuple(self.branches[1:]) or None)
+        return replace(
+            super().completion(), mask=self._mask[: self._count].copy(), branches=tuple(self.branches[1:]) or None
+        )
 
 
 def of_responder(responder: Responder) -> tuple[Callable[..., TurnSequence], BatchRequirements]:
@@ -266,10 +267,10 @@ class Turns:
     def begin_chunk(self, active: Mapping[int, Any]) -> None:
         """Count a chunk of decode steps, before which the responses of the sequences in slots go into the cache."""
         self._chunks += 1
-        pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self._engine.runner.slots.token))
         resumed = {
             slot: one for slot, one in active.items() if isinstance(one, TurnSequence) and one.response is not None
         }
+        pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self._engine.runner.slots.token))
         for slot, one in resumed.items():
             response, length, tokens = one.response, one.length - 1, one.tokens
             # Without a branch, the last token that was drawn is not in the cache either.

@@ -26,15 +26,13 @@ def fitted(
     prompt_lengths: Sequence[int],
     num_samples: Sequence[int],
     config: RolloutConfig,
-    *,
-    may_resize: bool = True,
-    fixed_shapes: bool = False,
     requirements: BatchRequirements = NO_REQUIREMENTS,
+    **options: bool,
 ) -> Scheduler:
     """A scheduler in which requests with prompts of these lengths and numbers of samples wait."""
-    scheduler = Scheduler(config, may_resize=may_resize, fixed_shapes=fixed_shapes)
-    for request, sizes in enumerate(zip(prompt_lengths, num_samples, strict=True)):
-        scheduler.add(request, *sizes, requirements)
+    scheduler = Scheduler(config, **options)
+    for request, (length, samples) in enumerate(zip(prompt_lengths, num_samples, strict=True)):
+        scheduler.add(request, length, samples, requirements)
     scheduler.fit()
     return scheduler
 
