@@ -38,8 +38,11 @@ def serialize(value: Any) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays)])
 
 
-def deserialize(data: bytes) -> Any:
+def deserialize(data: bytes, rename: Callable[[str, Any], tuple[str, Any]] | None = None) -> Any:
     """Return the value that was given to `serialize`; JAX arrays become NumPy arrays.
+
+    Args:
+        rename: function from the name and the fields of a dataclass, as an earlier version wrote them, to those of now.
 
     Raises:
         CoveyError: the data name a class that is not Covey's.
@@ -55,7 +58,7 @@ def deserialize(data: bytes) -> Any:
         numbers, rest = rest[:size], rest[size:]
         return np.frombuffer(numbers, kind).reshape(shape).copy()
 
-    return _restore(tree, next_array)
+    return _restore(tree, next_array, rename)
 
 
 def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -78,8 +81,8 @@ def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
     )
 
 
-def _restore(tree: Any, next_array: Callable[[str, Sequence[int]], np.ndarray]) -> Any:
-    inner = partial(_restore, next_array=next_array)
+def _restore(tree: Any, next_array: Callable[[str, Sequence[int]], np.ndarray], rename: Any) -> Any:
+    inner = partial(_restore, next_array=next_array, rename=rename)
     if isinstance(tree, list):
         return [inner(item) for item in tree]
     if not isinstance(tree, dict):
@@ -88,7 +91,7 @@ def _restore(tree: Any, next_array: Callable[[str, Sequence[int]], np.ndarray]) 
     if kind in ("array", "scalar"):
         array = next_array(*content)
         return array if kind == "array" else array[()]
-    return KINDS[kind].restore(content, inner)
+    return KINDS[kind].restore(rename(*content) if rename and kind == "class" else content, inner)
 
 
 def _name(kind: type) -> str:

@@ -14,7 +14,6 @@ the next prompts are sampled. In several processes each has two such threads, wh
 alone. Those that score meet where they exchange rewards, in the order of the steps.
 """
 
-import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,27 +81,13 @@ def _without_time(completion: Completion) -> Completion:
 
 def load_steps(saved: Iterable[bytes]) -> list[SampledStep]:
     """Return this process's part of each step of a checkpoint, given the bytes of each process (`serialize`)."""
-    return [local_step(parts) for parts in zip(*(deserialize(_with_names(data)) for data in saved), strict=True)]
+    return [local_step(parts) for parts in zip(*(deserialize(data, _renamed) for data in saved), strict=True)]
 
 
-def _with_names(data: bytes) -> bytes:
-    """Return serialized steps with the names that classes and their fields have now."""
-    stop = 8 + int.from_bytes(data[:8], "little")
-    text = json.dumps(_renamed(json.loads(data[8:stop]))).encode()
-    return len(text).to_bytes(8, "little") + text + data[stop:]
-
-
-def _renamed(tree: Any) -> Any:
-    """Return the JSON of serialized values (`parallel.values`) with the names of now."""
-    if isinstance(tree, list):
-        return [*map(_renamed, tree)]
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, content),) = tree.items()
-    if kind == "class":
-        name, fields = FORMER_CLASSES.get(content[0].partition(":")[2], (content[0], {}))
-        content = [name, [[fields.get(field, field), value] for field, value in content[1]]]
-    return {kind: _renamed(content)}
+def _renamed(name: str, fields: list[Any]) -> tuple[str, list[Any]]:
+    """Return the names that a class and its fields have now."""
+    name, now = FORMER_CLASSES.get(name.partition(":")[2], (name, {}))
+    return name, [[now.get(field, field), value] for field, value in fields]
 
 
 def local_step(parts: Sequence[SampledStep]) -> SampledStep:

@@ -27,7 +27,7 @@ from covey.rl.rollouts import (
     SampledStep,
     SamplingContext,
     Worker,
-    _with_names,
+    _renamed,
     load_steps,
 )
 from covey.rl.stage_sizes import StageSizes
@@ -244,7 +244,7 @@ def test_names_of_rewards_and_columns_are_not_those_of_fields() -> None:
     columns = {"mass": 3.0, "cut": "a", "tags": ["cut", "mass", 1], "class": "covey.rl.group_table:GroupTable"}
     group = Group('["cut", ', np.array([1]), (), columns)
     data = serialize([SampledStep(3, RolloutBatch([group]), {"mass": 2, "cut": 1}, 1)])
-    (step,) = deserialize(_with_names(data))
+    (step,) = deserialize(data, _renamed)
     assert step.failed == {"mass": 2, "cut": 1}
     assert (step.rollout.groups[0].prompt, step.rollout.groups[0].columns) == ('["cut", ', columns)
 
