@@ -157,8 +157,7 @@ class Commands(Mapping[str, Command]):
             KeyError: there is none of this name.
             CoveyError: the package to which it belongs cannot be imported.
         """
-        known = self._own if name in self._own else self._all
-        return known[name] if name in known else all_offered("covey.commands")[name]()
+        return self._own[name] if name in self._own else all_offered("covey.commands")[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)

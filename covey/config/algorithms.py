@@ -26,7 +26,6 @@ from covey.config.base import (
     refuse_if,
     setting,
     unused_settings,
-    without_check,
 )
 
 T = TypeVar("T")
@@ -270,7 +269,7 @@ def algorithm_of(config: GRPOConfig) -> Algorithm:
     fields = dataclasses.fields(Algorithm)
     values = {f.name: f.metadata.get(OTHERWISE, f.default) for f in fields}
     overrides = {name: value for name, value in vars(config).items() if name in values and value is not None}
-    return without_check(Algorithm, {**values, **PRESETS[config.algorithm].settings, **overrides})
+    return Algorithm.from_checked({**values, **PRESETS[config.algorithm].settings, **overrides})
 
 
 def config_for(config: GRPOConfig) -> GRPOConfig:

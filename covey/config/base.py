@@ -1,9 +1,10 @@
 """Base class of all settings: frozen dataclasses whose values pydantic checks, with the errors of this package.
 
 A class that derives from `Config` is a dataclass. Its fields have strict types, ranges and choices; unknown keywords
-are refused; `contradictions` compares its fields with each other. One `RecipeError` reports all mistakes of a call.
-NumPy scalars are valid as numbers, lists as tuples, and paths as text. `Keywords` refuses unknown keywords of learners
-and clusters with the same errors. This module does not import JAX.
+are refused; `contradictions` compares its fields with each other. One `RecipeError` reports all wrong keywords and
+values of a call; if there are none, all contradictions. NumPy scalars are valid as numbers, lists as tuples, and paths
+as text. `Keywords` refuses unknown keywords of learners and clusters with the same errors. This module does not import
+JAX.
 """
 
 import inspect
@@ -371,13 +372,6 @@ def unused_settings(
             f"{'null' if default is None else default}, or {want}",
             unused=True,
         )
-
-
-def without_check(cls: type[C], values: Mapping[str, Any]) -> C:
-    """Return an object of `cls` with the values of all of its fields, which have been checked before."""
-    settings = object.__new__(cls)
-    vars(settings).update(values)
-    return settings
 
 
 @cache

@@ -236,7 +236,7 @@ def load(
 
     Raises:
         RecipeError: the recipe is of the other kind; or, with file and line, all mistakes of the first check that fails
-            (reading, names and types, ranges).
+            (reading, names and values, contradictions).
     """
     document = strict_yaml.read_file(find(source))
     if (other := _kind(document)) is not kind:
@@ -253,14 +253,15 @@ def load(
 
 def load_any(source: str | Path, overrides: Sequence[str] = ()) -> Recipe | SFTRecipe:
     """Load a recipe of either kind; arguments and errors are those of `load`."""
-    kind: Any = kind_of(source)
-    return load(source, overrides, kind)  # type: ignore[no-any-return]
+    document = strict_yaml.read_file(find(source))
+    kind: Any = _kind(document)
+    return _build(document, overrides, kind, of_run=Path(source).is_dir())  # type: ignore[no-any-return]
 
 
 def read_built_in(name: str) -> Recipe | SFTRecipe:
     """Return the built-in recipe `name` as it stands, which may need a setting of the user's, such as a path."""
-    kind: Any = kind_of(name)
-    return strict_yaml.validate_tree(kind, strict_yaml.read_file(find(name)).tree, kind)[0]  # type: ignore[no-any-return]
+    document = strict_yaml.read_file(find(name))
+    return strict_yaml.validate_tree(_kind(document), document.tree)[0]
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:

@@ -1,9 +1,10 @@
 """Strict YAML reader that builds settings.
 
-The result is an object of a class of settings, or one error that names every mistake with file and line. The reader
-differs from YAML 1.1 on purpose: `1e-5` is a number (there text), `no` and `1:30` are text (there false and 90).
-Duplicate keys, anchors and custom tags are refused. `override` puts values from the command line into the same tree, so
-that the same code checks both. A file may be hostile: its size and the number of reported mistakes are limited.
+The result is an object of a class of settings, or one error with file and line of all wrong names and values, or else
+of all contradictions. The reader differs from YAML 1.1 on purpose: `1e-5` is a number (there text), `no` and `1:30` are
+text (there false and 90). Duplicate keys, anchors and custom tags are refused. `override` puts values from the command
+line into the same tree, so that the same code checks both. A file may be hostile: its size and the number of reported
+mistakes are limited.
 """
 
 import logging
@@ -133,18 +134,10 @@ def read(text: str, name: str) -> Document:
             fix="spaces in place of tabs" if "'\\t'" in problem else "",
             where=f"{name}:{mark.line + 1}" if mark else name,
         ) from None
-    except (
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-        OverflowError,
-    ) as error:
-        raise RecipeError(  # PyYAML takes escapes beyond \U0010FFFF for characters
-            "not readable as YAML: an escape names no character"
-            if isinstance(error, ValueError | OverflowError)
-            else f"not readable as YAML: {str(error) or 'nested too deep'}",
-            where=name,
-        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"not readable as YAML: {str(error) or 'nested too deep'}", where=name) from None
+    except (ValueError, OverflowError):  # PyYAML takes escapes beyond \U0010FFFF for characters
+        raise RecipeError("not readable as YAML: an escape names no character", where=name) from None
 
     document = Document(name, {}, {"": f"{name}:1"})
     if node is not None:
@@ -168,7 +161,7 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
     Raises:
         RecipeError: the error lists all wrong names and values; if there are none, all contradictions.
     """
-    settings, problems = validate_tree(cls, document.tree, cls)
+    settings, problems = validate_tree(cls, document.tree)
     order = {key: number for number, key in enumerate(document.places)}
     problems = sorted(problems or all_contradictions(settings), key=lambda problem: order.get(problem.key, 0))
     unused = [p for p in problems if p.unused and document.place(p.key) == recorded.get(p.key)]
@@ -182,17 +175,17 @@ def build(cls: type[C], document: Document, recorded: Mapping[str, str] = Mappin
 
 
 def validate_tree(
-    cls: type[C], tree: Any, root: type[Config], path: str = "", start: C | None = None
+    cls: type[C], tree: Any, root: type[Config] | None = None, path: str = "", start: C | None = None
 ) -> tuple[C, list[Problem]]:
     """Return settings of `cls` from a mapping, and its wrong names and values; with any, the settings are `start`.
 
     Args:
         tree: the mapping; sections are mappings, or None without settings.
-        root: class of the whole recipe, in which a wrong name is looked for.
+        root: class of the whole recipe, in which a wrong name is looked for; `cls` when not given.
         path: dotted name of the section.
         start: values of missing settings, by default those of the class.
     """
-    start = start or cls()
+    start, root = start or cls(), root or cls
     if not isinstance(tree, dict):
         return start, [Problem(path, f"{path or 'the file'} is {shortened(tree)}", describe(dict))]
     given, problems = dict(tree), list[Problem]()

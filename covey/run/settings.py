@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.algorithms import PPOConfig, algorithm_of
-from covey.config.base import treatments_on_resume, without_check
+from covey.config.base import treatments_on_resume
 from covey.config.recipe import METHODS, SECTION, AnyRecipe, Recipe, SFTRecipe, flatten, to_yaml
 from covey.errors import ResumeError
 from covey.monitor.run_files import RECIPE
@@ -68,7 +68,9 @@ def check_same_settings(saved: Settings, now: Settings, folder: Path, fix: str =
 def _of_saved_arrays(saved: Settings, now: Settings) -> set[str]:
     """Return the settings that would be overridden by arrays of the checkpoint, or ask for arrays that it lacks."""
     then, algorithm = (
-        algorithm_of(without_check(PPOConfig, {name.removeprefix(SECTION): x for name, x in settings.items()}))
+        algorithm_of(
+            PPOConfig.from_checked({f: settings[SECTION + f] for f in PPOConfig.kinds if SECTION + f in settings})
+        )
         for settings in (saved, now)
     )
     kept = {

@@ -53,7 +53,7 @@ def dry_run(kind: type[recipe.RecipeT], line: Line) -> None:
     loaded = recipe.load(source, line.settings, kind)
     check_run(loaded)
     out = new_run_folder(loaded)
-    settings = list(resolve_settings(loaded, places_of(source, line.settings)))
+    settings = list(resolve_settings(loaded, places_of(kind, source, line.settings)))
     outline, preview = _look_ahead(loaded)
     if "--json" in line.options:
         from covey_plan.preview import preview_to_json
@@ -139,9 +139,9 @@ def _from_preset(name: str, loaded: recipe.Recipe) -> ResolvedSetting | None:
     return None if value is None else ResolvedSetting(name, value, origin)
 
 
-def places_of(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+def places_of(kind: type[recipe.RecipeT], source: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return {dotted name: place} of the settings in `overrides` and in the recipe at `source`; a place is the flag of
     the command line, or file and line.
     """
     document = strict_yaml.read_file(recipe.find(source))
-    return apply(recipe.kind_of(source), document, overrides, recipe.HIDDEN).places
+    return apply(kind, document, overrides, recipe.HIDDEN).places

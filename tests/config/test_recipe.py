@@ -313,7 +313,7 @@ def test_single_problems(override, part):
 def read_back(settings):
     """The settings that are read from a recipe that was written, and what is wrong with them."""
     tree = strict_yaml.read(recipe.to_yaml(settings), "r.yaml").tree
-    return strict_yaml.validate_tree(type(settings), tree, type(settings))
+    return strict_yaml.validate_tree(type(settings), tree)
 
 
 def test_defaults_lie_within_their_ranges():

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from covey import (
 from covey.cli.checks import resume_command
 from covey.cli.main import main
 from covey.config import recipe
-from covey.config.base import all_contradictions, without_check
+from covey.config.base import all_contradictions
 from covey.config.metrics import CLOCKS
 from covey.config.recipe import load_any
 from covey.errors import RecipeError, ResumeError, Stopped, WeightsError
@@ -382,8 +383,9 @@ def test_a_history_becomes_a_frame_or_says_what_is_missing(monkeypatch: pytest.M
 def changed(settings: Any, name: str, value: Any) -> Any:
     """The settings with another value at a dotted name, whatever else contradicts it."""
     first, _, rest = name.partition(".")
-    new = changed(getattr(settings, first), rest, value) if rest else value
-    return without_check(type(settings), vars(settings) | {first: new})
+    new = copy(settings)
+    vars(new)[first] = changed(getattr(settings, first), rest, value) if rest else value
+    return new
 
 
 WRONG: list[tuple[str, Any]] = [

@@ -2,6 +2,7 @@
 older version of Covey did not know.
 """
 
+from copy import copy
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -9,7 +10,7 @@ import pytest
 
 from covey.config import recipe
 from covey.config.algorithms import algorithm_of
-from covey.config.base import leaves, treatments_on_resume, without_check
+from covey.config.base import leaves, treatments_on_resume
 from covey.config.kinds import choices, without_none
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import GRPOConfig, PPOConfig
@@ -92,8 +93,9 @@ def test_the_treatment_beside_a_setting_comes_before_that_of_its_section() -> No
 def with_value(settings: Any, name: str, value: Any) -> Any:
     """The tree with another value at a dotted name, whatever else contradicts it."""
     first, _, rest = name.partition(".")
-    new = with_value(getattr(settings, first), rest, value) if rest else value
-    return without_check(type(settings), vars(settings) | {first: new})
+    new = copy(settings)
+    vars(new)[first] = with_value(getattr(settings, first), rest, value) if rest else value
+    return new
 
 
 def value_of(settings: Any, name: str) -> Any:

@@ -17,7 +17,6 @@ from covey.config.base import (
     Problem,
     refuse_if,
     setting,
-    without_check,
 )
 
 CALCULATOR_MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
@@ -70,7 +69,7 @@ class RolloutConfig(SamplingConfig, section="rollout", on_resume="report"):
 
     def with_seed(self, seed: int) -> "RolloutConfig":
         """Return these settings with another seed."""
-        return without_check(type(self), vars(self) | {"seed": seed})
+        return type(self).from_checked(vars(self) | {"seed": seed})
 
 
 class EvalConfig(Config, section="evaluation", on_resume="ignore"):
