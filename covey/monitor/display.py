@@ -51,7 +51,7 @@ class LogDisplay:
         show: Sequence[str],
         values: Sequence[float],
     ):
-        self.console, self.status, self.main_metric, self._show = console, status, main_metric, show
+        self.console, self.status, self.main_metric, self.show, self.values = console, status, main_metric, show, values
         self._started = self._spoken = time.monotonic()
         self._announced: set[str] = set()
         self._slow_compile = Timer(0, self.stamp)
@@ -89,7 +89,7 @@ class LogDisplay:
     def step(self, row: Mapping[str, float], total: int, left: float) -> None:
         """Show a step of `total`, of which `left` seconds are left."""
         columns = {"step": step_count(row, total)}
-        for name in (self.main_metric, *ALWAYS, *self._show, "tokens_per_second"):
+        for name in (self.main_metric, *ALWAYS, *self.show, "tokens_per_second"):
             if name in row:
                 columns.setdefault(name, cell(row, name, self.main_metric))
         columns |= {"left": duration(left)} if left else {}

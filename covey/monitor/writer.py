@@ -54,10 +54,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             ResumeError: a new run has existing rows, a row has the wrong form, or the rows end before the checkpoint.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._resume_at = folder, resume_at
-        for file in run_files():
-            if file.per_step:
-                self._cut(folder / file.name, must_reach=file.name in must_reach)
+        self._folder, self._resume_at, self._known = folder, resume_at, [f.name for f in run_files() if f.per_step]
+        for name in self._known:
+            self._cut(folder / name, must_reach=name in must_reach)
         self._files = {name: self._open(name) for name in (METRICS, SAMPLES)}
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -69,7 +68,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self.lines(name, map(encode_row, rows))
 
     def _open(self, name: str) -> IO[bytes]:
-        self._cut(self._folder / name)  # also a file that is not in the table
+        if name not in self._known:
+            self._cut(self._folder / name)
         return open_below(self._folder, name, "ab", buffering=0)
 
     def _cut(self, file: Path, must_reach: bool = False) -> None:

@@ -9,7 +9,7 @@ import io
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,6 @@ from covey.display import printable
 from covey.monitor.display import StepLines
 from covey.monitor.formats import SampleLine, excerpt, in_unit
 from covey.monitor.record import StepRecord
-from covey.monitor.status import Status
 from covey_status.terminal import StatusView, TerminalDisplay
 
 NOTEBOOK_LINES = 30
@@ -97,19 +96,11 @@ def plain_console(file: Any, width: int) -> Console:
 class NotebookDisplay(TerminalDisplay):
     """Display in a notebook: curves and the latest completions above the latest lines, in one output."""
 
-    def __init__(
-        self,
-        console: Console,
-        status: Callable[[], Status],
-        main_metric: str,
-        show: Sequence[str],
-        values: Sequence[float],
-    ):
-        view = StatusView(status, main_metric, values, moving=False)
-        output = NotebookOutput(NOTEBOOK_LINES, view, console.width)
-        super().__init__(plain_console(output, console.width), status, main_metric, show, values)
-        self.live: Any = output
-        self._figures = output.figures
+    def make_live(self) -> Any:
+        view = StatusView(self.status, self.main_metric, self.values, moving=False)
+        output = NotebookOutput(NOTEBOOK_LINES, view, self.console.width)
+        self.console, self._figures = plain_console(output, self.console.width), output.figures
+        return output
 
     def latest(self, row: Mapping[str, float], samples: Sequence[SampleLine]) -> None:
         self._figures.step(row, samples)

@@ -7,6 +7,7 @@ characters that are not printable are shown as escapes, and nothing is read as m
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -33,23 +34,23 @@ SPINNER = "|/-\\"
 
 
 class TerminalDisplay(LogDisplay):
-    """Display on a terminal: a table of the steps scrolls by above the status, which is drawn in place."""
+    """Display on a terminal: a table of the steps scrolls by above the status, which is drawn in place.
 
-    def __init__(
-        self,
-        console: Console,
-        status: Callable[[], Status],
-        main_metric: str,
-        show: Sequence[str],
-        values: Sequence[float],
-    ):
-        super().__init__(console, status, main_metric, show, values)
-        view = StatusView(status, main_metric, values)
-        self.live = Live(console=console, get_renderable=lambda: view, transient=True)
-        self._table = StepTable(main_metric, show)
+    Args:
+        given: those of `LogDisplay`.
+    """
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._table, self.live = StepTable(self.main_metric, self.show), self.make_live()
 
     def open(self) -> None:
         self.live.start()
+
+    def make_live(self) -> Any:
+        """Return the output that is drawn in place."""
+        view = StatusView(self.status, self.main_metric, self.values)
+        return Live(console=self.console, get_renderable=lambda: view, transient=True)
 
     def close(self) -> None:
         self.live.stop()
