@@ -108,13 +108,11 @@ def all_offered(group: str) -> dict[str, Callable[[], Any]]:
 
 
 def _load(point: EntryPoint) -> Any:
-    """Load what a package offers; the error names the package if it cannot be imported."""
-    try:
-        return point.load()
-    except ImportError as error:
-        package = point.module.partition(".")[0]
-        what = f"{point.name} belongs to the package {package}, which cannot be imported: {error}"
-        raise CoveyError(what, fix=install_command(), where=point.group) from error
+    """Load the object of an entry point; the error names its package if that cannot be imported."""
+    package = point.module.partition(".")[0]
+    what = f"{point.name} belongs to the package {package}, which cannot be imported"
+    import_package(point.module, CoveyError, what, where=point.group)
+    return point.load()
 
 
 def import_package(name: str, kind: type[CoveyError], what: str, extra: str = "", where: str = "") -> Any:

@@ -230,7 +230,7 @@ class Targets(NamedTuple):
 
     Attributes:
         token: their ids.
-        keys: random keys of `noise.token_keys` that drew them; None where no race is run.
+        keys: random keys of `sampling.logits.token_keys` that drew them; None where no race is run.
     """
 
     token: Int[Array, "R M"]

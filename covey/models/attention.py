@@ -58,8 +58,7 @@ def masked_attention(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]
     def attend(
         q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
     ) -> tuple[Array, Any]:
-        near = None if window is None else positions[:, :, None] - positions[:, None, :] < window
-        mask = allowed if near is None else allowed & near
+        mask = allowed if window is None else allowed & (positions[:, :, None] - positions[:, None, :] < window)
         return dot_product_attention(q, k, v, mask, softcap), cache
 
     return attend

@@ -292,12 +292,12 @@ def reshard(
 
 def _reported(move: Callable[[], PyTree], tree: PyTree, on_done: Callable[[Transfer], None]) -> PyTree:
     """Return the result of `move`, and report its outcome from a thread, which neither blocks the caller nor raises."""
-    size, outcome = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), Future[PyTree]()
-    threading.Thread(target=_report, args=(outcome, time.perf_counter(), size, on_done), name="reshard").start()
+    started, size, outcome = time.perf_counter(), sum(leaf.nbytes for leaf in jax.tree.leaves(tree)), Future[PyTree]()
     try:
         outcome.set_result(move())
     except Exception as error:
         outcome.set_exception(error)
+    threading.Thread(target=_report, args=(outcome, started, size, on_done), name="reshard").start()
     return outcome.result()
 
 

@@ -95,7 +95,7 @@ class Processes:
         return {}
 
     def routes(self, table: Any, layout: Any, sizes: Any) -> "Routes":
-        """Return how values of groups come to the processes that compute their rows.
+        """Return the ways of values of groups to the processes that compute their rows.
 
         Args:
             table: numbers of the groups (`rl.step_data.GroupTable`).

@@ -65,12 +65,12 @@ class RowSizes:
         )
 
     def rows_at_a_time(self, rows: Rows, role: Role = Role.ACTOR) -> int:
-        """Return how many rows `role` computes together."""
+        """Return the number of rows that `role` computes together."""
         count, length = rows.tokens.shape
         return self.at_a_time(count, length, role)
 
     def at_a_time(self, count: int, length: int, role: Role) -> int:
-        """Return how many of `count` rows of `length` tokens `role` computes together."""
+        """Return the number of rows, of `count` rows of `length` tokens, that `role` computes together."""
         limit = self.training.max_tokens_per_micro_batch
         return rows_per_micro_batch(count, length, limit, self._num_shards[role], self.fixed_shapes)
 
@@ -83,15 +83,14 @@ class PackedSlice:
         sizes: sizes of the rows.
 
     Attributes:
-        table: numbers of the groups of all processes.
         rows: NumPy rows; zeros in the rows that no device of this process computes.
         rows_to_sum: the rows that this process adds to sums over the rows of all processes.
         lengths: number of tokens of each completion, of all processes.
     """
 
     def __init__(self, x: Experience, sizes: RowSizes):
-        self.table, self.layout, self.lengths = x.table, sizes.layout(x.table), x.table.lengths.tolist()
-        self._routes = routes = processes.here().routes(self.table, self.layout, sizes)
+        self.layout, self.lengths = sizes.layout(x.table), x.table.lengths.tolist()
+        self._routes = routes = processes.here().routes(x.table, self.layout, sizes)
         prompts = routes.prompts_to_rows([np.asarray(group.prompt_tokens) for group in x.groups])
         tokens = routes.to_rows([np.asarray(c.tokens) for c in x.completions], np.int32, "tokens")
         self.rows: Rows = self.layout.fill(prompts, tokens, routes.rows)

@@ -294,7 +294,7 @@ class RLCluster(Keywords):
             self.critic_trainer.skip()
 
     def update_reference(self, mixing: float) -> None:
-        """Set reference ← α·actor + (1 − α)·reference; see `inference.polyak_update`."""
+        """Set reference ← α·actor + (1 − α)·reference; see `scorers.polyak_update`."""
         reference = self.inference.params[Role.REFERENCE]
         self.inference.update_params(Role.REFERENCE, polyak_update(reference, self.program_actor, mixing))
 

@@ -91,7 +91,6 @@ class Learner(Trainee):
         history, evaluations, settings: see `Trainee`.
         sampled: steps of a checkpoint that are sampled already.
         rollouts: rollouts of the steps; None outside of `steps`.
-        needs: names out of "reference", "old_logps" and "critic".
         base: origin of the weights that `train_grpo` loaded.
 
     Raises:
@@ -121,8 +120,6 @@ class Learner(Trainee):
         self.rollouts: Rollouts | None = None
         self.sampled: Sequence[SampledStep] = ()
         self.algorithm = a = algorithm_of(config)
-        needs = {"reference": a.needs_reference, "old_logps": a.needs_old_logps, "critic": a.needs_critic}
-        self.needs = {name for name, needed in needs.items() if needed}
         self.stats, self._nonfinite_guard = StepStats(), NonFiniteGuard(training.skip_nonfinite)
         self.beta, self.sizes = a.beta, stage_sizes(training, config.num_generations)
         if training.off_policy_steps and a.correction == "none":
@@ -230,7 +227,7 @@ class Learner(Trainee):
                 first += len(part)
                 stats += self.cluster.rollout.stats
         # Without a critic a completion has to be compared with another one of its prompt.
-        comparable = groups if "critic" in self.needs else [g for g in groups if len(g.completions) > 1]
+        comparable = groups if self.algorithm.needs_critic else [g for g in groups if len(g.completions) > 1]
         dropped, failed = len(groups) - len(comparable), self.failures.take_sampled()
         return RolloutBatch(comparable, stats=stats, dropped=dropped, env_failed=failed, seconds=clock.seconds)
 
@@ -267,12 +264,12 @@ class Learner(Trainee):
 
     def compute_logps(self, x: Experience) -> Experience:
         """Compute log-probs of the reference and before the first update, and values, if the algorithm needs them."""
-        cluster, sizes, needs = self.cluster, self.sizes, self.needs
+        cluster, sizes, a = self.cluster, self.sizes, self.algorithm
         with self.phase("logps", x.table.lengths.tolist):
             packed = PackedGroups(x, cluster.row_sizes)
-            ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if "reference" in needs else None
-            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if "old_logps" in needs else None
-            values = packed.map(cluster.get_values, sizes.ref_logps, "values") if "critic" in needs else None
+            ref = packed.map(cluster.get_ref_per_token_logps, sizes.ref_logps, "ref") if a.needs_reference else None
+            old = packed.map(cluster.get_old_per_token_logps, sizes.old_logps, "old") if a.needs_old_logps else None
+            values = packed.map(cluster.get_values, sizes.ref_logps, "values") if a.needs_critic else None
         return replace(x, ref_logps=ref, old_logps=old, values=values, packed=packed)
 
     def make_batches(self, rollouts: Iterable[RolloutBatch]) -> Iterator[TrainBatch]:

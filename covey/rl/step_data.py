@@ -7,6 +7,7 @@ micro-batch, dynamic sampling, advantages and metrics, follow from this table.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -85,7 +86,7 @@ class GroupTable:
         """Numbers of the completions that this process has sampled."""
         return np.flatnonzero(np.repeat(self.owner, self.sizes) == processes.here().index)
 
-    @property
+    @cached_property
     def starts(self) -> Int[np.ndarray, "P+1"]:
         """Number of the first completion of each group, and the number of all."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=int)])

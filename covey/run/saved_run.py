@@ -156,7 +156,7 @@ class SavedRun(Outputs):
         self._signals = stack.enter_context(SignalHandler(second_ends_process=not is_from_python(recipe)))
 
     def train(self, ready: ReadyRun) -> None:
-        """Train what is ready in the folder."""
+        """Train the learner of `ready` in this folder."""
         self.ready, self.learner, self.loader, self.held_out = ready, ready.learner, ready.loader, ready.held_out
         self.observers = [each for each in ready.learner.observers if not isinstance(each, StepLines)]
         loop.train(self.learner, self.loader, self.held_out, self)

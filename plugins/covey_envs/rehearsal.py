@@ -42,7 +42,7 @@ def is_due(runner: "EnvironmentRunner") -> bool:
 
 
 def rehearse(runner: "EnvironmentRunner", rows: Sequence[Row]) -> None:
-    """Play the first of `rows` twice, then together with the next one. Process 0 plays, and all processes agree.
+    """Play the first of `rows` twice: alone, then together with the next one. Process 0 plays, and all processes agree.
 
     Raises:
         EpisodeError: the two courses differ.

@@ -20,7 +20,11 @@ def check_code(recipe: Recipe | SFTRecipe) -> None:
     """
     processes.here().check_same(
         "code of the recipe",
-        lambda: {name: digest for module in module_names(recipe) for name, digest in digests(module).items()},
+        lambda: {
+            name: digest
+            for package in {name.partition(".")[0] for name in module_names(recipe)}
+            for name, digest in digests(package).items()
+        },
         want="the same files in all processes",
         fix="copy the files of process 0 to all machines, or start all processes in one shared folder",
     )

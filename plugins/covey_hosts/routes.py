@@ -66,8 +66,7 @@ def rows_by_process(num_processes: int, count: int, length: int, sizes: RowSizes
     """
     of_meshes = [
         rows_on_mesh(num_processes, mesh, count, sizes.at_a_time(count, length, role))
-        for role, mesh in sizes.meshes.items()
-        if role not in PER_PROCESS_ROLES
+        for mesh, role in {m: role for role, m in sizes.meshes.items() if role not in PER_PROCESS_ROLES}.items()
     ]
     return [np.unique(np.concatenate(rows)) for rows in zip(*of_meshes, strict=True)]
 

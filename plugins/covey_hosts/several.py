@@ -66,7 +66,7 @@ class Several(Channel):
                 raise CoveyError(f"process {number} has failed at this: {failure}")
 
     def routes(self, table: Any, layout: Any, sizes: Any) -> processes.Routes:
-        """Return how values of groups come to the processes that compute their rows."""
+        """Return the ways of values of groups to the processes that compute their rows."""
         from covey_hosts.routes import Routes  # late: a run opens its processes before it imports a learner
 
         return Routes(self, table, layout, sizes)

@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, entry_points
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +16,7 @@ from covey.cli.parse import Line
 from covey.display import make_console
 from covey.errors import first_line
 from covey.models.loading.cache import cache_folder
-from covey.registry import install_command
+from covey.registry import all_offered, install_command
 
 if TYPE_CHECKING:
     from covey.rl.agreement import Agreement
@@ -122,8 +122,8 @@ def _sampled_and_scored() -> "Agreement":
 
 def _offered() -> Iterator[Finding]:
     """Yield (subject, result, fix) from each function that installed packages offer as `covey.findings`."""
-    for point in entry_points(group="covey.findings"):
-        yield from map(Finding._make, point.load()())
+    for load in all_offered("covey.findings").values():
+        yield from map(Finding._make, load()())
 
 
 def _extras() -> Iterator[Finding]:

@@ -173,7 +173,7 @@ def _assumed(
 
 
 def _turns(one: Instruction, call: Call) -> int:
-    """Return how often a collective runs; `call` has the turns of a loop of unknown length, over all calls."""
+    """Return the number of executions of a collective; `call` has the turns of loops of unknown length."""
     return one.executions * (call.turns if call.turns and None in one.loops else call.count)
 
 

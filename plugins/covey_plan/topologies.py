@@ -27,7 +27,7 @@ HOSTS = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler is told of a GPU; the figures are those of its own descriptions of devices.
+    """A GPU for XLA's compiler, with the figures of its own descriptions of devices.
 
     Attributes:
         name: as the driver names it.
