@@ -16,7 +16,7 @@ FILE = Path(__file__).parents[1] / "docs" / "models.md"
 
 def table() -> str:
     """Return the table of families."""
-    types = {kind: [kind, *(whole for whole, part in TEXT_PARTS.items() if part == kind)] for kind in FAMILIES}
+    types = {kind: [kind, *(whole for whole, part in TEXT_PARTS.items() if part.kind == kind)] for kind in FAMILIES}
     rows = [f"| {FAMILIES[kind].name} | {', '.join(f'`{one}`' for one in all_of)} |" for kind, all_of in types.items()]
     return "\n".join(["| family | `model_type` in `config.json` |", "|---|---|", *rows])
 

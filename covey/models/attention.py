@@ -5,7 +5,7 @@ Training, prefill and decoding differ only in the `Attend` they pass: `masked_at
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,29 @@ from jaxtyping import Array, Bool, Float, Int
 from covey.models.layers import apply_softcap
 
 
+class SharedKeys(NamedTuple):
+    """What a layer hands on to the layers that use its keys and values, and what these are called with as their cache.
+
+    Attributes:
+        k, v: keys and values of the tokens of this call.
+        cache: the layer's new cache.
+    """
+
+    k: Float[Array, "B T K W"]
+    v: Float[Array, "B T K W"]
+    cache: Any
+
+
 class Attend(Protocol):
     """Compute attention for one layer.
 
     Takes queries [B T H W] (already scaled), keys and values [B T K W], the layer's cache (any pytree, or None), the
     sliding window in tokens (None: no window) and the soft-cap of the scores. Returns the attention output [B T H W]
-    and the layer's new cache.
+    and the layer's new cache. `write` is False for keys and values of another layer, whose cache has them already.
     """
 
     def __call__(
-        self, q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None
+        self, q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
     ) -> tuple[Array, Any]: ...
 
 
@@ -56,7 +69,14 @@ def masked_attention(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]
     """Return the `Attend` for one block of tokens under a mask; a layer's window is measured in `positions`."""
 
     def attend(
-        q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: Any,
+        *,
+        window: Any = None,
+        softcap: float | None = None,
+        write: bool = True,
     ) -> tuple[Array, Any]:
         mask = allowed if window is None else allowed & (positions[:, :, None] - positions[:, None, :] < window)
         return dot_product_attention(q, k, v, mask, softcap), cache

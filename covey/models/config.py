@@ -11,10 +11,11 @@ class RopeScaling:
     `linear` divides all of them by `factor` (Chen et al., 2023); `llama3` keeps the high frequencies and interpolates
     between `low_freq_factor` and `high_freq_factor` (Llama 3.1 release); `yarn` keeps the pairs that turn more than
     `beta_fast` times in `original_max_positions`, divides those that turn less than `beta_slow` times, and interpolates
-    linearly between these pairs, whose numbers are made whole by `truncate` (Peng et al., 2023).
+    linearly between these pairs, whose numbers are made whole by `truncate` (Peng et al., 2023); `proportional` divides
+    by `factor` and leaves all pairs after the first `fraction` of them unrotated (Gemma 4).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "proportional"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -24,6 +25,7 @@ class RopeScaling:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor on cosines and sines, so that scores have its square: 0.1 ln(factor) + 1 in the paper of YaRN."""
+    fraction: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,44 @@ class ModelConfig:
     """Multiply the output of attention by the sigmoid of a gate, which `q_proj` computes (Qwen3.5)."""
     mixers: tuple[str, ...] | None = None
     """Kind of the mixer of each layer, a name of `layer_kinds`; None means attention in all."""
+    other_parts: tuple[tuple[str, ...], ...] | None = None
+    """Kinds of the other parts of each layer: the feed-forward part, and a part that ends the layer; None means an MLP
+    alone (Gemma 4's layers end with an input of their own and a scale).
+    """
+    layer_inputs: str | None = None
+    """Kind of the module that computes an input of each layer from the tokens; None means no inputs (Gemma 4)."""
+    layer_heads: tuple[tuple[int, int], ...] | None = None
+    """Number of key heads and width of heads of each layer, where layers differ (Gemma 4)."""
+    kv_sources: tuple[int | None, ...] | None = None
+    """Number of the earlier layer whose keys and values a layer uses; None for a layer with its own (Gemma 4)."""
     kind_settings: Any = None
     """Settings of the layer kinds of other packages: a frozen dataclass of the package."""
 
-    def parts(self, layer: int) -> tuple[str, str]:
-        """Return the kinds of the two parts of `layer`, mixer and feed-forward; see `layer_kinds`."""
-        return "attention" if self.mixers is None else self.mixers[layer], "mlp"
+    def parts(self, layer: int) -> tuple[str, ...]:
+        """Return the kinds of the parts of `layer`: mixer, feed-forward, and maybe an end; see `layer_kinds`."""
+        others = ("mlp",) if self.other_parts is None else self.other_parts[layer]
+        return ("attention" if self.mixers is None else self.mixers[layer], *others)
 
     def rotates_otherwise(self, layer: int) -> bool:
         """Return True if `layer` does not rotate by `rope_theta`: it has the local base, or does not rotate at all."""
         if self.rope_layers is not None:
             return not self.rope_layers[layer]
         return self.local_rope_theta is not None and self.window(layer) is not None
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Return the number of key heads of `layer`, and the width of its heads."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def kv_source(self, layer: int) -> int | None:
+        """Return the number of the layer whose keys and values `layer` uses; None for its own."""
+        return self.kv_sources[layer] if self.kv_sources else None
+
+    def kv_link(self, layer: int) -> int | None:
+        """Return the number of the layer whose keys and values `layer` shares with others: its own if others use its
+        keys; None where it shares none.
+        """
+        is_source = self.kv_sources is not None and layer in self.kv_sources
+        return layer if is_source else self.kv_source(layer)
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of `layer`, or None when it has full attention."""

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from covey.models.attention import Attend
+from covey.models.attention import Attend, SharedKeys
 from covey.models.config import ModelConfig, RopeScaling
 from covey.models.layer_kinds import find_kind
 from covey.models.layer_loop import save_all_but_selected, scan_layers
@@ -105,7 +105,8 @@ def _split_gate(q: Float[Array, "B T 2H W"]) -> tuple[Float[Array, "B T H W"], F
 
 
 class Layer(nnx.Module):
-    """One decoder block: a mixer, such as attention, and a feed-forward part, each with its norms and residual.
+    """One decoder block: a mixer, such as attention, and a feed-forward part, each with its norms and residual. A kind
+    of block may have a third part, which ends it.
 
     Args:
         number: number of the layer in the model, which has the kinds of its parts; see `layer_kinds`.
@@ -120,17 +121,26 @@ class Layer(nnx.Module):
         kinds = [find_kind(name) for name in config.parts(number)]
         for kind in kinds:
             setattr(self, kind.part, kind.load()(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs))
-        self.mixer, self.feed_forward = (kind.part for kind in kinds)
+        self.mixer, self.feed_forward, *ends = (kind.part for kind in kinds)
+        self.last_part: str | None = ends[0] if ends else None
 
     def __call__(
-        self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any, gather: Callable[[Array], Array]
+        self,
+        x: Array,
+        rope: Rope,
+        attend: Attend,
+        cache: Any,
+        window: Any,
+        gather: Callable[[Array], Array],
+        own_input: Any = None,
     ) -> tuple[Array, Any]:
         """`gather` brings the tokens of a row together, which devices may have divided."""
         mix, feed_forward = getattr(self, self.mixer), getattr(self, self.feed_forward)
         mixed, cache = mix(gather(_apply_norm(self.attn_norm, x)), rope, attend, cache, window)
         x = x + _apply_norm(self.post_attn_norm, _with_gradient(gather, mixed))
         out = feed_forward(gather(_apply_norm(self.mlp_norm, x)))
-        return x + _apply_norm(self.post_mlp_norm, _with_gradient(gather, out)), cache
+        x = x + _apply_norm(self.post_mlp_norm, _with_gradient(gather, out))
+        return (x if self.last_part is None else getattr(self, self.last_part)(x, own_input, gather)), cache
 
 
 def _apply_norm(norm: RMSNorm | None, x: Array) -> Array:
@@ -181,6 +191,8 @@ class Decoder(nnx.Module):
         self.embed = table()
         self.layers = nnx.List([layer(number) for number in range(config.num_layers)])
         self.stacked: tuple[int, ...] = ()
+        inputs: Any = (lambda *_, **__: None) if config.layer_inputs is None else find_kind(config.layer_inputs).load()
+        self.layer_inputs: Any = inputs(config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.norm = RMSNorm(config, config.hidden_size, param_dtype)
         self.head: Embedding | None = None if config.tie_embeddings else table()
 
@@ -217,21 +229,31 @@ class Decoder(nnx.Module):
         assert cache is None or not self.stacked, "unstack_layers comes before decoding"
         c = self.config
         x, ropes = self._embed_tokens(tokens), self._rope_tables(positions)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
+        shared: dict[int | None, SharedKeys] = {}
         if cache is None:
             for number, layers in enumerate(self.layer_runs()):
-                x = self._scan_layers(number, layers, x, ropes, attend)
+                x = self._scan_layers(number, layers, x, ropes, attend, _rows_of(inputs, layers), shared)
             return self.norm(x), []
         caches, run = [], self._layer_traced_once(ropes, attend)
         for number, layers in enumerate(self.layer_runs()):
             graph, weights = self._split_run(number, layers)
             for index, own in zip(layers, weights, strict=True):
-                x, new = run(graph, own, x, cache[index], c.window(index), c.rotates_otherwise(index))
+                held = shared.get(c.kv_link(index), cache[index])
+                own_input = None if inputs is None else inputs[index]
+                x, new = run(graph, own, x, held, c.window(index), c.rotates_otherwise(index), own_input)
+                if isinstance(new, SharedKeys):
+                    shared[index], new = new, new.cache
                 caches.append(new)
         return self.norm(x), caches
 
     def layer_runs(self) -> list[range]:
-        """Return the numbers of the layers of each loop: runs of adjacent layers with equal `_layer_signature`."""
-        lengths = self.stacked or [len(list(run)) for _, run in groupby(map(_layer_signature, self.layers))]
+        """Return the numbers of the layers of each loop: runs of adjacent layers that have equal kinds, equal
+        `_layer_signature` and the same source of keys and values.
+        """
+        c, layers = self.config, enumerate([] if self.stacked else self.layers)
+        keys = [(c.parts(number), c.kv_link(number), _layer_signature(layer)) for number, layer in layers]
+        lengths = self.stacked or [len(list(run)) for _, run in groupby(keys)]
         return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _split_run(self, number: int, layers: range) -> tuple[Any, Any]:
@@ -254,12 +276,18 @@ class Decoder(nnx.Module):
         """Return the rotary tables of most layers, and of the layers that rotate otherwise."""
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
-        tables = [self._rope_table(positions, theta, scaling) for theta, scaling in bases]
+        widths = [c.rotary_dim or self._head_width(otherwise) for otherwise in (False, True)]
+        tables = [self._rope_table(positions, width, *base) for width, base in zip(widths, bases, strict=True)]
         still = rope_tables(positions, jnp.zeros((c.rotary_dim or c.head_dim) // 2))
         return tables if c.rope_layers is None else [tables[0], still]
 
-    def _rope_table(self, positions: Int[Array, "B T"], theta: float, scaling: RopeScaling | None) -> Rope:
-        frequencies = rope_frequencies(self.config.rotary_dim or self.config.head_dim, theta, scaling)
+    def _head_width(self, otherwise: bool) -> int:
+        """Return the width of heads of the layers that rotate as most do, or otherwise."""
+        c, layers = self.config, range(self.config.num_layers)
+        return next((c.heads(layer)[1] for layer in layers if c.rotates_otherwise(layer) == otherwise), c.head_dim)
+
+    def _rope_table(self, positions: Int[Array, "B T"], width: int, theta: float, scaling: RopeScaling | None) -> Rope:
+        frequencies = rope_frequencies(width, theta, scaling)
         factor = 1.0 if scaling is None else scaling.attention_factor
         return rope_tables(positions, -frequencies if self.config.rope_backwards else frequencies, factor)
 
@@ -291,30 +319,51 @@ class Decoder(nnx.Module):
         """
 
         @partial(jax.jit, static_argnums=(0, 4, 5))
-        def run(graph: Any, state: Any, x: Array, cache: Any, window: int | None, otherwise: bool) -> tuple[Array, Any]:
+        def run(
+            graph: Any, state: Any, x: Array, cache: Any, window: int | None, otherwise: bool, own_input: Any
+        ) -> tuple[Array, Any]:
             layer, rope = nnx.merge(graph, state), ropes[otherwise]
-            x, new = layer(x, rope, attend, cache, window, self._gather_tokens)
+            x, new = layer(x, rope, attend, cache, window, self._gather_tokens, own_input)
             return self._shard_rows(x), new
 
         return run
 
-    def _scan_layers(self, number: int, layers: range, x: Array, ropes: list[Rope], attend: Attend) -> Array:
+    def _scan_layers(
+        self,
+        number: int,
+        layers: range,
+        x: Array,
+        ropes: list[Rope],
+        attend: Attend,
+        inputs: Any,
+        shared: dict[int | None, SharedKeys],
+    ) -> Array:
+        """Return `x` after the layers of a run. A layer whose keys others use adds them to `shared`."""
         graph, weights = self._split_run(number, layers)
-        c = self.config
+        c, link = self.config, self.config.kv_link(layers[0])
+        hands_on = link == layers[0]
         windows = [c.window(i) for i in layers]
         otherwise = jnp.array([c.rotates_otherwise(i) for i in layers])
         window_sizes = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
 
-        def step(x: Array, state: Any, numbers: tuple[Array, Array]) -> Array:
-            otherwise, window = numbers
-            rope = jax.tree.map(lambda most, other: jnp.where(otherwise, other, most), *ropes)
+        def step(carry: Any, state: Any, numbers: tuple[Array, Array, Any]) -> Any:
+            otherwise, window, own_input = numbers
+            x = carry[0] if hands_on else carry
+            rope = _choose_rope(ropes, otherwise, c.rotates_otherwise(layers[0]))
             layer = nnx.merge(graph, state)
             limit = None if c.windows is None else window
-            out, _ = layer(save_product(x), rope, attend, None, limit, self._gather_tokens)
-            return self._shard_rows(out)
+            out, new = layer(save_product(x), rope, attend, shared.get(link), limit, self._gather_tokens, own_input)
+            return (self._shard_rows(out), new) if hands_on else self._shard_rows(out)
 
         policy = REMAT_POLICIES[self.remat_keeps] if self.remat else save_all_but_selected
-        return scan_layers(step, x, weights, (otherwise, window_sizes), platform=self.platform, policy=policy)
+        run: Any = partial(scan_layers, step, platform=self.platform, policy=policy)
+        per_layer = (otherwise, window_sizes, inputs)
+        if not hands_on:
+            out: Array = run(x, weights, per_layer)
+            return out
+        nothing = jnp.zeros((*x.shape[:2], *c.heads(layers[0])), x.dtype)
+        x, shared[link] = run((x, SharedKeys(nothing, nothing, None)), weights, per_layer)
+        return x
 
 
 def head_logits(
@@ -327,6 +376,20 @@ def head_logits(
         hidden.astype(dtype), weight.astype(dtype), contract, precision=precision, preferred_element_type=jnp.float32
     )
     return apply_softcap(logits, softcap)
+
+
+def _rows_of(inputs: Any, layers: range) -> Any:
+    return None if inputs is None else inputs[layers.start : layers.stop]
+
+
+def _choose_rope(ropes: list[Rope], otherwise: Array, first: bool) -> Rope:
+    """Return the rotary tables of a layer of a run; of its `first` where heads that rotate otherwise differ in width,
+    which are never in one run.
+    """
+    if ropes[0][0].shape != ropes[1][0].shape:
+        return ropes[first]
+    chosen: Rope = jax.tree.map(lambda most, other: jnp.where(otherwise, other, most), *ropes)
+    return chosen
 
 
 def _layer_signature(layer: Layer) -> Any:

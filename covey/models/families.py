@@ -18,7 +18,7 @@ import numpy as np
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
-from covey.models.layer_kinds import layer_shapes
+from covey.models.layer_kinds import layer_shapes, top_shapes
 from covey.models.loading import hf_config
 from covey.models.loading.hf_config import TEXT_PARTS, Config, Fields, text_config
 from covey.registry import Registry
@@ -45,13 +45,16 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its name, reader and writer of its config, its Hugging Face names, and its class in transformers."""
+    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, and the
+    names of tensors of a model that its files may have and that nothing computes with.
+    """
 
     name: str
     read: Callable[[Config], ModelConfig]
     write: Callable[[ModelConfig], Fields]
     names: NameTable
     architecture: str
+    unused: Callable[[ModelConfig], set[str]] = lambda _: set()
 
 
 def find_family(kind: str) -> Family | None:
@@ -125,9 +128,9 @@ def write_config(config: ModelConfig) -> Fields:
 
 def parameter_paths(config: ModelConfig) -> list[str]:
     """Return the dotted paths of all parameters of the decoder that `config` describes."""
-    tops = {"embed.embedding": True, "norm.scale": config.norm_scales, "head.embedding": not config.tie_embeddings}
-    top = [path for path, applies in tops.items() if applies]
-    return top + [f"layers.{i}.{path}" for i in range(config.num_layers) for path in layer_shapes(config, i)]
+    return [*top_shapes(config)] + [
+        f"layers.{i}.{path}" for i in range(config.num_layers) for path in layer_shapes(config, i)
+    ]
 
 
 def projection_names(config: ModelConfig) -> dict[str, str]:
@@ -159,9 +162,7 @@ def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
     if path.startswith("layers."):
         _, layer, name = path.split(".", 2)
         return layer_shapes(config, int(layer))[name]
-    # A norm has a number for each of the width, and the head of a reward model, `score`, has a single row.
-    rows = {"norm.scale": (), "score": (1,)}.get(path, (config.vocab_size,))
-    return (*rows, config.hidden_size)
+    return (1, config.hidden_size) if path == "score" else top_shapes(config)[path]  # a reward model has one row
 
 
 def match_tensors(
@@ -283,7 +284,7 @@ _GEMMA_NORMS = {
     "mlp_norm.scale": "pre_feedforward_layernorm.weight",
     "post_mlp_norm.scale": "post_feedforward_layernorm.weight",
 }
-_GEMMA_NAMES = NameTable("model.layers.{}.", _ATTENTION | _GEMMA_NORMS, _TOP)
+GEMMA_NAMES = NameTable("model.layers.{}.", _ATTENTION | _GEMMA_NORMS, _TOP)
 
 _POST_NORMS = {name: theirs for name, theirs in _GEMMA_NORMS.items() if name.startswith("post_")}
 _OLMO2_NAMES = NameTable("model.layers.{}.", _ATTENTION | _POST_NORMS, _TOP)
@@ -305,9 +306,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
     "qwen2": Family("Qwen2", hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3", hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
-    "gemma2": Family("Gemma 2", hf_config.read_gemma2, hf_config.write_gemma2, _GEMMA_NAMES, "Gemma2ForCausalLM"),
+    "gemma2": Family("Gemma 2", hf_config.read_gemma2, hf_config.write_gemma2, GEMMA_NAMES, "Gemma2ForCausalLM"),
     "gemma3_text": Family(
-        "Gemma 3 text", hf_config.read_gemma3, hf_config.write_gemma3, _GEMMA_NAMES, "Gemma3ForCausalLM"
+        "Gemma 3 text", hf_config.read_gemma3, hf_config.write_gemma3, GEMMA_NAMES, "Gemma3ForCausalLM"
     ),
     "nanochat": Family(
         "nanochat", hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"

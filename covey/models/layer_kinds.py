@@ -26,8 +26,11 @@ class LayerKind:
     Attributes:
         part: name of the part in `Layer` and in paths of parameters: attn in `layers.3.attn.q_proj.kernel`.
         module: class of the part, as "module:class". It is made from (config, *, dtype, param_dtype, rngs). A mixer is
-            called with (x, rope, attend, cache, window) and returns its output and the new cache; a feed-forward part
-            is called with x and returns its output.
+            called with (x, rope, attend, cache, window) and returns its output and the new cache; if other layers use
+            its keys and values, a new `SharedKeys`, which these get as their cache. A feed-forward part is called with
+            x and returns its output. The end of a layer is called with (x, input of the layer, gather), see `Layer`,
+            and returns the layer's output. `ModelConfig.layer_inputs` is called with tokens and embeddings, and returns
+            an array [L, B, T, ...].
         shapes: parameters of the part.
     """
 
@@ -59,6 +62,15 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     for kind in map(find_kind, c.parts(layer)):
         shapes |= {f"{kind.part}.{name}": shape for name, shape in kind.shapes(c).items()}
     return dict(sorted(shapes.items(), key=lambda item: _ORDER.get(item[0].rsplit(".", 1)[-1], len(_ORDER))))
+
+
+def top_shapes(config: ModelConfig) -> Shapes:
+    """Return the parameters outside the layers."""
+    c, table = config, (config.vocab_size, config.hidden_size)
+    shapes: Shapes = {"embed.embedding": table} | ({"norm.scale": table[1:]} if c.norm_scales else {})
+    shapes |= {} if c.tie_embeddings else {"head.embedding": table}
+    inputs = {} if c.layer_inputs is None else find_kind(c.layer_inputs).shapes(c)
+    return shapes | {f"layer_inputs.{name}": shape for name, shape in inputs.items()}
 
 
 def projection_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:

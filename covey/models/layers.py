@@ -357,6 +357,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "proportional":
+        rotated = jnp.arange(len(frequency)) < int(scaling.fraction * head_dim // 2)
+        return jnp.where(rotated, frequency / scaling.factor, 0.0)
     if scaling.kind == "yarn":
         kept = _yarn_kept(head_dim, theta, scaling)
         return frequency * (kept + (1 - kept) / scaling.factor)

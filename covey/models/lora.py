@@ -9,7 +9,7 @@ Actor and reference share the base: `with_lora` copies the module, not its array
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import jax
@@ -204,13 +204,16 @@ def projections(model: Decoder | ValueModel) -> dict[str, Linear]:
     """Return every projection of the layers by its path in the decoder, `layers.0.attn.q_proj`; the layers must be a
     list.
     """
-    decoder = decoder_of(model)
+    decoder: Any = decoder_of(model)
     assert not decoder.stacked, "unstack_layers comes before projections"
     linears = {}
     for path in families.projection_names(decoder.config):
-        _, index, part, name = path.split(".")
-        linears[path] = getattr(getattr(decoder.layers[int(index)], part), name)
+        linears[path] = reduce(_member, path.split("."), decoder)
     return linears
+
+
+def _member(node: Any, name: str) -> Any:
+    return node[int(name)] if name.isdigit() else getattr(node, name)
 
 
 def _linears(model: nnx.Module) -> list[Linear]:

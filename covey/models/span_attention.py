@@ -7,6 +7,7 @@ run attention again.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,12 +39,20 @@ def span_attention(model: Decoder, spans: Spans, positions: Int[Array, "B T"], *
         interpret: run a kernel as an ordinary program, on any platform: for tests.
     """
     if model.platform in KERNELS:
-        return _kernel_attention(offered("covey.attention", model.platform), model, spans, positions, interpret)
+        kernel = offered("covey.attention", model.platform)
+        return _each_shape(model, lambda *shape: _kernel_attention(kernel, model, spans, positions, interpret, *shape))
     windows = distinct_windows(model.config.windows)
     per_window = _stack([spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows])
 
     def attend(
-        q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: Any,
+        *,
+        window: Any = None,
+        softcap: float | None = None,
+        write: bool = True,
     ) -> tuple[Array, Any]:
         return blockwise_attention(q, k, v, _select(per_window, windows, window), softcap), cache
 
@@ -77,23 +86,47 @@ class _Call(NamedTuple):
         )
 
 
+def _each_shape(model: Decoder, make: Callable[[int, int], Attend]) -> Attend:
+    """Return the attention of all layers, of functions that are made for a number of key heads and a width of heads."""
+    c = model.config
+    by_shape = {shape: make(*shape) for shape in sorted({c.heads(layer) for layer in range(c.num_layers)})}
+
+    def attend(q: Array, k: Array, v: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
+        return by_shape[k.shape[2], k.shape[3]](q, k, v, cache, **options)
+
+    return attend
+
+
 def _kernel_attention(
-    kernel: ModuleType, model: Decoder, spans: Spans, positions: Int[Array, "B T"], interpret: bool
+    kernel: ModuleType,
+    model: Decoder,
+    spans: Spans,
+    positions: Int[Array, "B T"],
+    interpret: bool,
+    kv_heads: int,
+    width: int,
 ) -> Attend:
     c, mesh, windows = model.config, model.mesh, distinct_windows(model.config.windows)
     rows = None if mesh.empty or len(positions) % num_row_shards(mesh) else row_sharding(mesh).spec[0]
-    heads, repeats = _head_axes(c.num_heads, c.num_kv_heads, mesh)
-    group, padding = c.num_heads // (c.num_kv_heads * repeats), -spans.time % ROW_MULTIPLE
+    heads, repeats = _head_axes(c.num_heads, kv_heads, mesh)
+    group, padding = c.num_heads // (kv_heads * repeats), -spans.time % ROW_MULTIPLE
     call = _Call(kernel, mesh, rows, heads, None, interpret)
 
     def make_tables(spans: Spans, positions: Array) -> Any:
         limited = [spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows]
-        return [kernel.tables(one.pad(spans.time + padding), group, c.head_dim) for one in limited]
+        return [kernel.tables(one.pad(spans.time + padding), group, width) for one in limited]
 
     per_window = _stack(call.shard(make_tables, ("table", "table"), "table")(spans, positions))
 
     def attend(
-        q: Array, k: Array, v: Array, cache: Any, *, window: Any = None, softcap: float | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: Any,
+        *,
+        window: Any = None,
+        softcap: float | None = None,
+        write: bool = True,
     ) -> tuple[Array, Any]:
         time, tables = q.shape[1], _select(per_window, windows, window)
         k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))

@@ -64,6 +64,9 @@ _MODULE_AXES = {
     "gate_proj": ("embed", "mlp"),
     "up_proj": ("embed", "mlp"),
     "down_proj": ("mlp", "embed"),
+    "input_gate": ("embed", "mlp"),
+    "input_proj": ("mlp", "embed"),
+    "context_proj": ("embed", "mlp"),
 }
 Tree = TypeVar("Tree")
 Model = TypeVar("Model", bound=nnx.Module)

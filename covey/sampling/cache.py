@@ -58,8 +58,8 @@ class CacheLayout(NamedTuple):
         """
         if model.platform not in KERNELS:
             return cls(3, 2, divided=True)
-        axis = 3 if model.platform == "tpu" and model.config.head_dim % LANES else 2
-        return cls(axis, axis, divided=False)
+        widths = {model.config.heads(layer)[1] % LANES for layer in range(model.config.num_layers)}
+        return cls(3, 3, divided=False) if model.platform == "tpu" and any(widths) else cls(2, 2, divided=False)
 
     def block_lengths(self, length: int) -> list[int]:
         """Return the lengths of the blocks for `length` positions; a single one is a multiple of 128."""
@@ -99,9 +99,9 @@ class Prefix(NamedTuple):
     logits: Float[Array, "P V"]
 
 
-def empty_block(layout: CacheLayout, slots: int, time: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Block:
-    """Create a block of zeros for `time` positions of `slots` slots."""
-    shapes = {2: (slots, kv_heads, time, head_dim), 3: (slots, kv_heads, head_dim, time)}
+def empty_block(layout: CacheLayout, slots: int, time: int, heads: tuple[int, int], dtype: DTypeLike) -> Block:
+    """Create a block of zeros for `time` positions of `slots` slots, with this number of key heads and their width."""
+    shapes = {2: (slots, heads[0], time, heads[1]), 3: (slots, *heads, time)}
     return Block(jnp.zeros(shapes[layout.keys], dtype), jnp.zeros(shapes[layout.values], dtype), layout)
 
 
@@ -113,7 +113,9 @@ def prefill_attention(model: Decoder, length: Int[Array, "P"], time: int) -> Att
     inner, layout = span_attention(model, causal_spans(length, time), positions), CacheLayout.of(model)
     orders = {2: (0, 2, 1, 3), 3: (0, 2, 3, 1)}
 
-    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+    def attend(
+        q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
+    ) -> tuple[Array, Any]:
         out, _ = inner(q, k, v, None, window=window, softcap=softcap)
         ends = np.cumsum(layout.block_lengths(time))[:-1]
         keys = jnp.split(k.transpose(orders[layout.keys]), ends, axis=layout.keys)
@@ -139,8 +141,10 @@ def decode_attention(
         return _kernel_attention(model, length, active, interpret)
     longest = jnp.where(active, length, 0).max()
 
-    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
-        cache = _write_tokens(cache, k, v, length)
+    def attend(
+        q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
+    ) -> tuple[Array, Any]:
+        cache = _write_tokens(cache, k, v, length) if write else cache
         parts, start = [], 0
         for block in cache:
             positions = start + jnp.arange(block.length)[None, :]
@@ -177,13 +181,15 @@ def _kernel_attention(
     kernel = offered("covey.decoding", model.platform)
     mesh, end = model.mesh, jnp.where(active, length + 1, 1)
 
-    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+    def attend(
+        q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
+    ) -> tuple[Array, Any]:
         (block,) = cache
         start = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
 
         def run(q: Array, k: Array, v: Array, keys: Array, values: Array, indices: Any) -> tuple[Array, ...]:
             length, start, end = indices
-            keys, values = kernel.write(keys, values, k, v, length, interpret)
+            keys, values = kernel.write(keys, values, k, v, length, interpret) if write else (keys, values)
             tables = kernel.decode_tables(start, end, block.length)
             return kernel.decode(q, keys, values, tables, softcap, interpret), keys, values
 
@@ -402,10 +408,12 @@ def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: In
     """
     written = jnp.where(jnp.arange(len(positions)) < count, positions, jnp.iinfo(jnp.int32).max)
 
-    def attend(q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None) -> tuple[Array, Any]:
+    def attend(
+        q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
+    ) -> tuple[Array, Any]:
         starts = np.cumsum([0, *(block.length for block in cache)])[:-1]
-        write = _write if cache[0].layout.divided else _write_in_order
-        blocks = [write(block, k[0], v[0], written - start, slot) for block, start in zip(cache, starts, strict=True)]
+        put, pairs = _write if cache[0].layout.divided else _write_in_order, zip(cache, starts, strict=True)
+        blocks = [put(block, k[0], v[0], written - start, slot) if write else block for block, start in pairs]
         keys = jnp.concatenate([_time_at(-1, block.keys[slot], block.layout.keys) for block in blocks], axis=-1)
         values = jnp.concatenate([_time_at(-2, block.values[slot], block.layout.values) for block in blocks], axis=-2)
         distance = positions[:, None] - jnp.arange(keys.shape[-1])

@@ -78,13 +78,18 @@ def _replicated(tree: Tree, like: Array) -> Tree:
 
 
 def empty_cache(graph: Any, params: Any, slots: int, start: int, end: int) -> list[LayerCache]:
-    """Create each layer's blocks for the positions from `start`, the end of a block, to `end`."""
+    """Create each layer's blocks for the positions from `start`, the end of a block, to `end`; none for a layer that
+    uses the keys and values of another.
+    """
     model = nnx.merge(graph, params)
-    layout, c = CacheLayout.of(model), model.config
+    layout, c, like = CacheLayout.of(model), model.config, model.embed.embedding[...]
     lengths = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
-    shape = (c.num_kv_heads, c.head_dim, model.embed.embedding[...].dtype)
-    blocks = [[empty_block(layout, slots, length, *shape) for length in lengths] for _ in range(c.num_layers)]
-    return keep_sharding(blocks, model.embed.embedding[...])
+    needed = [lengths if c.kv_source(layer) is None else [] for layer in range(c.num_layers)]
+    blocks = [
+        [empty_block(layout, slots, length, c.heads(layer), like.dtype) for length in of_layer]
+        for layer, of_layer in enumerate(needed)
+    ]
+    return keep_sharding(blocks, like)
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:

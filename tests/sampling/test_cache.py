@@ -43,7 +43,7 @@ def filled(layout: CacheLayout, width: int) -> list[Block]:
         part = prefix.map(
             lambda x, axis, start=start, length=length: jax.lax.slice_in_dim(x, start, start + length, axis=axis)
         )
-        empty = empty_block(layout, SLOTS, length, 2, width, jnp.float32)
+        empty = empty_block(layout, SLOTS, length, (2, width), jnp.float32)
         block = insert_block(empty, part, jnp.array([2, 0, 1, 0]), jnp.array([True, True, True, False]))
         blocks.append(keep_rows(block, jnp.array([1, 0, 2, 3])))
         start += length

@@ -142,7 +142,8 @@ def read_rope_scaling(rope: Mapping[str, Any], c: Mapping[str, Any], layers: str
     old: dict[str, Any] = c.get("rope_scaling") or {}
     _check_contradiction(rope, old)
     scaling = rope or old
-    if (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0:
+    partial = (scaling.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0) != 1.0
+    if partial and rope_kind(scaling) != "proportional":
         raise WeightsError("rotary positions on part of each head are not supported", want="partial_rotary_factor 1")
     kind: Any = rope_kind(scaling)
     if kind == "default":
@@ -243,5 +244,6 @@ ROPE_FIELDS = {
         "truncate": "truncate",
         "attention_factor": "attention_factor",
     },
+    "proportional": {"factor": "factor", "fraction": "partial_rotary_factor"},
 }
 """Kind of scaling → field of `RopeScaling` → field of config.json."""

@@ -1,8 +1,8 @@
 """Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
-Each family has a reader and a writer of its own fields. `_read_common` and `_write_common` handle the fields that all
+Each family has a reader and a writer of its own fields. `read_common` and `write_common` handle the fields that all
 families share, and `config_fields` the rotary settings. `config_fields.LAYER_KINDS` has the
-kinds of layers that are read; `_write_layer_types` writes them.
+kinds of layers that are read; `write_layer_types` writes them.
 
 The config.json of a model that also reads images has the text model's settings in `text_config`. Its tensors have one
 of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tensors of other parts are not read.
@@ -10,7 +10,9 @@ of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tens
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
@@ -21,6 +23,7 @@ from covey.models.loading.config_fields import (
     rope_settings,
     write_rope_scaling,
 )
+from covey.registry import offered
 
 Config = Mapping[str, Any]
 """A config.json as read."""
@@ -32,7 +35,7 @@ Fields = dict[str, Any]
 # --- reading
 
 
-def _read_common(c: Config, **switches: Any) -> ModelConfig:
+def read_common(c: Config, **switches: Any) -> ModelConfig:
     """Read the fields that all families share; `switches` are the settings that this family changes."""
     heads, hidden = c["num_attention_heads"], c["hidden_size"]
     fields = {
@@ -56,14 +59,14 @@ def _read_common(c: Config, **switches: Any) -> ModelConfig:
 
 def read_llama(c: Config) -> ModelConfig:
     """Read Llama 1 to 3, SmolLM2, and other models of type llama."""
-    _check_switches_off(c, "attention_bias", "mlp_bias")
-    return _read_common(c)
+    check_switches_off(c, "attention_bias", "mlp_bias")
+    return read_common(c)
 
 
 def read_mistral(c: Config) -> ModelConfig:
     """Read Mistral: all layers have the window, which an absent key sets to 4096 and null removes."""
     c = {"num_key_value_heads": 8, "sliding_window": 4096, **c}
-    return _read_common(c, windows=_one_window(c))
+    return read_common(c, windows=_one_window(c))
 
 
 def read_phi3(c: Config) -> ModelConfig:
@@ -79,38 +82,38 @@ def read_phi3(c: Config) -> ModelConfig:
             want="a model with plain rotary positions",
             fix="Phi-3 models for 4k tokens have them: Phi-3-mini-4k-instruct",
         )
-    return _read_common(c, windows=_one_window(c))
+    return read_common(c, windows=_one_window(c))
 
 
 def read_olmo2(c: Config) -> ModelConfig:
     """Read OLMo 2."""
-    _check_switches_off(c, "attention_bias")
-    return _read_common(c, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
+    check_switches_off(c, "attention_bias")
+    return read_common(c, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
 
 
 def read_smollm3(c: Config) -> ModelConfig:
     """Read SmolLM3: every fourth layer does not rotate, or the layers that `no_rope_layers` marks with 0."""
-    _check_switches_off(c, "attention_bias", "mlp_bias")
+    check_switches_off(c, "attention_bias", "mlp_bias")
     c = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, **c}
     layers, every = range(c["num_hidden_layers"]), c.get("no_rope_layer_interval", 4)
     marks = c.get("no_rope_layers")
     rotates = [(i + 1) % every != 0 for i in layers] if marks is None else [bool(marks[i]) for i in layers]
     windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
     windows = _layer_windows(c, lambda layer: windowed and not rotates[layer])
-    return _read_common(c, rope_layers=tuple(rotates), windows=windows)
+    return read_common(c, rope_layers=tuple(rotates), windows=windows)
 
 
 def read_qwen2(c: Config) -> ModelConfig:
     """Read Qwen2 and Qwen2.5."""
     first = c.get("max_window_layers") if c.get("use_sliding_window") else None
     windows = _layer_windows(c, lambda layer: first is not None and layer >= first)
-    return _read_common(c, attention_bias=True, windows=windows)
+    return read_common(c, attention_bias=True, windows=windows)
 
 
 def read_qwen3(c: Config) -> ModelConfig:
     """Read dense Qwen3."""
-    _check_switches_off(c, "attention_bias", "use_sliding_window")
-    return _read_common(c, qk_norm=True, head_dim=c["head_dim"])
+    check_switches_off(c, "attention_bias", "use_sliding_window")
+    return read_common(c, qk_norm=True, head_dim=c["head_dim"])
 
 
 def read_gemma2(c: Config) -> ModelConfig:
@@ -156,8 +159,8 @@ def _read_gemma3_ropes(c: Config) -> Fields:
 
 def read_nanochat(c: Config) -> ModelConfig:
     """Read nanochat in its transformers form, where tensors have Llama's names."""
-    _check_switches_off(c, "attention_bias")
-    return _read_common(
+    check_switches_off(c, "attention_bias")
+    return read_common(
         c,
         gated_mlp=False,
         qk_norm=True,
@@ -169,7 +172,7 @@ def read_nanochat(c: Config) -> ModelConfig:
 
 
 def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
-    _check_switches_off(c, "attention_bias", "use_bidirectional_attention")
+    check_switches_off(c, "attention_bias", "use_bidirectional_attention")
     common = {
         "head_dim": c["head_dim"],
         "post_norms": True,
@@ -178,7 +181,7 @@ def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
         "query_scale": c["query_pre_attn_scalar"] ** -0.5,
         "tie_embeddings": c.get("tie_word_embeddings", True),
     }
-    return _read_common(c, **(common | switches))
+    return read_common(c, **(common | switches))
 
 
 def _layer_windows(c: Config, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
@@ -206,7 +209,7 @@ def _activation(c: Config) -> str:
     return ACTIVATIONS[name]
 
 
-def _check_switches_off(c: Config, *switches: str) -> None:
+def check_switches_off(c: Config, *switches: str) -> None:
     for name in switches:
         if c.get(name):
             raise WeightsError(f"{name}: {c[name]!r} is not supported for {c['model_type']}")
@@ -217,36 +220,36 @@ def _check_switches_off(c: Config, *switches: str) -> None:
 
 def write_llama(c: ModelConfig) -> Fields:
     """Write the inverse of `read_llama`; the other writers likewise invert their readers."""
-    return _write_common(c) | {"attention_bias": False, "mlp_bias": False}
+    return write_common(c) | {"attention_bias": False, "mlp_bias": False}
 
 
 def write_mistral(c: ModelConfig) -> Fields:
     """Write Mistral, or Phi-3."""
-    return _write_common(c) | {"sliding_window": _write_layer_types(c)["sliding_window"]}
+    return write_common(c) | {"sliding_window": write_layer_types(c)["sliding_window"]}
 
 
 def write_olmo2(c: ModelConfig) -> Fields:
-    return _write_common(c) | {"attention_bias": False}
+    return write_common(c) | {"attention_bias": False}
 
 
 def write_smollm3(c: ModelConfig) -> Fields:
     rotates = c.rope_layers or (True,) * c.num_layers
     own = {"no_rope_layers": list(map(int, rotates)), "use_sliding_window": c.windows is not None}
-    return write_llama(c) | _write_layer_types(c) | own
+    return write_llama(c) | write_layer_types(c) | own
 
 
 def write_qwen2(c: ModelConfig) -> Fields:
     windowed = c.windows is not None
     own = {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else c.num_layers}
-    return _write_common(c) | _write_layer_types(c) | own
+    return write_common(c) | write_layer_types(c) | own
 
 
 def write_qwen3(c: ModelConfig) -> Fields:
-    return _write_common(c) | {"attention_bias": False, "use_sliding_window": False}
+    return write_common(c) | {"attention_bias": False, "use_sliding_window": False}
 
 
 def write_gemma2(c: ModelConfig) -> Fields:
-    common, scalar = _write_common(c), round((c.query_scale or c.head_dim**-0.5) ** -2, 6)
+    common, scalar = write_common(c), round((c.query_scale or c.head_dim**-0.5) ** -2, 6)
     own = {
         "attention_bias": False,
         "hidden_activation": common["hidden_act"],
@@ -254,7 +257,7 @@ def write_gemma2(c: ModelConfig) -> Fields:
         "attn_logit_softcapping": c.attn_softcap,
         "final_logit_softcapping": c.final_softcap,
     }
-    layers = _write_layer_types(c)
+    layers = write_layer_types(c)
     layers["sliding_window"] = layers["sliding_window"] or c.max_positions  # transformers requires one, used or not
     return common | layers | own
 
@@ -276,11 +279,11 @@ def write_gemma3(c: ModelConfig) -> Fields:
 
 
 def write_nanochat(c: ModelConfig) -> Fields:
-    return _write_common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
+    return write_common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
 
 
-def _write_common(c: ModelConfig) -> Fields:
-    """Write the fields that all families share: the inverse of `_read_common`."""
+def write_common(c: ModelConfig) -> Fields:
+    """Write the fields that all families share: the inverse of `read_common`."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -298,7 +301,7 @@ def _write_common(c: ModelConfig) -> Fields:
     }
 
 
-def _write_layer_types(c: ModelConfig) -> Fields:
+def write_layer_types(c: ModelConfig) -> Fields:
     windows = c.windows or (None,) * c.num_layers
     return {
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
@@ -322,34 +325,45 @@ GEMMA3_DEFAULTS: Config = {
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
-TEXT_PARTS = {"gemma3": "gemma3_text"}
-"""`model_type` of a whole model → `model_type` of its text part."""
+class TextPart(NamedTuple):
+    """The text model in a model that reads images too.
+
+    Attributes:
+        kind: its `model_type`.
+        others: how the names of tensors of the other parts begin, inside the module `model` or outside.
+    """
+
+    kind: str
+    others: tuple[str, ...]
+
+
+TEXT_PARTS = {"gemma3": TextPart("gemma3_text", ("vision_tower.", "multi_modal_projector."))}
+"""`model_type` of a whole model → its text part. Packages add others by entry points `text:KIND` of `covey.models`."""
 
 MODULE = "model.language_model"
 """Module of the text part in transformers, without its head."""
 
 _PREFIXES = {f"{MODULE}.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Modules of torch.compile, DDP, FSDP and recomputed layers, which may stand anywhere in a name."""
 
 
-def plain_names(names: Iterable[str], whole: bool, embedding: str, *heads: str) -> dict[str, str]:
+def plain_names(names: Iterable[str], part: TextPart | None, embedding: str, *heads: str) -> dict[str, str]:
     """Return each name of a tensor with its name in the causal language model alone: without the modules around it, and
     inside `model` if that was saved by itself.
 
     Args:
         names: names in a checkpoint.
-        whole: leave out tensors of other parts than the text model.
+        part: the text model of a whole one, whose other parts are left out; None for a text model by itself.
         embedding: name of the embedding in the model, from which the modules around it are known.
         heads: names of heads, which are not inside `model`.
 
-    >>> plain_names(["_orig_mod.embed_tokens.weight"], False, "model.embed_tokens.weight", "lm_head.weight")
+    >>> plain_names(["_orig_mod.embed_tokens.weight"], None, "model.embed_tokens.weight", "lm_head.weight")
     {'_orig_mod.embed_tokens.weight': 'model.embed_tokens.weight'}
     """
-    name_of = text_name if whole else str
+    name_of = str if part is None else partial(text_name, others=part.others)
     plain = {name: text for name in names if (text := name_of(WRAPPERS.sub("", name))) is not None}
     root, _, tail = embedding.partition(".")
     around = [text.removesuffix(tail) for text in plain.values() if f".{text}".endswith(f".{tail}")]
@@ -364,9 +378,18 @@ def plain_names(names: Iterable[str], whole: bool, embedding: str, *heads: str) 
     }
 
 
+def text_part(config: Mapping[str, Any]) -> TextPart | None:
+    """Return the text part of the model that a config.json describes; None for a text model by itself."""
+    kind = str(config.get("model_type"))
+    if kind in TEXT_PARTS or f"text:{kind}" not in entry_points(group="covey.models").names:
+        return TEXT_PARTS.get(kind)
+    part: TextPart = offered("covey.models", f"text:{kind}")
+    return part
+
+
 def is_whole(config: Mapping[str, Any]) -> bool:
     """Return True for the config.json of a model that has its text model as a part."""
-    return config.get("model_type") in tuple(TEXT_PARTS)
+    return text_part(config) is not None
 
 
 def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -376,12 +399,12 @@ def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         WeightsError: there is no such part, it is of another family than the whole's, or it and the whole disagree on
             whether the head is the embedding.
     """
-    if not is_whole(config):
+    whole = text_part(config)
+    if whole is None:
         return config
-    part = config.get("text_config")
+    part, family = config.get("text_config"), whole.kind
     if not isinstance(part, Mapping):
         raise WeightsError("the field 'text_config' is missing", want="an object", where=where)
-    family = TEXT_PARTS[config["model_type"]]
     part = {"model_type": family} | dict(part)
     if part["model_type"] != family:
         raise WeightsError(f"model_type in text_config is {part['model_type']!r:.80}", want=family, where=where)
@@ -393,13 +416,13 @@ def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return part
 
 
-def text_name(name: str) -> str | None:
-    """Return the name that a tensor or module of the whole has in the text model alone; None for one of another part.
+def text_name(name: str, others: tuple[str, ...] = ()) -> str | None:
+    """Return the name that a tensor or module of the whole has in the text model alone; None for one of the `others`.
 
-    >>> text_name("language_model.model.norm.weight"), text_name("lm_head.weight"), text_name("vision_tower.weight")
-    ('model.norm.weight', 'lm_head.weight', None)
+    >>> text_name("language_model.model.norm.weight"), text_name("model.tower.weight", ("tower.",))
+    ('model.norm.weight', None)
     """
-    if name.startswith(_OTHERS):
+    if name.removeprefix("model.").startswith(others):
         return None
     for whole, text in _PREFIXES.items():
         if name.startswith(whole):

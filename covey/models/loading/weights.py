@@ -310,6 +310,7 @@ class FolderCheckpoint:
         with self._open_tensors() as holders:
             config_fields.check_layers(described, len(holders), where)
             config = families.read_config(described, where)
+            self._unused = family.unused(config)
             score = holders[families.SCORE_TENSOR].shape if families.SCORE_TENSOR in holders else None
             self.labels = None if score is None else (score[0] if len(score) == 2 else 1)
             # Adapters on the head, merged by some tools, leave a config that says the head is the embedding.
@@ -375,7 +376,7 @@ class FolderCheckpoint:
                 stack.enter_context(open_safetensors(self.folder / name)) for name in _safetensors_names(self.folder)
             ]
             stored = {name: StoredTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
-            names = hf_config.plain_names(stored, hf_config.is_whole(self._whole), *self._ends, families.SCORE_TENSOR)
+            names = hf_config.plain_names(stored, hf_config.text_part(self._whole), *self._ends, families.SCORE_TENSOR)
             holders = {text: stored[name] for name, text in names.items()}
             if len(holders) < len(names):
                 raise WeightsError(
@@ -385,7 +386,8 @@ class FolderCheckpoint:
 
     def _ignored(self, name: str) -> bool:
         """Return True for a tensor that the model does not need: a copy of a tied head, or derived from the config."""
-        return name.endswith("rotary_emb.inv_freq") or (self.config.tie_embeddings and name == "lm_head.weight")
+        copied = self.config.tie_embeddings and name == "lm_head.weight"
+        return name.endswith("rotary_emb.inv_freq") or copied or name in self._unused
 
 
 def _safetensors_names(folder: Path) -> list[str]:
