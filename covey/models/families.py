@@ -45,8 +45,9 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, and the
-    names of tensors of a model that its files may have and that nothing computes with.
+    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, the
+    names of tensors of a model that its files may have and that nothing computes with, and whether transformers 4 has
+    it: exports then have the rotary settings in its form too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Family:
     names: NameTable
     architecture: str
     unused: Callable[[ModelConfig], set[str]] = lambda _: set()
+    has_older_form: bool = True
 
 
 def find_family(kind: str) -> Family | None:

@@ -326,12 +326,17 @@ def unused_tensors(c: ModelConfig) -> set[str]:
 
 def gemma4_text() -> Family:
     """Return the family of Gemma 4: E2B, E4B and 31B."""
-    return Family("Gemma 4 text", read_gemma4, write_gemma4, NAMES, "Gemma4ForCausalLM", unused_tensors)
+    return _family("Gemma 4 text", "Gemma4ForCausalLM")
 
 
 def gemma4_unified_text() -> Family:
     """Return the family of Gemma 4 unified: 12B."""
-    return Family("Gemma 4 unified text", read_gemma4, write_gemma4, NAMES, "Gemma4UnifiedForCausalLM", unused_tensors)
+    return _family("Gemma 4 unified text", "Gemma4UnifiedForCausalLM")
+
+
+def _family(name: str, architecture: str) -> Family:
+    # transformers 5 takes rotary settings of an older form in place of the others, and has no base of the rotation.
+    return Family(name, read_gemma4, write_gemma4, NAMES, architecture, unused_tensors, has_older_form=False)
 
 
 _OTHERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")

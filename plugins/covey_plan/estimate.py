@@ -197,5 +197,5 @@ def _cache_bytes(run: SavedRun, lengths: Lengths) -> int:
     requests = [lengths.prompt] * prompts, [recipe.grpo.num_generations] * prompts
     scheduler = fitted(*requests, recipe.rollout, fixed_shapes=fixed)
     tokens = len(scheduler.slots) * scheduler.longest_cache
-    position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(recipe.model.dtype).itemsize
-    return tokens * position // mesh_size(recipe.model.mesh)
+    cached = [math.prod(config.heads(i)) for i in range(config.num_layers) if config.kv_source(i) is None]
+    return tokens * 2 * sum(cached) * jnp.dtype(recipe.model.dtype).itemsize // mesh_size(recipe.model.mesh)

@@ -154,13 +154,14 @@ def write_settings(
 
 def _config(described: ModelConfig, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
-    ids = _special_token_ids(tokenizer)
+    ids, family = _special_token_ids(tokenizer), families.find_family(described.family)
+    complete = with_older_rope if family is None or family.has_older_form else dict
     if source is not None:
         config = _without_paths(read_json(source / "config.json"))
         if not is_whole(config) and families.read_config(config) == described:
             own = {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
-            return with_older_rope(config) | _stops_of(ids) | own
-    return with_older_rope(families.write_config(described)) | ids | {"dtype": dtype}
+            return complete(config) | _stops_of(ids) | own
+    return complete(families.write_config(described)) | ids | {"dtype": dtype}
 
 
 def _without_paths(config: Fields) -> Fields:
