@@ -18,7 +18,8 @@ from covey.config.recipe import Recipe, SFTRecipe
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "examples").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+OUTSIDE = ("*.md", "examples/*.md", "benchmarks/*.md", "plugins/*/README.md")
+DOCUMENTS = sorted([*PAGES, *(file for pattern in OUTSIDE for file in ROOT.glob(pattern))])
 FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 
 
