@@ -272,9 +272,7 @@ def test_paths_and_names_in_documents_exist():
     named = {(d, name.rpartition(".")[2], path) for d in text for name, path in name_in_file.findall(text[d])}
     assert len(named) > 40
     gone = [
-        (str(d), name, path)
-        for d, name, path in named
-        if not re.search(rf"\b{name}\b", file_of(path, d).read_text())
+        (str(d), name, path) for d, name, path in named if not re.search(rf"\b{name}\b", file_of(path, d).read_text())
     ]
     assert gone == []
 
