@@ -28,7 +28,7 @@ PACKAGE = [f for folder in (ROOT / "covey", *PLUGINS) for f in sorted(folder.rgl
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
 INCLUDED = {path for d in DOCUMENTS for path in re.findall(r'^--8<-- "(.*\.md)"$', d.read_text(), re.M)}
 DOCUMENTS += [ROOT / path for path in sorted(INCLUDED - {"CHANGELOG.md", "benchmarks/RESULTS.md"})]
-DOCUMENTS += [folder / "README.md" for folder in PLUGINS]
+DOCUMENTS += [folder / "README.md" for folder in (*PLUGINS, ROOT / "tests")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
