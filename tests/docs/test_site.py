@@ -66,6 +66,13 @@ def test_links_and_anchors_lead_somewhere(document: Path) -> None:
         assert inside or DOCS not in document.parents, f"{link} leaves the site"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_a_page_is_short_enough_to_be_read_to_the_end(page: Path) -> None:
+    """Tables and included files, which one looks things up in, do not count."""
+    prose = [line for line in page.read_text("utf-8").splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) <= 1200, "a page of two questions is two pages"
+
+
 def test_anchors_are_those_of_headings() -> None:
     assert "a-base-in-8-or-4-bits" in anchors(DOCS / "lora.md")
     assert {"ratios-ratio", "kl-to-the-reference-beta-kl-kl_in"} <= anchors(DOCS / "algorithms.md")
