@@ -156,12 +156,12 @@ def variables_restored_behind_files() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_scratch() -> Iterator[None]:
-    """Models from scratch have a width of 32 in this file, which is about other things than what they learn."""
+    """Models from scratch have a layer of width 32 in this file, which is about other things than what they learn."""
     from covey.models.scratch import SCRATCH_MODELS
 
     with pytest.MonkeyPatch.context() as patch:
         for name, spec in SCRATCH_MODELS.items():
-            patch.setitem(SCRATCH_MODELS, name, dataclasses.replace(spec, hidden_size=32))
+            patch.setitem(SCRATCH_MODELS, name, dataclasses.replace(spec, hidden_size=32, num_layers=1))
         yield
 
 
