@@ -3,7 +3,6 @@
 Matrices have the requested type; norms and biases stay float32, as llama.cpp requires.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,22 +19,13 @@ from covey.models.export.files import Difference, compare_logits, export_paramet
 from covey.models.layers import rope_frequencies
 from covey.models.loading import weights
 from covey.text.tokenizer import Tokenizer
-from covey_formats.gguf import (
-    CONTROL,
-    PRE_TOKENIZERS,
-    ROPE_FREQS,
-    TENSOR_NAMES,
-    USER_DEFINED,
-    GGUFCheckpoint,
-    permute,
-)
+from covey_formats.gguf import ROPE_FREQS, TENSOR_NAMES, GGUFCheckpoint, permute
 from covey_formats.gguf_reader import import_gguf
+from covey_formats.gguf_tokenizer import vocabulary_metadata
 
 FILE_NAME = "model.gguf"
 WRITTEN = ("llama", "qwen2", "qwen3")
 """Families that are written; more are read."""
-NORMAL, UNUSED = 1, 5
-"""Further token types of GGUF: ordinary and unused tokens."""
 SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 
@@ -135,7 +125,7 @@ def make_metadata(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             want="one of: " + ", ".join(WRITTEN),
             fix="--format hf",
         )
-    return _architecture_metadata(config) | _vocabulary_metadata(tokenizer, config.vocab_size)
+    return _architecture_metadata(config) | vocabulary_metadata(tokenizer, config.vocab_size)
 
 
 def _architecture_metadata(c: ModelConfig) -> dict[str, Any]:
@@ -164,61 +154,6 @@ def _rope_divisors(c: ModelConfig) -> np.ndarray | None:
         return None
     plain, scaled = (rope_frequencies(c.head_dim, c.rope_theta, scaling) for scaling in (None, c.rope_scaling))
     return np.asarray(plain / scaled, np.float32)
-
-
-def _vocabulary_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding. A token
-    that the model does not embed has no place in the file.
-    """
-    inner = json.loads(tokenizer.inner.to_str())
-    words = inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ()
-    named = {token: (text, NORMAL) for text, token in words}
-    for added in inner["added_tokens"]:
-        named[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
-    texts, kinds = zip(*(named.get(token, (f"[PAD{token}]", UNUSED)) for token in range(rows)), strict=True)
-    fields = {
-        "model": "gpt2",
-        "pre": _pre_tokenizer_name(inner),
-        "tokens": list(texts),
-        "token_type": list(kinds),
-        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
-        "eos_token_id": tokenizer.eos_id,
-        "bos_token_id": tokenizer.bos_id,
-        "padding_token_id": tokenizer.pad_id,
-        "add_bos_token": tokenizer.add_bos,
-    } | dict(zip(("eot_token_id", "eom_token_id"), set(tokenizer.stop_ids) - {tokenizer.eos_id}, strict=False))
-    template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
-
-
-def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of this byte-level BPE.
-
-    Raises:
-        WeightsError: llama.cpp has no name for it, or none that we know.
-    """
-    if inner["model"]["type"] == "BPE":
-        steps, whole = _pre_tokenizer_steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
-        nfc = (inner["normalizer"] or {}).get("type") == "NFC"
-        for name, split in PRE_TOKENIZERS.items():
-            theirs = [json.loads(step.__getstate__()) for step in split.steps()]
-            if name != "default" and (steps, whole, nfc) == (_without_offsets(theirs), split.ignore_merges, split.nfc):
-                return name
-    raise WeightsError(
-        "no GGUF file can hold this tokenizer: GGUF has no name that we know for the way in which it cuts text",
-        want="byte-level BPE that cuts like " + ", ".join(name for name in PRE_TOKENIZERS if name != "default"),
-        fix="--format hf, which transformers and llama.cpp's own converter read",
-    )
-
-
-def _pre_tokenizer_steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    outer = pre_tokenizer or {"type": "none"}
-    return _without_offsets(outer["pretokenizers"] if outer["type"] == "Sequence" else [outer])
-
-
-def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `steps` without the settings that only concern offsets."""
-    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
 
 
 def _check_written(written: GGUFCheckpoint, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -27,8 +27,9 @@ from covey.models.loading import weights
 from covey.registry import install_command
 from covey.text.tokenizer import Tokenizer
 from covey_formats import gguf as gguf_file
-from covey_formats.gguf import PRE_TOKENIZERS, GGUFCheckpoint
+from covey_formats.gguf import GGUFCheckpoint
 from covey_formats.gguf_reader import open_reader
+from covey_formats.gguf_tokenizer import PRE_TOKENIZERS
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden"
 TINY = GOLDEN / "tiny-llama"
