@@ -48,6 +48,8 @@ class GGUFCheckpoint:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         for path, (name, part) in self.check().items():
             tensor = _dequantise(self._tensors[name])[part]
+            if path.endswith("norm.scale"):
+                tensor = tensor - np.float32(self.config.norm_offset)  # llama.cpp stores the sum
             yield path, convert_layout(path, self._restore_order(path, tensor))
 
     def check(self) -> dict[str, tuple[str, slice]]:
@@ -137,19 +139,43 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=_rope_scaling(fields, arch, tensors, theta, head_dim),
         tie_embeddings="output.weight" not in tensors,
         max_positions=fields.count(f"{arch}.context_length"),
-        family=arch,
+        family=FAMILY_NAMES.get(arch, arch),
         windows=_windows(fields, arch, layers),
         rope_layers=tuple((i + 1) % 4 != 0 for i in range(layers)) if arch == "smollm3" else None,
         **ARCHITECTURES[arch],
+        **(_gemma_settings(fields, arch, layers, hidden, heads, head_dim) if arch in GEMMA_PERIODS else {}),
     )
 
 
+def _gemma_settings(fields: Metadata, arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the settings that only Gemma has. llama.cpp tells the models of 27B, whose queries have another scale, by
+    their number of layers.
+    """
+    caps = {"attn": 50.0, "final": 30.0} if arch == "gemma2" else {"final": None}
+    per_head = hidden // heads if (arch, layers) in GEMMA_27B else head_dim
+    settings = {
+        f"{name}_softcap": _softcap(fields, f"{arch}.{name}_logit_softcapping", cap) for name, cap in caps.items()
+    }
+    if arch == "gemma3":
+        settings["local_rope_theta"] = _shortest_decimal(fields.number(f"{arch}.rope.freq_base_swa", 10_000.0))
+    return settings | {"embed_scale": hidden**0.5, "query_scale": per_head**-0.5}
+
+
+def _softcap(fields: Metadata, key: str, default: float | None) -> float | None:
+    return _shortest_decimal(fields.number(key, default)) if key in fields or default else None
+
+
 def _windows(fields: Metadata, arch: str, layers: int) -> tuple[int | None, ...] | None:
-    """Return the window of Phi-3's layers, which all have the same; files say 0 for a model without one."""
-    window = fields.count(f"{arch}.attention.sliding_window", 0, least=0)
-    if window and arch != "phi3":
+    """Return the window of each layer. All layers of Phi-3 have the same, and in Gemma the last of each period has
+    none. Files say 0 for a model without a window.
+    """
+    window = fields.count(f"{arch}.attention.sliding_window", 4096 if arch == "gemma2" else 0, least=0)
+    if window and arch != "phi3" and arch not in GEMMA_PERIODS:
         raise WeightsError(f"sliding windows are not supported for {arch}", where=fields.where)
-    return (window,) * layers if window else None
+    period = GEMMA_PERIODS.get(arch, layers + 1)
+    if arch in GEMMA_PERIODS:
+        period = fields.count(f"{arch}.attention.sliding_window_pattern", period)
+    return tuple(window if (i + 1) % period else None for i in range(layers)) if window else None
 
 
 def _vocab_size(tensors: Mapping[str, Any], where: str) -> int:
@@ -213,6 +239,8 @@ def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: st
 ROPE_FREQS = "rope_freqs.weight"
 """Name of the tensor that holds Llama 3's scaling of the rotary frequencies."""
 
+_GEMMA = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"attention_bias": True},
@@ -220,8 +248,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
     "smollm3": {},
+    "gemma2": _GEMMA,
+    "gemma3": {**_GEMMA, "qk_norm": True},
 }
 """Architecture → switches of its config. In llama.cpp every fourth layer of SmolLM3 does not rotate; no key says so."""
+
+FAMILY_NAMES = {"gemma3": "gemma3_text"}
+"""Architectures that we call by another name, which is that of Hugging Face."""
+
+GEMMA_PERIODS = {"gemma2": 2, "gemma3": 6}
+"""Architecture → number of layers of which the last attends without a window, where the file does not say it."""
+
+GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+"""Architecture and number of layers of the models with 27 billion weights."""
 
 PERMUTED = ("llama", "smollm3")
 """Architectures whose query and key rows are in the order of adjacent pairs."""

@@ -1,4 +1,4 @@
-"""Tokenizer of a GGUF file, read from its metadata and written to them: byte-level BPE, as GPT-2 has it."""
+"""Tokenizer of a GGUF file, read from its metadata and written to them: byte-level BPE (GPT-2) or SentencePiece."""
 
 import json
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from covey.errors import WeightsError
 from covey.text.tokenizer import Tokenizer
 from covey.text.tokenizers_library import library_errors
+from covey_formats import sentencepiece
 from covey_formats.gguf_reader import Metadata
 
 
@@ -39,24 +40,24 @@ def read_tokenizer(fields: Metadata, rows: int) -> Tokenizer:
     Raises:
         WeightsError: it is of a kind that is not supported, or its metadata are malformed.
     """
-    kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
+    kind, tokens = fields.text("tokenizer.ggml.model"), fields.strings("tokenizer.ggml.tokens")
+    if kind not in BUILDERS:
         raise WeightsError(
-            f"GGUF tokenizer {kind!r} is not supported", want="gpt2 (byte-level BPE)", where=fields.where
+            f"GGUF tokenizer {kind!r} is not supported",
+            want="gpt2 (byte-level BPE) or llama (SentencePiece)",
+            where=fields.where,
         )
-    if split_name not in PRE_TOKENIZERS:
-        raise WeightsError(
-            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(PRE_TOKENIZERS), where=fields.where
-        )
-    split = PRE_TOKENIZERS[split_name]
-    tokens = fields.strings("tokenizer.ggml.tokens")
+    types = fields.ints("tokenizer.ggml.token_type")
+    if len(types) != len(tokens):
+        raise WeightsError(f"{len(tokens)} tokens have {len(types)} types", want="one each", where=fields.where)
     ids = {
         role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens)) for role in ("bos", "eos", "eot", "eom")
     }
     if ids["eos"] is None:
         raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
     with library_errors("not a tokenizer", where=fields.where):
-        inner = _build_tokenizer(fields, tokens, split)
+        inner, add_bos = BUILDERS[kind](fields, tokens, types)
+        _add_tokens(inner, tokens, types)
     template = "tokenizer.chat_template"
     return Tokenizer(
         inner,
@@ -64,16 +65,20 @@ def read_tokenizer(fields: Metadata, rows: int) -> Tokenizer:
         stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
         bos_id=ids["bos"],
         pad_id=fields.token_id("tokenizer.ggml.padding_token_id", 2**31),  # published files have some without a token
-        add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.add_bos),
+        add_bos=fields.flag("tokenizer.ggml.add_bos_token", add_bos),
         chat_template=fields.text(template) if template in fields else None,
         rows=rows,
     )
 
 
-def _build_tokenizer(fields: Metadata, tokens: list[str], split: _PreTokenizer) -> tokenizers.Tokenizer:
-    types = fields.ints("tokenizer.ggml.token_type")
-    if len(types) != len(tokens):
-        raise WeightsError(f"{len(tokens)} tokens have {len(types)} types", want="one each", where=fields.where)
+def _build_byte_level(fields: Metadata, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the tokenizer, and whether it puts BOS before a text by default."""
+    split_name = fields.text("tokenizer.ggml.pre", "default")
+    if split_name not in PRE_TOKENIZERS:
+        raise WeightsError(
+            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(PRE_TOKENIZERS), where=fields.where
+        )
+    split = PRE_TOKENIZERS[split_name]
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in fields.strings("tokenizer.ggml.merges"))]
     if not all(right for _, right in merges):
         raise WeightsError("a merge is not of two tokens", want="two, a blank between them", where=fields.where)
@@ -83,11 +88,44 @@ def _build_tokenizer(fields: Metadata, tokens: list[str], split: _PreTokenizer) 
     inner.decoder = decoders.ByteLevel()
     if split.nfc:
         inner.normalizer = normalizers.NFC()
+    return inner, split.add_bos
+
+
+def _build_sentencepiece(fields: Metadata, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the tokenizer, and whether it puts BOS before a text by default."""
+    if fields.flag("tokenizer.ggml.add_space_prefix", True):
+        raise WeightsError(
+            "this SentencePiece tokenizer puts a space before a text, which is not supported",
+            want="tokenizer.ggml.add_space_prefix false, as in Gemma's files",
+            where=fields.where,
+        )
+    scores = fields.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise WeightsError(f"{len(tokens)} tokens have {len(scores)} scores", want="one each", where=fields.where)
+    pieces = {tokens[token]: scores[token] for token, kind in enumerate(types) if kind == NORMAL}
+    if (longest := max(map(len, pieces), default=0)) > sentencepiece.MAX_PIECE:
+        raise WeightsError(
+            f"a piece of this SentencePiece tokenizer has {longest} characters",
+            want=f"at most {sentencepiece.MAX_PIECE}",
+            where=fields.where,
+        )
+    unknown = fields.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
+    inner = sentencepiece.build(tokens, sentencepiece.find_merges(pieces), unknown)
+    if inner is None:
+        raise WeightsError(
+            "this SentencePiece tokenizer has no token for some bytes",
+            want="all of <0x00> to <0xFF>",
+            where=fields.where,
+        )
+    return inner, True
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Have control tokens and user-defined tokens recognised in a text before it is cut."""
     control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     written = [text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
     inner.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in control])
     inner.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in written])
-    return inner
 
 
 # --- writing
@@ -96,26 +134,69 @@ def _build_tokenizer(fields: Metadata, tokens: list[str], split: _PreTokenizer) 
 def vocabulary_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding. A token
     that the model does not embed has no place in the file.
+
+    Raises:
+        WeightsError: llama.cpp has no name for the way in which the tokenizer cuts text, or none that we know.
     """
     inner = json.loads(tokenizer.inner.to_str())
+    described = _describe_sentencepiece if inner["model"].get("byte_fallback") else _describe_byte_level
+    fields = described(inner, rows) | {
+        "eos_token_id": tokenizer.eos_id,
+        "bos_token_id": tokenizer.bos_id,
+        "padding_token_id": tokenizer.pad_id,
+        "add_bos_token": tokenizer.add_bos,
+    }
+    fields |= dict(zip(("eot_token_id", "eom_token_id"), set(tokenizer.stop_ids) - {tokenizer.eos_id}, strict=False))
+    template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
+
+
+def _named_tokens(inner: dict[str, Any]) -> dict[int, tuple[str, int]]:
+    """Return {token: its text and its type}."""
     words = inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ()
     named = {token: (text, NORMAL) for text, token in words}
     for added in inner["added_tokens"]:
         named[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    return named
+
+
+def _describe_byte_level(inner: dict[str, Any], rows: int) -> dict[str, Any]:
+    named = _named_tokens(inner)
     texts, kinds = zip(*(named.get(token, (f"[PAD{token}]", UNUSED)) for token in range(rows)), strict=True)
-    fields = {
+    return {
         "model": "gpt2",
         "pre": _pre_tokenizer_name(inner),
         "tokens": list(texts),
         "token_type": list(kinds),
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
-        "eos_token_id": tokenizer.eos_id,
-        "bos_token_id": tokenizer.bos_id,
-        "padding_token_id": tokenizer.pad_id,
-        "add_bos_token": tokenizer.add_bos,
-    } | dict(zip(("eot_token_id", "eom_token_id"), set(tokenizer.stop_ids) - {tokenizer.eos_id}, strict=False))
-    template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
+    }
+
+
+def _describe_sentencepiece(inner: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return metadata whose scores give the order of the tokenizer's merges again."""
+    named = _named_tokens(inner)
+    for token, (text, kind) in named.items():
+        if text in sentencepiece.BYTES:
+            named[token] = text, BYTE
+        elif kind == USER_DEFINED:  # it is sought in a text as it stands
+            named[token] = text.replace(sentencepiece.SPACE, " "), kind
+    scores = sentencepiece.rank_pieces([text for text, kind in named.values() if kind == NORMAL], inner)
+    if scores is None:
+        raise WeightsError(
+            "no GGUF file can hold this tokenizer: no scores of its pieces give its merges, or its rules change a text",
+            want="a SentencePiece vocabulary as Gemma's",
+            fix="--format hf, which transformers reads",
+        )
+    texts, kinds = zip(*(named.get(token, (f"[PAD{token}]", UNUSED)) for token in range(rows)), strict=True)
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": list(texts),
+        "token_type": list(kinds),
+        "scores": [scores.get(text, NO_SCORE) for text in texts],
+        "unknown_token_id": inner["model"]["vocab"].get(inner["model"].get("unk_token")),
+        "add_space_prefix": False,
+    }
 
 
 def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
@@ -148,8 +229,13 @@ def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
 
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 """Token types of GGUF."""
+NO_SCORE = -1000.0
+"""Score of tokens that are not joined of others, as llama.cpp's converter writes it."""
+
+BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
+"""llama.cpp's name of a kind of tokenizer → function that builds it."""
 
 # The pattern of Llama 3's tokenizer; Qwen2's is the same with digits taken one by one.
 _THREE_DIGITS = (

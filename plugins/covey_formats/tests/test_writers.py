@@ -195,7 +195,7 @@ def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.LoadedModel,
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"family": "gemma2"}, "family 'gemma2' are not supported"),
+        ({"family": "mistral"}, "family 'mistral' are not supported"),
         ({"family": "nanochat"}, "family 'nanochat' are not supported"),
         ({"windows": (5, None)}, "the architecture of this model is not one"),
         ({"qk_norm": True}, "the architecture of this model is not one"),
