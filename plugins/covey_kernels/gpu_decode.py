@@ -6,7 +6,7 @@ are combined by their sums. What lies behind the end of a slot, or before its sl
 JAX's own `paged_attention` was not taken: it knows no sliding window, and no head of 80 numbers.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -80,9 +80,10 @@ def decode(
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
     )(tables.start, tables.end, q, keys, values)
-    shares = jax.nn.softmax(logsumexp, axis=0)
-    combined: Array = (out * shares[..., None]).sum(0).astype(q.dtype)
-    return combined
+    # No reduction over an axis, so that XLA makes one kernel of it all.
+    shares = [jnp.exp(one - reduce(jnp.maximum, list(logsumexp))) for one in logsumexp]
+    combined: Array = sum(one * (share / sum(shares))[..., None] for one, share in zip(out, shares, strict=True))
+    return combined.astype(q.dtype)
 
 
 def _kernel(
