@@ -20,7 +20,10 @@ from covey_kernels.gpu import dot
 
 BLOCK_SIZE = 64
 """Number of keys in a block; it divides the length of a slot."""
-NUM_PARTS = 8
+MAX_PARTS, PROGRAMS = 8, 256
+"""Most parts of a slot's head, and the number of programs that fills a card, about two for each multiprocessor: with as
+many slots and heads there is one part, and nothing is combined.
+"""
 
 
 class Tables(NamedTuple):
@@ -55,12 +58,13 @@ def decode(
 ) -> Float[Array, "S K G W"]:
     """Compute attention of scaled queries."""
     slots, kv_heads, group, width = q.shape
+    parts = min(MAX_PARTS, pl.next_power_of_2(pl.cdiv(PROGRAMS, slots * kv_heads)))
     rows, tile = max(16, pl.next_power_of_2(group)), pl.next_power_of_2(width)  # products are 16 wide or more
     number = pl.BlockSpec((None,), lambda slot, head, part: (slot,))
     cache = pl.BlockSpec((None, None, keys.shape[2], tile), lambda slot, head, part: (slot, head, 0, 0))
     out, logsumexp = pl.pallas_call(
-        partial(_kernel, group, width, softcap),
-        grid=(slots, kv_heads, NUM_PARTS),
+        partial(_kernel, parts, group, width, softcap),
+        grid=(slots, kv_heads, parts),
         in_specs=[
             number,
             number,
@@ -73,8 +77,8 @@ def decode(
             pl.BlockSpec((None, None, None, rows), lambda slot, head, part: (part, slot, head, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((NUM_PARTS, *q.shape), jnp.float32),
-            jax.ShapeDtypeStruct((NUM_PARTS, *q.shape[:3]), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *q.shape), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *q.shape[:3]), jnp.float32),
         ],
         name="decode_attention",
         interpret=interpret,
@@ -82,18 +86,17 @@ def decode(
     )(tables.start, tables.end, q, keys, values)
     # No reduction over an axis, so that XLA makes one kernel of it all.
     shares = [jnp.exp(one - reduce(jnp.maximum, list(logsumexp))) for one in logsumexp]
-    combined: Array = sum(one * (share / sum(shares))[..., None] for one, share in zip(out, shares, strict=True))
-    return combined.astype(q.dtype)
+    mean: Array = sum(one * (share / sum(shares))[..., None] for one, share in zip(out, shares, strict=True))
+    return (out[0] if parts == 1 else mean).astype(q.dtype)
 
 
 def _kernel(
-    group: int, width: int, softcap: float | None, starts: Any, ends: Any, q: Any, keys: Any, values: Any, out: Any,
-    logsumexp: Any,
+    parts: int, group: int, width: int, softcap: float | None, starts: Any, ends: Any, q: Any, keys: Any, values: Any,
+    out: Any, logsumexp: Any,
 ) -> None:  # fmt: skip
     start, end = starts[...], ends[...]
     first, last = start // BLOCK_SIZE, pl.cdiv(end, BLOCK_SIZE)
-    each = pl.cdiv(last - first, NUM_PARTS)
-    low = first + pl.program_id(2) * each
+    low = first + pl.program_id(2) * (each := pl.cdiv(last - first, parts))
     heads, in_head = (jnp.arange(q.shape[0]) < group)[:, None], (jnp.arange(q.shape[1]) < width)[None]
     queries = plt.load(q, mask=heads & in_head, other=0.0)
 
