@@ -77,7 +77,7 @@ def decode(
             pl.BlockSpec((None, None, None, rows), lambda slot, head, part: (part, slot, head, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((parts, *q.shape), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *q.shape), jnp.float32 if parts > 1 else q.dtype),
             jax.ShapeDtypeStruct((parts, *q.shape[:3]), jnp.float32),
         ],
         name="decode_attention",
@@ -116,5 +116,5 @@ def _kernel(
     init = (zeros + MASKED_SCORE, zeros, jnp.zeros(q.shape, jnp.float32))
     max_score, sum_exp, mixed = jax.lax.fori_loop(low, jnp.minimum(low + each, last), body, init)
     sum_exp = jnp.maximum(sum_exp, 1e-30)
-    plt.store(out, mixed / sum_exp[:, None], mask=heads & in_head)
+    plt.store(out, (mixed / sum_exp[:, None]).astype(out.dtype), mask=heads & in_head)
     plt.store(logsumexp, max_score + jnp.log(sum_exp), mask=jnp.arange(q.shape[0]) < group)
