@@ -8,15 +8,16 @@ from covey.registry import import_package
 from covey_serve.options import ServeOptions
 
 COMMAND = Command(
-    "serve", "covey_serve.command:serve", "RUN_OR_MODEL", "answer OpenAI's API with it, over HTTP",
+    "serve", "covey_serve.command:serve", "RUN_OR_MODEL", "sample and train it over HTTP: OpenAI's API, Tinker's API",
     """\
-Answers the requests of OpenAI's API (chat and completions), so that clients and harnesses for it use the model or run.
-It prints 'listening on http://127.0.0.1:8000' when it is ready. Requests that come while others are sampled join them.
+Answers the requests of OpenAI's API (chat and completions), so that clients and harnesses for it use the model or run,
+and those of Tinker's training API, so that its client trains adapters on it. It prints
+'listening on http://127.0.0.1:8000' when it is ready. Requests that come while others are sampled join them.
 Only this machine can ask, unless --host and --key-file say otherwise. Ctrl-C ends it. It needs the extra 'serve'.""",
     """\
 examples
   covey serve runs/quickstart-1
-  covey serve smollm2-135m --port 9000 --slots 16 --max-prompt-length 4096
+  covey serve smollm2-135m --port 9000 --slots 16 --state served
   covey serve smollm2-135m --host 0.0.0.0 --key-file ~/covey.key""",
     settings=(ServeOptions,),
     follows="chat",

@@ -20,6 +20,10 @@ class ServeOptions(ChatOptions):
     """File with the key that each request must have. It is made with a new key if it is not there; others must not be
     able to read it.
     """
+    state: str | None = None
+    """Folder for the states that clients save, and for the journal of their requests: a server that begins with it goes
+    on where the last one was. Without it both are lost at the end.
+    """
     max_connections: PositiveInt = 1024
     """Largest number of connections at a time."""
     max_body_bytes: PositiveInt = 16 * 2**20

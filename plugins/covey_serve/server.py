@@ -5,18 +5,25 @@ import os
 import secrets
 import socket
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvicorn
+from starlette.routing import Route
 
+from covey.config.recipe import AnyRecipe
 from covey.display import echo, show_log
 from covey.errors import CoveyError
-from covey.recipes.load_model import open_model
+from covey.recipes.load_model import load_for
 from covey_serve.app import make_app
+from covey_serve.journal import Journal
 from covey_serve.options import ServeOptions
 from covey_serve.service import Limits, Service
+from covey_serve.states import States
+from covey_serve.training import Trainer
 
 KEY_MODE = 0o600
 MAX_KEY = 4096
@@ -38,7 +45,7 @@ def serve(source: str, options: ServeOptions) -> None:
 
     Raises:
         CoveyError: the address is not this machine's alone and there is no key, the port is not free, or as for
-            `open_model`.
+            `load_for`.
     """
     if options.key_file is None and not is_loopback(options.host):
         raise CoveyError(
@@ -50,23 +57,42 @@ def serve(source: str, options: ServeOptions) -> None:
     with listen(options.host, options.port) as listener:
         service = load_service(source, options)
         try:
-            config = server_config(make_app(service, key=key, shows=True), options)
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt), training_routes(service, options.state) as routes:
+                config = server_config(make_app(service, routes, key, shows=True), options)
                 Server(config).run(sockets=[listener])
         finally:
             service.close()
 
 
+@contextmanager
+def training_routes(service: Service, state: str | None) -> Iterator[list[Route]]:
+    """Open the folder of states and journal, and return the routes of the training API; none without its package."""
+    try:
+        from covey_serve.tinker import Tinker  # late: it needs protobuf
+    except ImportError:
+        yield []
+        return
+    with TemporaryDirectory(prefix="covey-serve-") as temporary:
+        folder = Path(temporary) if state is None else Path(state).expanduser()
+        trainer = Trainer(service.model)
+        journal = Journal(None if state is None else folder / "journal")
+        tinker = Tinker(service, trainer, States(folder / "states", trainer), journal)
+        if count := tinker.replay():
+            echo(f"{folder}: {count} requests are done again")
+        yield tinker.routes()
+        journal.close()
+
+
 def load_service(source: str, options: ServeOptions) -> Service:
     """Load the model, and start its engine."""
     with show_log(info=echo, warning=echo):
-        model, tokenizer = open_model(source)
+        model, tokenizer, origin = load_for(AnyRecipe(), source=source)
     rollout, positions = options.rollout, model.config.max_positions
     longest = max(1, positions - rollout.max_new_tokens)
     rollout = replace(rollout, max_prompt_length=min(rollout.max_prompt_length, longest))
     name = options.name or Path(source).name
     limits = Limits(options.max_body_bytes, options.max_seconds, options.max_samples)
-    return Service(name, model, tokenizer, rollout, limits)
+    return Service(name, model, tokenizer, rollout, limits, origin)
 
 
 def server_config(app: object, options: ServeOptions) -> uvicorn.Config:

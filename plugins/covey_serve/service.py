@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,12 +77,22 @@ class Service:
         tokenizer: its tokenizer.
         config: settings of the engines.
         limits: bounds of a request.
+        origin: origin of the weights.
     """
 
-    def __init__(self, name: str, model: Decoder, tokenizer: Tokenizer, config: RolloutConfig, limits: Limits):
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        config: RolloutConfig,
+        limits: Limits,
+        origin: str = "",
+    ):
+        self.origin = origin
         self.name, self.model, self.tokenizer, self.config, self.limits = name, model, tokenizer, config, limits
         self.base, self.metrics = Weights(), Metrics()
-        self._workers: dict[int, RolloutWorker] = {}
+        self._scorers: dict[int, TopScorer] = {}
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self.device = Device(self._make_worker)
         lane = self.device.run(lambda: self.device.lane(0)).result()
@@ -93,15 +102,19 @@ class Service:
         """Return the text of a completion, without control tokens."""
         return self.tool.text(tokens) if self.tool else self.tokenizer.decode(tokens)
 
-    @cached_property
-    def scorer(self) -> TopScorer:
-        """Computes log-probs of given tokens under the model."""
-        return TopScorer(self.model, MAX_TOP)
+    async def scores(self, tokens: np.ndarray, weights: Weights | None = None) -> TopLogps:
+        """Compute the log-probs of a text of at least two tokens, by the weights of the model if none are named."""
+        return await asyncio.wrap_future(self.device.run(lambda: self._score(tokens, weights or self.base)))
 
-    async def scores(self, tokens: np.ndarray) -> TopLogps:
-        """Compute the log-probs of a text of at least two tokens."""
-        params = nnx.split(self.model)[1]
-        return await asyncio.wrap_future(self.device.run(lambda: self.scorer(params, tokens)))
+    def _score(self, tokens: np.ndarray, weights: Weights) -> TopLogps:
+        if weights.rank not in self._scorers:
+            self._scorers[weights.rank] = TopScorer(self._model(weights.rank), MAX_TOP)
+        params = nnx.split(self._model(weights.rank))[1]
+        params = params if weights.adapters is None else nnx.merge_state(params, weights.adapters)
+        return self._scorers[weights.rank](params, tokens)
+
+    def _model(self, rank: int) -> Decoder:
+        return with_lora(self.model, LoRAConfig(rank=rank)) if rank else self.model
 
     async def encode(self, prompt: Any, **options: Any) -> np.ndarray:
         """Encode a prompt outside of the event loop: a template may take its time."""
@@ -166,8 +179,7 @@ class Service:
 
     def _make_worker(self, rank: int) -> RolloutWorker:
         """Make the engine for adapters of a rank, whose sizes follow the settings alone."""
-        model = with_lora(self.model, LoRAConfig(rank=rank)) if rank else self.model
-        return RolloutWorker(model, self.tokenizer, self.config, fixed_shapes=True)
+        return RolloutWorker(self._model(rank), self.tokenizer, self.config, fixed_shapes=True)
 
 
 async def next_event(stream: Stream) -> Event:
