@@ -139,10 +139,9 @@ def samples_output(completions: list[Any], prompt_logps: np.ndarray | None, top:
         output.sequences.add(stop_reason=reason, tokens=tokens, logprobs=logps)
     if prompt_logps is not None:
         output.prompt_logprobs = prompt_logps.astype("<f4").tobytes()
-    if top is not None:
-        ids, logps = (
-            np.pad(x, ((1, 0), (0, 0)), constant_values=fill) for x, fill in zip(top, (-1, np.nan), strict=True)
-        )
+    if top is not None:  # the first token has none: the API's mark for that
+        fills = zip(top, (0, -99999.0), strict=True)
+        ids, logps = (np.pad(x, ((1, 0), (0, 0)), constant_values=fill) for x, fill in fills)
         output.topk_prompt_logprobs.token_ids = ids.astype("<i4").tobytes()
         output.topk_prompt_logprobs.logprobs = logps.astype("<f4").tobytes()
         output.topk_prompt_logprobs.length, output.topk_prompt_logprobs.k = ids.shape

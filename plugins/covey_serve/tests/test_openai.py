@@ -50,6 +50,7 @@ def scripted(service: Service, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return script
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_the_worker_of_the_commands(client: TestClient, service: Service) -> None:
     worker = RolloutWorker(service.model, service.tokenizer, service.config)
     greedy = worker.generate([CHAT], 1, config=service.config.from_checked(vars(service.config) | {"temperature": 0.0}))

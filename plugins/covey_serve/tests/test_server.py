@@ -1,5 +1,6 @@
 """Who may ask the server, and how the command refuses what would let others in."""
 
+import asyncio
 import stat
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from covey.errors import CoveyError
+from covey_serve import body
 from covey_serve.app import make_app
+from covey_serve.errors import ApiError
 from covey_serve.metrics import Metrics
 from covey_serve.options import ServeOptions
 from covey_serve.server import is_loopback, listen, read_key, serve
@@ -95,3 +99,14 @@ def test_the_help_of_the_command_needs_no_server() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.count("\n  covey serve ") == 3
     assert "--key-file" in shown
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(body, "SECONDS", 0.01)
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(ApiError, match="did not arrive within") as caught:
+        asyncio.run(body.read_bytes(request, 10))
+    assert caught.value.status == 408

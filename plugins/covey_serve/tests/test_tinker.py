@@ -113,6 +113,7 @@ def logprobs(body: bytes) -> np.ndarray:
     return np.frombuffer(output.loss_fn_outputs[0].fields[0].value.data, "<f4")
 
 
+@pytest.mark.slow
 def test_order_of_arrival_and_repeats_change_no_bit(serve: Callable[..., Client]) -> None:
     orders: dict[str, Any] = {"a": [1, 2, 3, 4], "b": [3, 1, 4, 2], "c": [1, 2, 2, 1, 3, 3, 4, 1]}
     states, results = [], []
@@ -133,6 +134,7 @@ def test_order_of_arrival_and_repeats_change_no_bit(serve: Callable[..., Client]
     assert alone.state() != states[0]  # all three requests counted
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_goes_on_with_the_same_bits(serve: Callable[..., Client], tmp_path: Path) -> None:
     def ask(client: Client, start: int) -> Any:
         for number in range(start, 6, 2):
@@ -165,6 +167,7 @@ def test_a_server_that_was_killed_goes_on_with_the_same_bits(serve: Callable[...
     assert third.state() == whole.state()
 
 
+@pytest.mark.slow
 def test_samples_are_of_their_snapshot_and_depend_on_their_number(
     serve: Callable[..., Client], service: Service
 ) -> None:
@@ -193,7 +196,9 @@ def test_samples_are_of_their_snapshot_and_depend_on_their_number(
     assert np.isnan(prompts[0][0])
     np.testing.assert_allclose(prompts[0][1:], prompts[1][1:], atol=1e-5)
     assert np.abs(prompts[0][1:] - prompts[2][1:]).max() > 1e-3  # these weights learned something
-    assert (parsed[0].topk_prompt_logprobs.length, parsed[0].topk_prompt_logprobs.k) == (3, 2)
+    top = parsed[0].topk_prompt_logprobs
+    assert (top.length, top.k) == (3, 2)
+    assert np.frombuffer(top.logprobs, "<f4")[:2].tolist() == [-99999.0] * 2  # nothing comes before the first token
 
 
 def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) -> None:
