@@ -22,12 +22,13 @@ datum = types.Datum(model_input=types.ModelInput.from_ints([4, 5, 6]), loss_fn_i
 losses = []
 for _ in range(3):
     found = client.forward_backward([datum], "cross_entropy")
-    client.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    client.optim_step(types.AdamParams(learning_rate=0.005)).result()
     losses.append(found.result().metrics["loss:sum"])
 assert losses[2] < losses[0], losses
 sampler = client.save_weights_and_get_sampling_client()
 prompt, params = types.ModelInput.from_ints([4]), types.SamplingParams(max_tokens=3, temperature=0.0)
-assert len(sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens) == 3
+tokens = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens
+assert 1 <= len(tokens) <= 3, tokens
 """
 
 
