@@ -45,13 +45,16 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its name, reader and writer of its config, its Hugging Face names, and its class in transformers."""
+    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, and the
+    kinds of layers in `layer_types` that only this family reads.
+    """
 
     name: str
     read: Callable[[Config], ModelConfig]
     write: Callable[[ModelConfig], Fields]
     names: NameTable
     architecture: str
+    layer_types: tuple[str, ...] = ()
 
 
 def find_family(kind: str) -> Family | None:
