@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from covey.config.schema import LoRAConfig, RolloutConfig
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.export.hf import _named_tensors
 from covey.models.layer_stack import stack_layers, unstack_layers
+from covey.models.layers import LoRA
 from covey.models.loading.hf_config import text_config, text_name
 from covey.models.loading.weights import FolderCheckpoint, fill_parameters, make_put
 from covey.models.lora import with_lora
 from covey.models.quantised import QuantisationFormat, quantise_tensors
-from covey.parallel import flatten
-from covey.parallel.arrays import build_for_devices
+from covey.parallel import flatten, make_mesh
+from covey.parallel.arrays import build_for_devices, place_model
 from covey.sampling.engine import Engine, Request, generate
 
 HERE = Path(__file__).parent
@@ -148,3 +151,40 @@ def test_adapters_and_stacks_and_quantised_bases_have_the_projections_of_both_ki
     got, want = (logits(x, TOKENS[:, :24], np.ones((1, 24), bool)) for x in (base, load(0)))
     assert 0 < np.abs(got - want).mean() < 0.2 * want.std()
     assert jnp.isfinite(got).all()
+
+
+@pytest.mark.slow
+def test_an_export_has_the_tensors_of_the_checkpoint_and_an_adapter_comes_back(tmp_path: Path) -> None:
+    """q, k and v of a delta net are one tensor there, and one adapted module, as in PEFT."""
+    pytest.importorskip("covey_formats")
+    from covey_formats.peft import write_peft
+
+    written, want = dict(_named_tensors(load(0), "float32")), weights_of(MODELS[0]["shapes"])
+    assert written.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_array_equal(written[name], x)
+    rng, model = np.random.default_rng(0), with_lora(load(0), LoRAConfig(rank=2))
+    for path, lora in ((path, x) for path, x in nnx.iter_graph(model) if isinstance(x, LoRA)):
+        assert path
+        lora.b[...] = jnp.asarray(rng.normal(size=lora.b.shape, scale=0.1), jnp.float32)
+    difference = write_peft(model, 61, tmp_path / "out", base="base")
+    assert difference.max_difference < 1e-3
+    held = safetensors.numpy.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in held
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_sampler_draws_the_same_tokens() -> None:
+    config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=4, temperature=0.0)
+    request = Request(TOKENS[0, :20].astype(np.int32), 4)
+    models = [load(0), place_model(load(0), make_mesh((2, 2)))]
+    assert flatten(nnx.state(models[1]))["layers.0.delta.z_proj.kernel"].sharding.spec == PartitionSpec("fsdp", "tp")
+    one, other = ([c.tokens.tolist() for c in generate(Engine(m, (), config), [request])[0]] for m in models)
+    assert one == other
+
+
+def test_the_plan_counts_states_and_no_keys_of_layers_that_have_none() -> None:
+    """3 layers of 4: for each of 4 slots 3 tokens of 64 channels, and 4 heads of 8 · 8 numbers, in float32."""
+    estimate = pytest.importorskip("covey_plan.estimate")
+    config = families.read_config(MODELS[0]["config"])
+    assert estimate._state_bytes(config, 4) == 3 * 4 * (3 * 64 + 4 * 8 * 8) * 4
