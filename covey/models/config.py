@@ -1,7 +1,7 @@
 """`ModelConfig`, the architecture of a decoder, with one field for each way in which the families differ."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,18 @@ class ModelConfig:
     local_rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies of the layers with a window (Gemma 3)."""
 
-    def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the number of inputs and outputs of each projection of a layer, by name."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes = {
-            "q_proj": (self.hidden_size, queries),
-            "k_proj": (self.hidden_size, keys),
-            "v_proj": (self.hidden_size, keys),
-            "o_proj": (queries, self.hidden_size),
-            "up_proj": (self.hidden_size, self.intermediate_size),
-            "down_proj": (self.intermediate_size, self.hidden_size),
-        }
-        return shapes | ({"gate_proj": (self.hidden_size, self.intermediate_size)} if self.gated_mlp else {})
+    rotary_dim: int | None = None
+    """Number of elements of a head that are rotated, the first ones; None means all (Qwen3.5 rotates a quarter)."""
+    attention_gate: bool = False
+    """Multiply the output of attention by the sigmoid of a gate, which `q_proj` computes (Qwen3.5)."""
+    mixers: tuple[str, ...] | None = None
+    """Kind of the mixer of each layer, a name of `layer_kinds`; None means attention in all."""
+    kind_settings: Any = None
+    """Settings of the layer kinds of other packages: a frozen dataclass of the package."""
+
+    def parts(self, layer: int) -> tuple[str, str]:
+        """Return the kinds of the two parts of `layer`, mixer and feed-forward; see `layer_kinds`."""
+        return "attention" if self.mixers is None else self.mixers[layer], "mlp"
 
     def rotates_otherwise(self, layer: int) -> bool:
         """Return True if `layer` does not rotate by `rope_theta`: it has the local base, or does not rotate at all."""

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.config import ModelConfig, RopeScaling
+from covey.models.layer_kinds import find_kind
 from covey.models.layer_loop import save_all_but_selected, scan_layers
 from covey.models.layers import (
-    MLP,
     SAVED_PRODUCT,
     Linear,
     LoRA,
@@ -72,10 +72,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         c, linear = config, partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.q_proj = linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.attention_bias)
+        queries = c.num_heads * c.head_dim
+        self.q_proj = linear(c.hidden_size, queries * (2 if c.attention_gate else 1), bias=c.attention_bias)
         self.k_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
         self.v_proj = linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.o_proj = linear(queries, c.hidden_size, bias=False)
         heads = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
         norms = [RMSNorm(c, number * c.head_dim, param_dtype) if c.qk_norm else None for number in heads]
         self.q_norm, self.k_norm = norms
@@ -84,38 +85,52 @@ class Attention(nnx.Module):
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
         q, k, v = apply_together((self.q_proj, self.k_proj, self.v_proj), x, c.head_dim)
+        q, gate = _split_gate(q) if c.attention_gate else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalise(self.q_norm, q), self._normalise(self.k_norm, k)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         q, k = (rotate(heads, rope, self.q_proj.platform) for heads in (q, k))
         q = q * jnp.asarray(scale, x.dtype)
         mixed, cache = attend(q, k, v, cache, window=window, softcap=c.attn_softcap)
-        return self.o_proj.from_heads(mixed), cache
+        return self.o_proj.from_heads(mixed if gate is None else mixed * jax.nn.sigmoid(gate)), cache
 
     def _normalise(self, norm: RMSNorm, heads: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
         whole = self.config.qk_norm_whole
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape) if whole else norm(heads)
 
 
-class Layer(nnx.Module):
-    """One decoder block: attention and MLP, each with its norms and residual."""
+def _split_gate(q: Float[Array, "B T 2H W"]) -> tuple[Float[Array, "B T H W"], Float[Array, "B T H W"]]:
+    """Return queries and gates, which are adjacent in the projection of each head."""
+    pairs = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
+    return pairs[..., 0, :], pairs[..., 1, :]
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+
+class Layer(nnx.Module):
+    """One decoder block: a mixer, such as attention, and a feed-forward part, each with its norms and residual.
+
+    Args:
+        number: number of the layer in the model, which has the kinds of its parts; see `layer_kinds`.
+    """
+
+    def __init__(self, config: ModelConfig, number: int = 0, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: Any):
         norm = partial(RMSNorm, config, config.hidden_size, param_dtype)
         self.attn_norm: RMSNorm | None = norm() if config.pre_norms else None
         self.mlp_norm: RMSNorm | None = norm() if config.pre_norms else None
         self.post_attn_norm: RMSNorm | None = norm() if config.post_norms else None
         self.post_mlp_norm: RMSNorm | None = norm() if config.post_norms else None
-        self.attn = Attention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds = [find_kind(name) for name in config.parts(number)]
+        for kind in kinds:
+            setattr(self, kind.part, kind.load()(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs))
+        self.mixer, self.feed_forward = (kind.part for kind in kinds)
 
     def __call__(
         self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any, gather: Callable[[Array], Array]
     ) -> tuple[Array, Any]:
         """`gather` brings the tokens of a row together, which devices may have divided."""
-        mixed, cache = self.attn(gather(_apply_norm(self.attn_norm, x)), rope, attend, cache, window)
+        mix, feed_forward = getattr(self, self.mixer), getattr(self, self.feed_forward)
+        mixed, cache = mix(gather(_apply_norm(self.attn_norm, x)), rope, attend, cache, window)
         x = x + _apply_norm(self.post_attn_norm, _with_gradient(gather, mixed))
-        out = self.mlp(gather(_apply_norm(self.mlp_norm, x)))
+        out = feed_forward(gather(_apply_norm(self.mlp_norm, x)))
         return x + _apply_norm(self.post_mlp_norm, _with_gradient(gather, out)), cache
 
 
@@ -165,7 +180,7 @@ class Decoder(nnx.Module):
         table = partial(Embedding, config, param_dtype=param_dtype, rngs=rngs)
         layer = partial(Layer, config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
         self.embed = table()
-        self.layers = nnx.List([layer() for _ in range(config.num_layers)])
+        self.layers = nnx.List([layer(number) for number in range(config.num_layers)])
         self.stacked: tuple[int, ...] = ()
         self.norm = RMSNorm(config, config.hidden_size, param_dtype)
         self.head: Embedding | None = None if config.tie_embeddings else table()
@@ -241,11 +256,11 @@ class Decoder(nnx.Module):
         c = self.config
         bases = [(c.rope_theta, c.rope_scaling), (c.local_rope_theta or c.rope_theta, c.local_rope_scaling)]
         tables = [self._rope_table(positions, theta, scaling) for theta, scaling in bases]
-        still = rope_tables(positions, jnp.zeros(c.head_dim // 2))
+        still = rope_tables(positions, jnp.zeros((c.rotary_dim or c.head_dim) // 2))
         return tables if c.rope_layers is None else [tables[0], still]
 
     def _rope_table(self, positions: Int[Array, "B T"], theta: float, scaling: RopeScaling | None) -> Rope:
-        frequencies = rope_frequencies(self.config.head_dim, theta, scaling)
+        frequencies = rope_frequencies(self.config.rotary_dim or self.config.head_dim, theta, scaling)
         factor = 1.0 if scaling is None else scaling.attention_factor
         return rope_tables(positions, -frequencies if self.config.rope_backwards else frequencies, factor)
 

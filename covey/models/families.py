@@ -18,6 +18,7 @@ import numpy as np
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig
+from covey.models.layer_kinds import layer_shapes
 from covey.models.loading import hf_config
 from covey.models.loading.hf_config import TEXT_PARTS, Config, Fields, text_config
 from covey.registry import Registry
@@ -44,13 +45,16 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its name, reader and writer of its config, its Hugging Face names, and its class in transformers."""
+    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, and the
+    kinds of layers in `layer_types` that only this family reads.
+    """
 
     name: str
     read: Callable[[Config], ModelConfig]
     write: Callable[[ModelConfig], Fields]
     names: NameTable
     architecture: str
+    layer_types: tuple[str, ...] = ()
 
 
 def find_family(kind: str) -> Family | None:
@@ -124,20 +128,9 @@ def write_config(config: ModelConfig) -> Fields:
 
 def parameter_paths(config: ModelConfig) -> list[str]:
     """Return the dotted paths of all parameters of the decoder that `config` describes."""
-    c, projections = config, ("q_proj", "k_proj", "v_proj")
-    mlp = ("gate_proj", "up_proj", "down_proj") if c.gated_mlp else ("up_proj", "down_proj")
-    parts = (
-        (c.norm_scales and c.pre_norms, ["attn_norm.scale", "mlp_norm.scale"]),
-        (c.norm_scales and c.post_norms, ["post_attn_norm.scale", "post_mlp_norm.scale"]),
-        (c.norm_scales and c.qk_norm, ["attn.q_norm.scale", "attn.k_norm.scale"]),
-        (True, [f"attn.{name}.kernel" for name in (*projections, "o_proj")]),
-        (True, [f"mlp.{name}.kernel" for name in mlp]),
-        (c.attention_bias, [f"attn.{name}.bias" for name in projections]),
-    )
-    layer = [path for applies, paths in parts if applies for path in paths]
-    tops = {"embed.embedding": True, "norm.scale": c.norm_scales, "head.embedding": not c.tie_embeddings}
+    tops = {"embed.embedding": True, "norm.scale": config.norm_scales, "head.embedding": not config.tie_embeddings}
     top = [path for path, applies in tops.items() if applies]
-    return top + [f"layers.{index}.{path}" for index in range(c.num_layers) for path in layer]
+    return top + [f"layers.{i}.{path}" for i in range(config.num_layers) for path in layer_shapes(config, i)]
 
 
 def projection_names(config: ModelConfig) -> dict[str, str]:
@@ -166,15 +159,12 @@ def tensor_names(config: ModelConfig, table: NameTable | None = None, *, scored:
 
 def parameter_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
     """Return the shape of a parameter of the decoder, or of `score`, in our layout."""
-    c, (kind, name) = config, f".{path}".split(".")[-2:]
-    queries, keys = (c.num_heads, c.num_kv_heads) if c.qk_norm_whole else (1, 1)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("embed", "head"), (c.vocab_size, c.hidden_size)),
-        **{"q_norm": (queries * c.head_dim,), "k_norm": (keys * c.head_dim,)},
-        **c.projection_shapes(),
-        "": (1, c.hidden_size),  # the head of a reward model, `score`
-    }
-    return shapes.get(kind, (c.hidden_size,))[1 if name == "bias" else 0 :]
+    if path.startswith("layers."):
+        _, layer, name = path.split(".", 2)
+        return layer_shapes(config, int(layer))[name]
+    # A norm has a number for each of the width, and the head of a reward model, `score`, has a single row.
+    rows = {"norm.scale": (), "score": (1,)}.get(path, (config.vocab_size,))
+    return (*rows, config.hidden_size)
 
 
 def match_tensors(

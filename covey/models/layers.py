@@ -440,12 +440,15 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: Float[Array, "half"],
 
 
 def rotate(x: Float[Array, "B T N W"], rope: Rope, platform: str = "cpu") -> Array:
-    """Rotate the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints.
+    """Rotate the pairs (i, i + W/2) of each head: the half-split convention of the Hugging Face checkpoints. Where the
+    tables have fewer pairs, W is the number of elements that are rotated, the first ones of a head.
 
     On TPUs halves of a head would be arrays of half-empty tiles, so that splitting and joining them would take longer
     than the projection. There a product with a permutation exchanges them, exactly.
     """
     cos, sin = rope
+    if (width := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], rope, platform), x[..., width:]], axis=-1)
     if platform == "tpu":
         turned = project(x, _quarter_turn(x.shape[-1], x.dtype), x.dtype).astype(jnp.float32)
         cos, sin = (jnp.concatenate([table, table], axis=-1) for table in rope)

@@ -19,6 +19,7 @@ import numpy as np
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python
 from covey.models.config import ModelConfig
+from covey.models.layer_kinds import find_kind, has_state
 from covey.monitor.formats import duration
 from covey.rl.evaluate import during_training, presets_of
 from covey.run.outputs import Output
@@ -197,5 +198,13 @@ def _cache_bytes(run: SavedRun, lengths: Lengths) -> int:
     requests = [lengths.prompt] * prompts, [recipe.grpo.num_generations] * prompts
     scheduler = fitted(*requests, recipe.rollout, fixed_shapes=fixed)
     tokens = len(scheduler.slots) * scheduler.longest_cache
-    position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(recipe.model.dtype).itemsize
-    return tokens * position // mesh_size(recipe.model.mesh)
+    layers = sum(not has_state(config, layer) for layer in range(config.num_layers))
+    position = 2 * layers * config.num_kv_heads * config.head_dim * jnp.dtype(recipe.model.dtype).itemsize
+    return (tokens * position + _state_bytes(config, len(scheduler.slots))) // mesh_size(recipe.model.mesh)
+
+
+def _state_bytes(config: ModelConfig, slots: int) -> int:
+    """Return the bytes of the states that layers have in place of keys and values."""
+    kinds = [find_kind(config.parts(layer)[0]) for layer in range(config.num_layers) if has_state(config, layer)]
+    states = [jax.eval_shape(partial(kind.load().state, config.kind_settings, slots)) for kind in kinds]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))

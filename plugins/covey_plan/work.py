@@ -23,6 +23,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
+from covey.models.layer_kinds import find_kind, has_state, projection_shapes
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import GroupShape, Layout, make_layout
 from covey.rl.stage_sizes import stage_sizes
@@ -221,7 +222,9 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], schedule: Timeline, sizes
     """
     position = 2 * c.num_kv_heads * c.head_dim * sizes.cache_itemsize * sizes.cache_copies
     seen, half = float(_pairs(c, fed)), sizes.block / 2
-    beyond = c.num_layers * (half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn))
+    beyond = sum(not has_state(c, layer) for layer in range(c.num_layers)) * (
+        half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn)
+    )
     grid_step = 2 * sizes.block_heads * sizes.block * c.head_dim * sizes.cache_itemsize
     return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
 
@@ -305,7 +308,9 @@ def training(c: ModelConfig, groups: Sequence[GroupShape], rank: int = 0) -> flo
     if not rank:
         return 3 * sum(work)
     tokens = sum(count for _, count in spans(groups))
-    from_stream = [c.projection_shapes()[name] for name in ("q_proj", "k_proj", "v_proj")]
+    mixer = find_kind(c.parts(0)[0]).part
+    of_mixer = [path for path in projection_shapes(c, 0) if path.startswith(mixer) and not path.endswith("o_proj")]
+    from_stream = [projection_shapes(c, 0)[path] for path in of_mixer]
     unasked = 2 * tokens * sum(n_in * n_out + n_in * rank for n_in, n_out in from_stream)
     return 2 * (work.projections + work.head) + 3 * (work.adapters + work.attention) - unasked
 
@@ -325,30 +330,34 @@ def decoding(
 
 def weights_in_products(c: ModelConfig, rank: int = 0) -> int:
     """Return the number of weights that one token is multiplied with: kernels, adapters and head."""
-    return c.num_layers * (_in_kernels(c) + _in_adapters(c, rank)) + c.vocab_size * c.hidden_size
+    return _in_kernels(c) + _in_adapters(c, rank) + c.vocab_size * c.hidden_size
 
 
 def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: int) -> Flops:
     return Flops(
-        projections=2.0 * tokens * c.num_layers * _in_kernels(c),
-        adapters=2.0 * tokens * c.num_layers * _in_adapters(c, rank),
+        projections=2.0 * tokens * _in_kernels(c),
+        adapters=2.0 * tokens * _in_adapters(c, rank),
         attention=4.0 * c.num_heads * c.head_dim * _pairs(c, fed),
         head=2.0 * scored * c.vocab_size * c.hidden_size,
     )
 
 
 def _in_kernels(c: ModelConfig) -> int:
-    return sum(n_in * n_out for n_in, n_out in c.projection_shapes().values())
+    return sum(n_in * n_out for n_in, n_out in _projections(c))
 
 
 def _in_adapters(c: ModelConfig, rank: int) -> int:
-    return rank * sum(n_in + n_out for n_in, n_out in c.projection_shapes().values())
+    return rank * sum(n_in + n_out for n_in, n_out in _projections(c))
+
+
+def _projections(c: ModelConfig) -> list[tuple[int, int]]:
+    return [shape for layer in range(c.num_layers) for shape in projection_shapes(c, layer).values()]
 
 
 def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
     """Return the number of pairs of query and key that attend to each other, over all layers."""
     start, count = np.array(list(fed) or [(0, 0)], np.int64).T
-    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers))
+    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers) if not has_state(c, layer))
     return sum(
         layers * int((_seen(start + count, window) - _seen(start, window)).sum())
         for window, layers in layers_by_window.items()

@@ -10,6 +10,7 @@ of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tens
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from covey.errors import WeightsError
@@ -329,7 +330,10 @@ MODULE = "model.language_model"
 """Module of the text part in transformers, without its head."""
 
 _PREFIXES = {f"{MODULE}.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_OTHERS = (
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+    "visual.", "mtp.",
+)  # fmt: skip
 
 
 WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -366,7 +370,15 @@ def plain_names(names: Iterable[str], whole: bool, embedding: str, *heads: str) 
 
 def is_whole(config: Mapping[str, Any]) -> bool:
     """Return True for the config.json of a model that has its text model as a part."""
-    return config.get("model_type") in tuple(TEXT_PARTS)
+    return _text_part(config.get("model_type")) is not None
+
+
+def _text_part(kind: object) -> str | None:
+    """Return the `model_type` of the text part of a whole model; of a package's family it is that of the whole and
+    `_text`.
+    """
+    offered = entry_points(group="covey.models").names
+    return TEXT_PARTS.get(str(kind), f"{kind}_text" if f"{kind}_text" in offered else None)
 
 
 def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -381,7 +393,8 @@ def text_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     part = config.get("text_config")
     if not isinstance(part, Mapping):
         raise WeightsError("the field 'text_config' is missing", want="an object", where=where)
-    family = TEXT_PARTS[config["model_type"]]
+    family = _text_part(config["model_type"])
+    assert family is not None, "only a whole model has parts"
     part = {"model_type": family} | dict(part)
     if part["model_type"] != family:
         raise WeightsError(f"model_type in text_config is {part['model_type']!r:.80}", want=family, where=where)
