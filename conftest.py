@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +20,6 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
+from covey import registry
 from covey.config.schema import CALCULATOR_MARKERS
 
 assert "jax" not in sys.modules, "JAX was imported before its flags were set"
@@ -41,7 +42,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # less than that is hardly used again
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lines of Python, which programs need not hold
-OLD_EMITTERS = ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []
+OLD_EMITTERS = ["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jaxlib") < "0.11" else []
 """The compiler of jaxlib 0.10 is quicker without its new emitters for CPUs. Later ones end a process at the flag."""
 FLAGS = (
     "--xla_force_host_platform_device_count=4",
@@ -51,6 +52,12 @@ FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1",  # a program in 32 pieces takes half as long again
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+
+read_entry_points = functools.cache(lambda path, **wanted: importlib.metadata.entry_points(**wanted))
+registry.entry_points = lambda **wanted: read_entry_points(tuple(sys.path), **wanted)  # type: ignore[assignment]
+"""The metadata of all installed packages are read once for a group and a path: a run asks for a group twenty times, and
+no test installs a package in a folder that is on the path already.
+"""
 
 OF_ALL = ("aot", "docs", "test_accelerator", "test_architecture", "test_benchmarks", "test_regular_", "test_release")
 """Tests of the library with its plugins: `make test-core`, which hides the plugins, leaves them out."""
@@ -149,12 +156,12 @@ def variables_restored_behind_files() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small_scratch() -> Iterator[None]:
-    """Models from scratch have a width of 32 in this file, which is about other things than what they learn."""
+    """Models from scratch have a layer of width 32 in this file, which is about other things than what they learn."""
     from covey.models.scratch import SCRATCH_MODELS
 
     with pytest.MonkeyPatch.context() as patch:
         for name, spec in SCRATCH_MODELS.items():
-            patch.setitem(SCRATCH_MODELS, name, dataclasses.replace(spec, hidden_size=32))
+            patch.setitem(SCRATCH_MODELS, name, dataclasses.replace(spec, hidden_size=32, num_layers=1))
         yield
 
 

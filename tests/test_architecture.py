@@ -28,6 +28,7 @@ PACKAGE = [f for folder in (ROOT / "covey", *PLUGINS) for f in sorted(folder.rgl
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md"), *(ROOT / "docs").rglob("*.md")])
 INCLUDED = {path for d in DOCUMENTS for path in re.findall(r'^--8<-- "(.*\.md)"$', d.read_text(), re.M)}
 DOCUMENTS += [ROOT / path for path in sorted(INCLUDED - {"CHANGELOG.md", "benchmarks/RESULTS.md"})]
+DOCUMENTS += [folder / "README.md" for folder in (*PLUGINS, ROOT / "tests")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -174,6 +175,7 @@ def documented():
     for document in (d for d in DOCUMENTS if d.exists()):
         text = document.read_text()
         inline = re.findall(r"(?<!`)`(covey [^`\n]+)`", text)
+        inline = [command for command in inline if command.removeprefix("covey ") not in COMMANDS]  # a bare name
         yield document.name, [command for block in [*fence.findall(text), *inline] for command in commands_in(block)]
     for name, row in COMMANDS.items():
         yield f"{name} --help", list(commands_in(row.examples))
@@ -251,16 +253,35 @@ def test_the_page_lists_each_folder_and_files_that_exist():
     assert sorted(folder for folder, _ in rows) == sorted(folders)
     plugins = re.findall(r"^\| `(covey_\w+)` \|", ARCHITECTURE, re.M)
     assert sorted(plugins) == [folder.name for folder in PLUGINS]
-    assert all((folder / "README.md").is_file() for folder in PLUGINS)
     files = [ROOT / "covey" / folder / name for folder, named in rows for name in re.findall(r"`([^`]+)`", named)]
     assert [str(file) for file in files if not file.exists()] == []
 
 
+def file_of(path, document):
+    """Return the file at a path from the root of the repository, or in a plugin's README from its folder."""
+    return document.parent / path if (document.parent / path).exists() else ROOT / path
+
+
 def test_paths_and_names_in_documents_exist():
     """A name before a path in brackets, as in `Group` (`covey/types.py`), is in that file."""
-    text = {str(d.relative_to(ROOT)): d.read_text() for d in DOCUMENTS if d.name not in ("CHANGELOG.md", "RESULTS.md")}
-    paths = {(d, path) for d in text for path in re.findall(r"`((?:covey|tests|tools|examples)/[\w./-]+)`", text[d])}
-    assert {(d, path) for d, path in paths if not (ROOT / path).exists()} == set()
-    named = re.findall(r"`(\w+)`(?:,? and `\w+`)? \(`(covey/[\w/]+\.py)`\)", ARCHITECTURE)
-    assert len(named) > 15
-    assert [(name, path) for name, path in named if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
+    text = {d: d.read_text() for d in DOCUMENTS if d.name not in ("CHANGELOG.md", "RESULTS.md")}
+    pattern = re.compile(r"`((?:covey|plugins|tests|tools|examples)/[\w./-]+)`")
+    paths = {(d, path) for d in text for path in pattern.findall(text[d])}
+    assert {(str(d), path) for d, path in paths if not file_of(path, d).exists()} == set()
+    name_in_file = re.compile(r"`([\w.]+)`(?:,? (?:and|or) `[\w.]+`)? \(`([\w/]+\.py)`\)")
+    named = {(d, name.rpartition(".")[2], path) for d in text for name, path in name_in_file.findall(text[d])}
+    assert len(named) > 40
+    gone = [
+        (str(d), name, path) for d, name, path in named if not re.search(rf"\b{name}\b", file_of(path, d).read_text())
+    ]
+    assert gone == []
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
+def test_the_readme_of_a_plugin_lists_its_files(folder):
+    table = (folder / "README.md").read_text().partition("| file | holds |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`([^`]+)`", "\n".join(row.split(" | ")[0] for row in table.splitlines()))
+    assert [name for name in listed if not any(folder.rglob(name.rstrip("/")))] == []
+    files = [file.relative_to(folder) for file in PACKAGE if file.is_relative_to(folder) and file.stem != "__init__"]
+    folders = {name.rstrip("/") for name in listed if name.endswith("/")}
+    assert [str(file) for file in files if str(file) not in listed and file.parts[0] not in folders] == []

@@ -29,7 +29,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
     ),
     "centred": Advantage(r"$A_i = R_i - \mathrm{mean}_g R$"),
     "leave_one_out": Advantage(r"$A_i = R_i - \frac{1}{G-1}\sum_{j \ne i} R_j$"),
-    "gae": Advantage("see [PPO](#ppo-and-gae)", needs_critic=True),
+    "gae": Advantage("see [PPO](ppo.md)", needs_critic=True),
 }
 """Advantages by name."""
 

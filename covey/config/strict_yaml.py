@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from itertools import accumulate
 from operator import getitem
 from pathlib import Path
@@ -84,6 +84,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         return super().compose_node(parent, index)
 
 
+_parse = lru_cache(64)(lambda text: _Loader(text).get_single_node())
+"""Function from text to its nodes, which nobody changes. A command reads its recipe several times, which takes PyYAML
+20 ms for a whole one.
+"""
+
+
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Dumper that quotes text which YAML 1.1 or the loader above would read as something else."""
 
@@ -124,8 +130,7 @@ def read(text: str, name: str) -> Document:
         RecipeError: the text is not YAML, or has a duplicate key, an anchor or a tag.
     """
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        node = _parse(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = str(error.problem or error.context)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from covey.models.layers import apply_softcap
+from covey.models.recurrence import Context, recur_in_order
 
 
 class SharedKeys(NamedTuple):
@@ -87,4 +88,5 @@ def masked_attention(allowed: Bool[Array, "B T T"], positions: Int[Array, "B T"]
 def causal_attention(valid: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Attend:
     """Return the `Attend` for plain causal attention over all tokens but padding, wherever the padding is."""
     time = valid.shape[1]
-    return masked_attention(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
+    attend = masked_attention(jnp.tril(jnp.ones((time, time), bool)) & valid[:, None, :], positions)
+    return Context(attend, recur_in_order(valid))

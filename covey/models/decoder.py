@@ -32,6 +32,7 @@ from covey.models.layers import (
     Rope,
     apply_softcap,
     apply_together,
+    look_up,
     rope_frequencies,
     rope_tables,
     rotate,
@@ -268,7 +269,7 @@ class Decoder(nnx.Module):
 
     def _embed_tokens(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # float32 weights keep the residual stream in float32 even when the products run in bfloat16.
-        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        x = look_up(self.platform, self.embed.embedding[...], tokens)
         x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         return self._shard_rows(self.norm(x) if self.config.embed_norm else x)
 

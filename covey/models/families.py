@@ -45,9 +45,16 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its name, reader and writer of its config, its Hugging Face names, its class in transformers, the
-    names of tensors of a model that its files may have and that nothing computes with, and whether transformers 4 has
-    it: exports then have the rotary settings in its form too.
+    """One family.
+
+    Attributes:
+        name: its name.
+        read, write: reader and writer of its config.
+        names: Hugging Face names of its tensors.
+        architecture: its class in transformers.
+        layer_types: kinds of layers in `layer_types` that only this family reads.
+        unused: names of tensors of a model that its files may have and that nothing computes with.
+        has_older_form: whether transformers 4 has it; exports then have the rotary settings in its form too.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Family:
     write: Callable[[ModelConfig], Fields]
     names: NameTable
     architecture: str
+    layer_types: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], set[str]] = lambda _: set()
     has_older_form: bool = True
 

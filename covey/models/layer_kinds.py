@@ -32,11 +32,13 @@ class LayerKind:
             and returns the layer's output. `ModelConfig.layer_inputs` is called with tokens and embeddings, and returns
             an array [L, B, T, ...].
         shapes: parameters of the part.
+        has_state: whether a mixer has a state in place of keys and values; see `recurrence`.
     """
 
     part: str
     module: str
     shapes: Callable[[ModelConfig], Shapes]
+    has_state: bool = False
 
     def load(self) -> Any:
         """Import the class of the part."""
@@ -52,6 +54,16 @@ def find_kind(name: str) -> LayerKind:
     """
     kind: LayerKind = KINDS[name] if name in KINDS else offered("covey.models", f"layer:{name}")
     return kind
+
+
+def has_state(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer has a state in place of keys and values."""
+    return find_kind(config.parts(layer)[0]).has_state
+
+
+def any_state(config: ModelConfig) -> bool:
+    """Return whether any layer has a state."""
+    return any(has_state(config, layer) for layer in range(config.num_layers))
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:

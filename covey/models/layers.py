@@ -25,6 +25,8 @@ Axes = tuple[int, ...]
 
 SAVED_PRODUCT = "product"
 """Checkpoint name of the values that `save_product` marks, for `decoder.REMAT_POLICIES`."""
+TOKENS_AT_ONCE = 512
+"""Number of tokens whose gradients of an embedding are summed by one product."""
 
 
 def save_product(x: Array) -> Array:
@@ -184,6 +186,52 @@ def _barrier(platform: str, values: Array, scales: Array, other: Array) -> tuple
 
 
 project_quantised.defvjp(lambda x, *kernel: (project_quantised(x, *kernel), kernel[:2]), _project_quantised_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(platform: str, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return the rows of `tokens`. `platform`: see `Decoder`.
+
+    The gradient is summed in float32, in a fixed order, and rounded once. That which JAX derives adds the rows of equal
+    tokens in the type of the table, and on a GPU by atomic operations, in any order.
+    """
+    return jnp.take(table, tokens, axis=0)
+
+
+def _look_up_backward(platform: str, saved: tuple[Array, Array], grad: Float[Array, "B T D"]) -> tuple[Array, None]:
+    (table, tokens), add = saved, _add_in_turn if platform == "cpu" else _add_sorted
+    return add(table, tokens, grad), None
+
+
+look_up.defvjp(lambda platform, *saved: (look_up(platform, *saved), saved), _look_up_backward)
+
+
+def _add_in_turn(table: Float[Array, "V D"], tokens: Int[Array, "B T"], grad: Float[Array, "B T D"]) -> Array:
+    """Add the rows one after the other. This is quick on a CPU, in any order on a GPU."""
+    full = jax.ShapeDtypeStruct(table.shape, jnp.promote_types(table.dtype, jnp.float32))
+    (total,) = jax.linear_transpose(partial(jnp.take, indices=tokens, axis=0), full)(grad.astype(full.dtype))
+    return jnp.astype(total, table.dtype)
+
+
+def _add_sorted(table: Float[Array, "V D"], tokens: Int[Array, "B T"], grad: Float[Array, "B T D"]) -> Array:
+    """Sort the tokens, sum the rows of equal ones block by block, and write each sum to its own place."""
+    vocabulary, width = table.shape
+    padding, at = -tokens.size % TOKENS_AT_ONCE, jnp.argsort(tokens.reshape(-1))
+    ids = jnp.pad(tokens.reshape(-1)[at], (0, padding), constant_values=vocabulary)
+    rows = jnp.pad(grad.reshape(-1, width)[at], ((0, padding), (0, 0)))
+
+    def block(carry: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        (last, total), (ids, rows) = carry, inputs
+        sums = _dot(ids[:, None] == ids, rows, ((1,), (0,)), rows.dtype)
+        sums = sums + jnp.where((ids == last)[:, None], total, 0.0)
+        return (ids[-1], sums[-1]), sums.astype(table.dtype)
+
+    start = -jnp.ones_like(ids[0]), jnp.zeros(width, jnp.float32)
+    _, sums = jax.lax.scan(block, start, (ids.reshape(-1, TOKENS_AT_ONCE), rows.reshape(-1, TOKENS_AT_ONCE, width)))
+    # The last of equal tokens has the whole sum. The others are written nowhere: behind the table, each elsewhere.
+    is_last = ids != jnp.append(ids[1:], vocabulary)
+    places = jnp.where(is_last, ids, vocabulary + jnp.arange(len(ids)))
+    return jnp.zeros_like(table).at[places].set(sums.reshape(-1, width), mode="drop", unique_indices=True)
 
 
 class LoRA(nnx.Module):

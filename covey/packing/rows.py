@@ -29,6 +29,8 @@ from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
+from covey.models.layer_kinds import any_state
+from covey.models.recurrence import Context, recur_over_trees
 from covey.models.span_attention import span_attention
 from covey.models.spans import Spans
 from covey.packing.bins import Piece, Row, choose_row_length, row_length_bucket, rows_per_micro_batch
@@ -137,8 +139,15 @@ def _completion_starts(rows: Rows) -> Iterator[tuple[int, int, int]]:
 
 
 def tree_attention(model: Decoder, rows: Rows) -> Attend:
-    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past."""
-    return span_attention(model, attention_spans(rows), rows.positions)
+    """Return the `Attend` of a batch of rows: a token attends to its group's prompt and its own completion's past. For
+    layers with a state it is a `Context`.
+    """
+    spans = attention_spans(rows)
+    attend = span_attention(model, spans, rows.positions)
+    if not any_state(model.config):
+        return attend
+    has_branches = rows.ends is not None
+    return Context(attend, recur_over_trees(model.config, spans, rows.positions, rows.group_ids > 0, has_branches))
 
 
 def attention_spans(rows: Rows) -> Spans:

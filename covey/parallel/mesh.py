@@ -5,6 +5,7 @@ have devices of several processes, equally many of each; `local_mesh` is the par
 """
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -203,13 +204,19 @@ def _devices_by_process(devices: Sequence[jax.Device] | None = None) -> list[lis
 
 def platform_of(place: Mesh | Sharding) -> str:
     """Return the platform for which programs on these devices are built: `cpu`, `tpu`, `gpu`, or `cuda` for NVIDIA GPUs
-    of compute capability 8.0 or more, for which `covey_kernels` are written. The devices may come from a description of
-    a topology (`jax.experimental.topologies`).
+    of compute capability 8.0 or more, for which `covey_kernels` are written, unless COVEY_GPU_ATTENTION=xla asks for
+    attention without kernels. The devices may come from a description of a topology (`jax.experimental.topologies`).
     """
     device: Any = next(iter(place.devices.flat if isinstance(place, Mesh) else place.device_set))
     major = str(getattr(device, "compute_capability", "")).split(".")[0]  # ROCm gives a name
-    has_kernels = device.platform == "gpu" and major.isdigit() and int(major) >= 8
-    return "cuda" if has_kernels else str(device.platform)
+    return (
+        "cuda"
+        if device.platform == "gpu"
+        and major.isdigit()
+        and int(major) >= 8
+        and os.environ.get("COVEY_GPU_ATTENTION") != "xla"
+        else str(device.platform)
+    )
 
 
 def _check_axes(shape: tuple[int, ...], axes: tuple[str, ...]) -> None:

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from covey.models.attention import Attend
 from covey.models.decoder import Decoder
 from covey.models.layers import apply_softcap
+from covey.models.recurrence import Context, Order, Recur
 from covey.models.span_attention import KERNELS, span_attention
 from covey.models.spans import causal_spans
 from covey.parallel.arrays import sharding_of
@@ -86,7 +87,16 @@ class Block:
         return Block(keys, function(self.values, self.layout.values, *(x.values for x in others)), self.layout)
 
 
-LayerCache = list[Block]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """State of one layer for all slots, in place of keys and values: arrays [S, ...] of four axes."""
+
+    arrays: Any
+
+
+LayerCache = list[Any]
+"""Blocks of keys and values; of a layer with a state, one `SlotState`."""
 
 CACHE_AXES = ("rows", "kv_heads", None, None)
 """Logical axes of keys and values, see `parallel.arrays`: on a mesh a device holds some heads of some slots."""
@@ -122,7 +132,11 @@ def prefill_attention(model: Decoder, length: Int[Array, "P"], time: int) -> Att
         values = jnp.split(v.transpose(orders[layout.values]), ends, axis=layout.values)
         return out, [Block(*pair, layout) for pair in zip(keys, values, strict=True)]
 
-    return attend
+    def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
+        out, state = mixer.scan(inputs, None, Order(positions < length[:, None]))
+        return out, [SlotState(state)]
+
+    return Context(attend, recur)
 
 
 def decode_attention(
@@ -138,7 +152,7 @@ def decode_attention(
     `interpret` as in `span_attention`.
     """
     if model.platform in KERNELS:
-        return _kernel_attention(model, length, active, interpret)
+        return Context(_kernel_attention(model, length, active, interpret), _recur_of_active(active))
     longest = jnp.where(active, length, 0).max()
 
     def attend(
@@ -157,7 +171,17 @@ def decode_attention(
             start += block.length
         return _combine(parts).reshape(q.shape).astype(q.dtype), cache
 
-    return attend
+    return Context(attend, _recur_of_active(active))
+
+
+def _recur_of_active(active: Bool[Array, "S"]) -> Recur:
+    """Return the recurrence of one new token per slot; a slot that is not active keeps its state."""
+
+    def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
+        out, state = mixer.scan(inputs, cache[0].arrays, Order(active[:, None]))
+        return out, [SlotState(state)]
+
+    return recur
 
 
 def _write_tokens(
@@ -295,7 +319,7 @@ def insert_prompts(
     """Copy row `prompt[s]` of `prefix` to every slot that is `inserted`, in all layers. `cache` has only the blocks
     that a prompt reaches.
     """
-    if not cache[0][0].layout.divided:
+    if not is_divided(cache):
         return _insert_in_place(cache, prefix, prompt, inserted)
     return [
         [insert_block(*pair, prompt, inserted) for pair in zip(blocks, new, strict=False)]
@@ -315,9 +339,16 @@ def _insert_in_place(
     return insert(cache, prefix, prompt, inserted)
 
 
+def is_divided(cache: list[LayerCache]) -> bool:
+    """Return whether the positions of a layer are divided into several blocks."""
+    layouts = [block.layout for blocks in cache for block in blocks if isinstance(block, Block)]
+    return not layouts or layouts[0].divided
+
+
 def slot_axes(cache: list[LayerCache]) -> tuple[AbstractMesh, Any, Any]:
     """Return the mesh of a cache, and the mesh axes that divide its slots and its heads."""
-    keys = cache[0][0].keys
+    keys = next((block.keys for blocks in cache for block in blocks if isinstance(block, Block)), None)
+    keys = jax.tree.leaves(cache)[0] if keys is None else keys
     mesh = jax.typeof(keys).sharding.mesh
     return (mesh, None, None) if mesh.empty else (mesh, *sharding_of(CACHE_AXES, keys.shape, mesh).spec[:2])
 
@@ -345,8 +376,12 @@ def _insert_row(slot: Int[Array, ""], row: Int[Array, ""], x: Array, prefix: Arr
     return jax.lax.dynamic_update_slice_in_dim(x, front.astype(x.dtype), slot, 0)
 
 
-def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Block:
-    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in one block."""
+def insert_block(block: Any, prefix: Any, prompt: Int[Array, "S"], inserted: Bool[Array, "S"]) -> Any:
+    """Copy row `prompt[s]` of `prefix` to the front of every slot that is `inserted`, in one block; or the state."""
+    if isinstance(block, SlotState):
+        return jax.tree.map(
+            lambda x, new: jnp.where(inserted[:, None, None, None], new[prompt].astype(x.dtype), x), block, prefix
+        )
     rows, time = inserted[:, None, None, None], min(prefix.length, block.length)
 
     def insert(x: Array, axis: int, new: Array) -> Array:
@@ -359,7 +394,7 @@ def insert_block(block: Block, prefix: Block, prompt: Int[Array, "S"], inserted:
 def take_slot(cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
     """Return a copy of the cache of one slot."""
     take, (mesh, rows, heads) = partial(_take_rows, None), slot_axes(cache)
-    if rows is not None and not cache[0][0].layout.divided:
+    if rows is not None and not is_divided(cache):
         specs = PartitionSpec(rows, heads), PartitionSpec()
         take = partial(_take_rows, rows)
         take = jax.shard_map(take, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, heads), check_vma=False)
@@ -388,9 +423,9 @@ def put_slot(cache: list[LayerCache], rows: list[LayerCache], slot: Int[Array, "
     return put
 
 
-def keep_rows(block: Block, rows: Int[Array, "n"]) -> Block:
+def keep_rows(block: Any, rows: Int[Array, "n"]) -> Any:
     """Keep only the slots in `rows`, in that order."""
-    return block.map(lambda x, _: x[rows])
+    return jax.tree.map(lambda x: x[rows], block)
 
 
 def append_size(count: int) -> int:
@@ -420,7 +455,13 @@ def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: In
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         return _attend_slot(q[0], keys, values, visible, softcap).reshape(q.shape).astype(q.dtype), blocks
 
-    return attend
+    def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
+        # A sequence that is appended from its first token on has no state before it.
+        before = jax.tree.map(lambda x: jnp.where(positions[0] == 0, 0.0, x[slot][None]), cache[0].arrays)
+        out, state = mixer.scan(inputs, before, Order((jnp.arange(len(positions)) < count)[None]))
+        return out, [SlotState(jax.tree.map(lambda x, new: x.at[slot].set(new[0]), cache[0].arrays, state))]
+
+    return Context(attend, recur)
 
 
 def _time_at(axis: int, x: Array, time: int) -> Array:

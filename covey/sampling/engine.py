@@ -35,6 +35,7 @@ from covey.config.schema import RolloutConfig, SamplingConfig
 from covey.errors import CoveyError, DataError, WeightsError
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.models.layer_kinds import any_state
 from covey.parallel.arrays import flatten
 from covey.parallel.programs import abstract, is_abstract
 from covey.sampling import sequence
@@ -167,6 +168,7 @@ class Engine:
         turns: turns that are not answered yet; None before the first request with a responder.
         sequences: sequences that are not finished, by the id of their request and their number.
         version: version of the weights.
+        has_state: whether layers have a state in place of keys and values, which cannot drop tokens.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Engine:
         self.scheduler = Scheduler(config, may_resize=CacheLayout.of(model).divided, fixed_shapes=fixed_shapes)
         self.runner = ModelRunner(self.programs, None if is_abstract(params) else params)
         self.sequences: dict[int, dict[int, sequence.Sequence]] = {}
+        self.has_state = any_state(model.config)
         self._model, self._shapes, self._ids = model.config, flatten(abstract(params)), count()
         self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
         self.runs_ahead = model.platform != "cpu" if runs_ahead is None else runs_ahead

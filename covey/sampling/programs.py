@@ -11,14 +11,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
+from covey.models.layer_kinds import find_kind
 from covey.sampling.cache import (
     CacheLayout,
     LayerCache,
     Prefix,
+    SlotState,
     append_attention,
     decode_attention,
     empty_block,
     insert_prompts,
+    is_divided,
     keep_sharding,
     prefill_attention,
     put_slot,
@@ -84,12 +87,14 @@ def empty_cache(graph: Any, params: Any, slots: int, start: int, end: int) -> li
     model = nnx.merge(graph, params)
     layout, c, like = CacheLayout.of(model), model.config, model.embed.embedding[...]
     lengths = layout.block_lengths(end)[len(layout.block_lengths(start)) :]
-    needed = [lengths if c.kv_source(layer) is None else [] for layer in range(c.num_layers)]
-    blocks = [
-        [empty_block(layout, slots, length, c.heads(layer), like.dtype) for length in of_layer]
-        for layer, of_layer in enumerate(needed)
-    ]
-    return keep_sharding(blocks, like)
+
+    def layer_cache(layer: int) -> LayerCache:
+        if (kind := find_kind(c.parts(layer)[0])).has_state:
+            return [] if start else [SlotState(kind.load().state(c.kind_settings, slots))]
+        needed = lengths if c.kv_source(layer) is None else []
+        return [empty_block(layout, slots, length, c.heads(layer), like.dtype) for length in needed]
+
+    return keep_sharding([layer_cache(layer) for layer in range(c.num_layers)], like)
 
 
 def prefill(graph: Any, params: Any, tokens: Int[Array, "P T"], length: Int[Array, "P"]) -> Prefix:
@@ -140,7 +145,7 @@ def admit(
     active = ~_is_any(token, stop_ids) & (entering.limit > 1)
     started = put_rows(slots, inserted, entering._replace(token=token, num_tokens=ones, active=active))
     drawn = Drawn(tuple(x[None] for x in draws), inserted.astype(jnp.int32), started.active, jnp.int32(0))
-    return keep_sharding(admitted, cache[0][0].keys), started, _replicated(drawn, slots.token)
+    return keep_sharding(admitted, jax.tree.leaves(cache)[0]), started, _replicated(drawn, slots.token)
 
 
 def append(
@@ -157,7 +162,7 @@ def append(
     on, for each of the first `rows`.
     """
     model = nnx.merge(graph, params)
-    in_place = cache[0][0].layout.divided
+    in_place = is_divided(cache)
 
     def append_row(row: Int[Array, ""], cache: list[LayerCache]) -> list[LayerCache]:
         positions = start[row] + jnp.arange(tokens.shape[1])

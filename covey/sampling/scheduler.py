@@ -179,6 +179,8 @@ class Scheduler:
         prefilled: requests that were prefilled last.
         paused: samples that wait for a response (`turns`).
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
+        prefills_alone: whether each prompt is prefilled alone, padded to the bucket of its own length. With
+            `fixed_shapes` no number of a sample then depends on other requests, and a short prompt costs little.
     """
 
     def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
@@ -190,6 +192,7 @@ class Scheduler:
         self.prefilled: list[int] = []
         self.paused: set[Sample] = set()
         self.swapped: dict[Sample, int] = {}
+        self.prefills_alone = False
         self.num_waiting, self._longest_prompt, self._prefill_rows, self._is_fitted = 0, 1, 1, False
 
     @property
@@ -236,7 +239,8 @@ class Scheduler:
     @property
     def prefill_shape(self) -> tuple[int, int]:
         """Number of prompts that are prefilled together, and the length to which they are padded."""
-        return self._prefill_rows, length_bucket(self._longest_prompt, smallest=16)
+        length = self.waiting[self._first].prompt_length if self.prefills_alone else self._longest_prompt
+        return self._prefill_rows, length_bucket(length, smallest=16)
 
     @property
     def longest_cache(self) -> int:
@@ -278,6 +282,8 @@ class Scheduler:
 
     @property
     def _wanted_rows(self) -> int:
+        if self.prefills_alone:
+            return 1
         return PREFILL_BATCH if self.fixed_shapes else min(PREFILL_BATCH, power_of_two(len(self.waiting)))
 
     @property

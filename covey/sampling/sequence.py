@@ -42,11 +42,14 @@ tokens among them, to the end; None if it goes on.
 
 
 class StopIds(frozenset[int]):
-    """Stop condition: the last token is one of these ids. Programs draw nothing after such a token."""
+    """Stop condition: a token is one of these ids. Programs draw nothing after a stop token of the engine; after one of
+    a request alone they may.
+    """
 
-    def __call__(self, tokens: np.ndarray, _: int) -> Ending | None:
-        """Return the end of a turn."""
-        return Ending(len(tokens), FinishReason.STOP) if int(tokens[-1]) in self else None
+    def __call__(self, tokens: np.ndarray, new: int) -> Ending | None:
+        """Return the end at the first of the `new` tokens that has such an id."""
+        ends = np.flatnonzero(np.isin(tokens[-new:], list(self)))
+        return Ending(len(tokens) - new + int(ends[0]) + 1, FinishReason.STOP) if ends.size else None
 
 
 class Sequence:
@@ -85,6 +88,11 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """The completion so far, int32 [n]."""
         return self._drawn.ids[: self._count]
+
+    @property
+    def drawn(self) -> SampledTokens:
+        """A copy of the completion so far, with the log-probs of its tokens."""
+        return SampledTokens(*(values[: self._count].copy() for values in self._drawn))
 
     @property
     def turn_end(self) -> int:

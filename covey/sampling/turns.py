@@ -38,6 +38,7 @@ class TurnSequence(Sequence):
         branches: the prompt's branch, and the branches that the responder has begun.
         response: what goes into the cache before the next token is drawn; None for nothing.
         swapped: content of its slot while it has none; None otherwise.
+        is_ahead: whether its slot has taken tokens after the end of the turn, which a stop condition found later.
     """
 
     def __init__(self, responder: Responder, *arguments: Any):
@@ -46,7 +47,7 @@ class TurnSequence(Sequence):
         self.branches = [Branch(0, len(self.prompt))]
         self.response: Any = None
         self.swapped: Any = None
-        self._mask = np.empty(self.limit, bool)
+        self._mask, self.is_ahead = np.empty(self.limit, bool), False
 
     @property
     def length(self) -> int:
@@ -63,6 +64,20 @@ class TurnSequence(Sequence):
     def turn_end(self) -> int:
         """Number of tokens of the completion at which the present turn must end."""
         return min(self.turn_start + (self.responder.turn_limit or self.limit), self.limit)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Tokens of the last branch and those that it kept, from the first token of the prompt on, int32 [n]."""
+        sequence, ends = self.prompt, [*(branch.start for branch in self.branches[1:]), len(self.tokens)]
+        for (start, kept), end in zip(self.branches, ends, strict=True):
+            sequence = np.concatenate([sequence[:kept], self.tokens[start:end]])
+        return sequence
+
+    def extend(self, new: SampledTokens, version: int = 0, *, is_active: bool = True) -> int:
+        """Add tokens that the model drew, as `Sequence` does."""
+        count = super().extend(new, version, is_active=is_active)
+        self.is_ahead = is_active or count < len(new.ids)
+        return count
 
     def add(self, new: SampledTokens, *, drawn: bool = True) -> None:
         """Add tokens at the end, drawn by the model or not."""
@@ -275,7 +290,9 @@ class Turns:
             response, length, tokens = one.response, one.length - 1, one.tokens
             # Without a branch, the last token that was drawn is not in the cache either.
             start = response.kept if isinstance(response, NewBranch) else length - len(response)
-            if start < length:
+            if self._engine.has_state and (one.is_ahead or isinstance(response, NewBranch)):
+                pieces[slot] = 0, one.sequence[:length]  # a state cannot drop tokens: it is made from the first one
+            elif start < length:
                 pieces[slot] = start, tokens[start - length - 1 : -1]
             state = Slots(one.key, length, tokens[-1], len(tokens), True, one.turn_end)
             for array, value in zip(rows, state, strict=True):

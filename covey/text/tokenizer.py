@@ -1,7 +1,7 @@
 """Tokenizer: converts text to tokens and back, renders chat prompts, and lists the tokens that end a completion.
 
 `Tokenizer` wraps the `tokenizers` library. It is read from a Hugging Face folder here and from GGUF metadata in
-`covey_formats.gguf`. This module does not import JAX.
+`covey_formats.gguf_tokenizer`. This module does not import JAX.
 
 Control tokens: `encode` recognises the model's control tokens in its text. The content of a chat *message* is data:
 there `<|im_end|>` is encoded as ordinary tokens, so no row of a data set can end its turn and write as another role.

@@ -336,7 +336,7 @@ def gemma4_unified_text() -> Family:
 
 def _family(name: str, architecture: str) -> Family:
     # transformers 5 takes rotary settings of an older form in place of the others, and has no base of the rotation.
-    return Family(name, read_gemma4, write_gemma4, NAMES, architecture, unused_tensors, has_older_form=False)
+    return Family(name, read_gemma4, write_gemma4, NAMES, architecture, unused=unused_tensors, has_older_form=False)
 
 
 _OTHERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")

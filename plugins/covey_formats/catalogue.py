@@ -73,6 +73,7 @@ MODELS = (
     KnownModel("hf:Qwen/Qwen3-0.6B", "qwen3", 596_049_920, APACHE, "ChatML", "template", "logits"),
     KnownModel("hf:Qwen/Qwen3-4B", "qwen3", 4_022_468_096, APACHE, "ChatML", "template", "logits"),
     KnownModel("hf:google/gemma-2-2b-it", "gemma2", 2_614_341_888, "Gemma terms", "Gemma", "", "logits"),
+    KnownModel("gemma3-270m", "gemma3_text", 268_098_176, "Gemma terms", "", "", "trained"),
     KnownModel("hf:google/gemma-3-1b-it", "gemma3_text", 999_885_952, "Gemma terms", "Gemma", "", "logits"),
     KnownModel("hf:nanochat-students/nanochat-d20", "nanochat", 560_988_160, "MIT", "nanochat", "", "logits"),
 )

@@ -17,6 +17,10 @@ from covey.files import has_file
 from covey.monitor.run_files import RunFile, run_files
 from covey_report.run_files import REPORT
 
+TYPES = ("float32", "bfloat16")
+"""Types of weights in every format that has them merged."""
+QUANTISED = re.compile(r"i?q\d\w*", re.IGNORECASE)
+"""Pattern of llama.cpp's names of quantised types: q4_k_m, iq3_xs."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -27,8 +31,8 @@ class ExportOptions(Config):
     """hf: a Hugging Face folder, adapters merged. peft: the adapters alone. gguf: one file for llama.cpp, adapters
     merged.
     """
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights written; that of the run when not set."""
+    dtype: str | None = None
+    """Type of the weights written: float32 or bfloat16, or q8_0 for gguf; that of the run when not set."""
     shard_size: str = "5GB"
     """hf: largest size of a file of weights: 500MB, 5GB, or a number of bytes."""
 
@@ -45,14 +49,32 @@ class ExportOptions(Config):
             raise CoveyError(f"--shard-size is {self.shard_size!r}", want="bytes, as in 500MB or 5GB")
         return size
 
+    def check_dtype(self) -> None:
+        """Check that the format can hold the type.
+
+        Raises:
+            CoveyError: it cannot.
+        """
+        types = (*TYPES, *(("q8_0",) if self.format == "gguf" else ()))
+        if self.format == "peft" and self.dtype:
+            raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
+        if self.dtype is not None and self.dtype not in types:
+            quantised = self.format == "gguf" and QUANTISED.fullmatch(self.dtype) is not None
+            raise CoveyError(
+                f"--dtype is {self.dtype!r}" + ", which Covey does not write" * quantised,
+                want=f"for --format {self.format} one of: {', '.join(types)}",
+                fix=f"--dtype bfloat16, then llama.cpp's own: llama-quantize model.gguf OUT.gguf {self.dtype.upper()}"
+                if quantised
+                else "",
+            )
+
 
 def export(line: Line) -> None:
     """Execute `covey export RUN_OR_MODEL --out FOLDER [settings]`."""
     (source,), options = line.arguments, build_settings(ExportOptions, line)
     if "--out" not in line.options:
         raise CoveyError("no folder is given to export to", want=line.command.synopsis)
-    if options.format == "peft" and options.dtype:
-        raise CoveyError("--dtype has no meaning for adapters: they are written in float32", fix="leave it out")
+    options.check_dtype()
     shard_bytes = options.shard_bytes
     check_source(source)
     from covey.parallel import processes
@@ -72,6 +94,7 @@ def push(line: Line) -> int:
     if not target:
         raise CoveyError(f"{line.arguments[1]!r} names no repository", want="hf:org/name", fix=line.command.usage[0])
     options = build_settings(ExportOptions, line)
+    options.check_dtype()
     shard_bytes = options.shard_bytes
     recipe.require_run(run)
     check_source(str(run))
@@ -142,7 +165,7 @@ examples
   covey export runs/quickstart-1 --out exported
   covey export runs/quickstart-1 --out exported --dtype bfloat16 --shard-size 2GB
   covey export runs/gsm8k-smollm2-1 --out adapter --format peft
-  covey export smollm2-135m --out for-llama-cpp --format gguf""",
+  covey export smollm2-135m --out for-llama-cpp --format gguf --dtype q8_0""",
     options=(Option("--out", "FOLDER", "folder to write: a new or an empty one. No file is ever replaced"),),
     settings=(ExportOptions,),
     follows="chat",

@@ -88,7 +88,7 @@ def export(source: str, out: Path, kind: str, dtype: str | None, shard_size: int
 
     Args:
         kind: hf, peft or gguf.
-        dtype: float32 or bfloat16; None for the run's own, or float32 for a model that is not a run.
+        dtype: float32, bfloat16, or q8_0 (gguf); None for the run's own, or float32 for a model that is not a run.
         shard_size: hf: maximum size of a weights file in bytes.
 
     Raises:

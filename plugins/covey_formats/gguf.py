@@ -6,13 +6,11 @@ Mistral is stored as a Llama, without its window.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from covey.errors import WeightsError
 from covey.models.config import ModelConfig, RopeScaling
@@ -23,9 +21,8 @@ from covey.models.families import (
     match_tensors,
     tensor_names,
 )
-from covey.text.tokenizer import Tokenizer
-from covey.text.tokenizers_library import library_errors
 from covey_formats.gguf_reader import Metadata, open_reader
+from covey_formats.gguf_tokenizer import read_tokenizer
 
 
 class GGUFCheckpoint:
@@ -45,12 +42,14 @@ class GGUFCheckpoint:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         fields = Metadata(self._reader.fields, str(self.path))
         self.config = _read_config(fields, self._tensors)
-        self.tokenizer = _read_tokenizer(fields, self.config.vocab_size)
+        self.tokenizer = read_tokenizer(fields, self.config.vocab_size)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our path, float32 array in our layout) for each parameter, one in memory at a time."""
         for path, (name, part) in self.check().items():
             tensor = _dequantise(self._tensors[name])[part]
+            if path.endswith("norm.scale"):
+                tensor = tensor - np.float32(self.config.norm_offset)  # llama.cpp stores the sum
             yield path, convert_layout(path, self._restore_order(path, tensor))
 
     def check(self) -> dict[str, tuple[str, slice]]:
@@ -140,19 +139,43 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=_rope_scaling(fields, arch, tensors, theta, head_dim),
         tie_embeddings="output.weight" not in tensors,
         max_positions=fields.count(f"{arch}.context_length"),
-        family=arch,
+        family=FAMILY_NAMES.get(arch, arch),
         windows=_windows(fields, arch, layers),
         rope_layers=tuple((i + 1) % 4 != 0 for i in range(layers)) if arch == "smollm3" else None,
         **ARCHITECTURES[arch],
+        **(_gemma_settings(fields, arch, layers, hidden, heads, head_dim) if arch in GEMMA_PERIODS else {}),
     )
 
 
+def _gemma_settings(fields: Metadata, arch: str, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the settings that only Gemma has. llama.cpp tells the models of 27B, whose queries have another scale, by
+    their number of layers.
+    """
+    caps = {"attn": 50.0, "final": 30.0} if arch == "gemma2" else {"final": None}
+    per_head = hidden // heads if (arch, layers) in GEMMA_27B else head_dim
+    settings = {
+        f"{name}_softcap": _softcap(fields, f"{arch}.{name}_logit_softcapping", cap) for name, cap in caps.items()
+    }
+    if arch == "gemma3":
+        settings["local_rope_theta"] = _shortest_decimal(fields.number(f"{arch}.rope.freq_base_swa", 10_000.0))
+    return settings | {"embed_scale": hidden**0.5, "query_scale": per_head**-0.5}
+
+
+def _softcap(fields: Metadata, key: str, default: float | None) -> float | None:
+    return _shortest_decimal(fields.number(key, default)) if key in fields or default else None
+
+
 def _windows(fields: Metadata, arch: str, layers: int) -> tuple[int | None, ...] | None:
-    """Return the window of Phi-3's layers, which all have the same; files say 0 for a model without one."""
-    window = fields.count(f"{arch}.attention.sliding_window", 0, least=0)
-    if window and arch != "phi3":
+    """Return the window of each layer. All layers of Phi-3 have the same, and in Gemma the last of each period has
+    none. Files say 0 for a model without a window.
+    """
+    window = fields.count(f"{arch}.attention.sliding_window", 4096 if arch == "gemma2" else 0, least=0)
+    if window and arch != "phi3" and arch not in GEMMA_PERIODS:
         raise WeightsError(f"sliding windows are not supported for {arch}", where=fields.where)
-    return (window,) * layers if window else None
+    period = GEMMA_PERIODS.get(arch, layers + 1)
+    if arch in GEMMA_PERIODS:
+        period = fields.count(f"{arch}.attention.sliding_window_pattern", period)
+    return tuple(window if (i + 1) % period else None for i in range(layers)) if window else None
 
 
 def _vocab_size(tensors: Mapping[str, Any], where: str) -> int:
@@ -213,102 +236,10 @@ def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: st
     return scaling
 
 
-# --- tokenizer
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    """Pre-tokenizer, which splits text into words before byte-pair merging, for one of llama.cpp's names.
-
-    `pattern` None means GPT-2's own; `digits` splits every digit off first; `whole` takes a word that is in the
-    vocabulary without merging; `bos` is the default for prepending BOS when the file does not set it.
-    """
-
-    pattern: str | None = None
-    split_digits: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
-    nfc: bool = False
-
-    def steps(self) -> list[Any]:
-        cut = [pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")] if self.pattern else []
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.split_digits else []
-        return [*digits, *cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)]
-
-
-def _read_tokenizer(fields: Metadata, rows: int) -> Tokenizer:
-    kind, split_name = fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise WeightsError(
-            f"GGUF tokenizer {kind!r} is not supported", want="gpt2 (byte-level BPE)", where=fields.where
-        )
-    if split_name not in PRE_TOKENIZERS:
-        raise WeightsError(
-            f"pre-tokenizer {split_name!r} is unknown", want="one of: " + ", ".join(PRE_TOKENIZERS), where=fields.where
-        )
-    split = PRE_TOKENIZERS[split_name]
-    tokens = fields.strings("tokenizer.ggml.tokens")
-    ids = {
-        role: fields.token_id(f"tokenizer.ggml.{role}_token_id", len(tokens)) for role in ("bos", "eos", "eot", "eom")
-    }
-    if ids["eos"] is None:
-        raise WeightsError("the metadata has no 'tokenizer.ggml.eos_token_id'", where=fields.where)
-    with library_errors("not a tokenizer", where=fields.where):
-        inner = _build_tokenizer(fields, tokens, split)
-    template = "tokenizer.chat_template"
-    return Tokenizer(
-        inner,
-        eos_id=ids["eos"],
-        stop_ids=[token for role in ("eot", "eom") if (token := ids[role]) is not None],
-        bos_id=ids["bos"],
-        pad_id=fields.token_id("tokenizer.ggml.padding_token_id", 2**31),  # published files have some without a token
-        add_bos=fields.flag("tokenizer.ggml.add_bos_token", split.add_bos),
-        chat_template=fields.text(template) if template in fields else None,
-        rows=rows,
-    )
-
-
-def _build_tokenizer(fields: Metadata, tokens: list[str], split: _PreTokenizer) -> tokenizers.Tokenizer:
-    types = fields.ints("tokenizer.ggml.token_type")
-    if len(types) != len(tokens):
-        raise WeightsError(f"{len(tokens)} tokens have {len(types)} types", want="one each", where=fields.where)
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in fields.strings("tokenizer.ggml.merges"))]
-    if not all(right for _, right in merges):
-        raise WeightsError("a merge is not of two tokens", want="two, a blank between them", where=fields.where)
-    vocab = {text: index for index, text in enumerate(tokens)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(split.steps())
-    inner.decoder = decoders.ByteLevel()
-    if split.nfc:
-        inner.normalizer = normalizers.NFC()
-    control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    written = [text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
-    inner.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in control])
-    inner.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in written])
-    return inner
-
-
-CONTROL, USER_DEFINED = 3, 4
-"""Token types of GGUF."""
 ROPE_FREQS = "rope_freqs.weight"
 """Name of the tensor that holds Llama 3's scaling of the rotary frequencies."""
 
-# The pattern of Llama 3's tokenizer; Qwen2's is the same with digits taken one by one.
-_THREE_DIGITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_ONE_DIGIT = _THREE_DIGITS.replace("{1,3}", "")
-
-PRE_TOKENIZERS = {
-    "default": _PreTokenizer(),  # unknown to the converter: use GPT-2's, from which all of these derive
-    "gpt-2": _PreTokenizer(),
-    "smollm": _PreTokenizer(split_digits=True),
-    "llama-bpe": _PreTokenizer(_THREE_DIGITS, ignore_merges=True, add_bos=True),
-    "qwen2": _PreTokenizer(_ONE_DIGIT, nfc=True),
-    "dbrx": _PreTokenizer(_THREE_DIGITS),  # OLMo 2 and Phi-4
-    "smaug-bpe": _PreTokenizer(_THREE_DIGITS),  # SmolLM3
-}
+_GEMMA = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -317,8 +248,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
     "smollm3": {},
+    "gemma2": _GEMMA,
+    "gemma3": {**_GEMMA, "qk_norm": True},
 }
 """Architecture → switches of its config. In llama.cpp every fourth layer of SmolLM3 does not rotate; no key says so."""
+
+FAMILY_NAMES = {"gemma3": "gemma3_text"}
+"""Architectures that we call by another name, which is that of Hugging Face."""
+
+GEMMA_PERIODS = {"gemma2": 2, "gemma3": 6}
+"""Architecture → number of layers of which the last attends without a window, where the file does not say it."""
+
+GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+"""Architecture and number of layers of the models with 27 billion weights."""
 
 PERMUTED = ("llama", "smollm3")
 """Architectures whose query and key rows are in the order of adjacent pairs."""

@@ -119,6 +119,11 @@ class Metadata:
     def ints(self, key: str) -> list[int]:
         return list(self._get(key, None, lambda v: _is_list_of(v, _is_int), "a list of whole numbers"))
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of finite numbers."""
+        wanted = lambda v: _is_list_of(v, lambda x: isinstance(x, float) and math.isfinite(x))  # noqa: E731
+        return list(self._get(key, None, wanted, "a list of finite numbers"))
+
     def token_id(self, key: str, tokens: int) -> int | None:
         """Return the id of a token; None if the key is absent or -1, which is llama.cpp's way to say so."""
         if key not in self or self._read(key) == 2**32 - 1:

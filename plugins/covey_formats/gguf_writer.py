@@ -1,9 +1,10 @@
-"""Export to an unquantised GGUF file for llama.cpp: the inverse of `covey_formats.gguf`, by the same tables.
+"""Export to a GGUF file for llama.cpp: the inverse of `covey_formats.gguf`, by the same tables.
 
-Matrices have the requested type; norms and biases stay float32, as llama.cpp requires.
+Matrices have the requested type; norms and biases stay float32, as llama.cpp requires. Of llama.cpp's quantised types
+Q8_0 is written: 8 bits a weight and a scale for each 32 (8.5 bits together), as the package gguf computes it. The
+package has no code for Q4_K and its relatives.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,22 +21,15 @@ from covey.models.export.files import Difference, compare_logits, export_paramet
 from covey.models.layers import rope_frequencies
 from covey.models.loading import weights
 from covey.text.tokenizer import Tokenizer
-from covey_formats.gguf import (
-    CONTROL,
-    PRE_TOKENIZERS,
-    ROPE_FREQS,
-    TENSOR_NAMES,
-    USER_DEFINED,
-    GGUFCheckpoint,
-    permute,
-)
+from covey_formats.gguf import FAMILY_NAMES, GEMMA_PERIODS, ROPE_FREQS, TENSOR_NAMES, GGUFCheckpoint, permute
 from covey_formats.gguf_reader import import_gguf
+from covey_formats.gguf_tokenizer import vocabulary_metadata
 
 FILE_NAME = "model.gguf"
-WRITTEN = ("llama", "qwen2", "qwen3")
+WRITTEN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Families that are written; more are read."""
-NORMAL, UNUSED = 1, 5
-"""Further token types of GGUF: ordinary and unused tokens."""
+Q8_0, Q8_0_BLOCK = "q8_0", 32
+"""Name of llama.cpp's type of 8 bits, and the number of weights with a common scale."""
 SAMPLE_TEXT = "Hello, world! It's 123 + 4567.\n\n\tTabs  and  spaces; ümläute, 日本語, 🙂."
 
 
@@ -52,7 +46,7 @@ def write_gguf(
 
     Args:
         out: the folder, new or empty.
-        dtype: float32 or bfloat16; the type in memory by default.
+        dtype: float32, bfloat16 or q8_0; the type in memory by default.
         card: text of README.md.
         sampling: settings of training, which llama.cpp then takes by default.
 
@@ -72,51 +66,60 @@ def write_gguf(
     with new_folder(out, card) as folder:
         _write_file(folder / FILE_NAME, metadata, model, dtype)
         _check_written(GGUFCheckpoint(folder / FILE_NAME), model.config, tokenizer)
-        written = weights.load(folder / FILE_NAME, param_dtype=dtype, compute_dtype=str(model.dtype))
-        return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
+        whole = "float32" if dtype == Q8_0 else dtype
+        written = weights.load(folder / FILE_NAME, param_dtype=whole, compute_dtype=str(model.dtype))
+        return compare_logits(model, written.model, tokenizer.vocab_size, "bfloat16" if dtype == Q8_0 else dtype, out)
 
 
 def _write_file(path: Path, metadata: dict[str, Any], model: Decoder, dtype: str) -> None:
     gguf = import_gguf()
-    writer = gguf.GGUFWriter(path, model.config.family)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bfloat16" else gguf.LlamaFileType.ALL_F32)
+    writer = gguf.GGUFWriter(path, architecture(model.config))
+    types = gguf.LlamaFileType
+    known = {"float32": types.ALL_F32, "bfloat16": types.MOSTLY_BF16, Q8_0: types.MOSTLY_Q8_0}
+    writer.add_file_type(known[dtype])
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in metadata.items():
         kinds.get(type(value), writer.add_array)(key, value)
-    for name, shape, narrow in _tensor_infos(model, dtype):
-        width, raw = (2, gguf.GGMLQuantizationType.BF16) if narrow else (4, None)
-        as_stored = (*shape[:-1], shape[-1] * 2) if narrow else shape  # as bytes: NumPy has no bfloat16
-        kind = np.dtype(np.uint8 if narrow else np.float32)
-        writer.add_tensor_info(name, as_stored, kind, math.prod(shape) * width, raw_dtype=raw)
+    tensors = list(_tensor_infos(model, dtype))
+    for name, shape, kind in tensors:
+        raw = gguf.GGMLQuantizationType[kind]
+        stored = gguf.quants.quant_shape_to_byte_shape(shape, raw)  # as bytes: NumPy has neither bfloat16 nor blocks
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for array in _tensor_arrays(model, dtype):
+    for array, (_, _, kind) in zip(_tensor_arrays(model, dtype), tensors, strict=True):
         stored = np.ascontiguousarray(array)
-        writer.write_tensor_data(stored if stored.dtype == np.float32 else stored.view(np.uint8))
+        if kind == "Q8_0":
+            stored = gguf.quants.quantize(stored, gguf.GGMLQuantizationType.Q8_0)
+        writer.write_tensor_data(stored.view(np.uint8))
     writer.close()
 
 
-def _tensor_infos(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Yield name and shape of each tensor in the file's order, and whether it is in bfloat16."""
+def _tensor_infos(model: Decoder, dtype: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield name, shape and type of each tensor in the file's order. Rows that 32 does not divide are not quantised."""
     state, names = parameter_arrays(model), families.tensor_names(model.config, TENSOR_NAMES)
+    kinds = {"float32": "F32", "bfloat16": "BF16", Q8_0: "Q8_0"}
     if _rope_divisors(model.config) is not None:
-        yield ROPE_FREQS, (model.config.head_dim // 2,), False
+        yield ROPE_FREQS, (model.config.head_dim // 2,), "F32"
     for path in families.parameter_paths(model.config):
         shape = state[path].shape[::-1] if path.endswith(".kernel") else state[path].shape
-        yield names[path], shape, dtype == "bfloat16" and len(shape) > 1
+        plain = len(shape) < 2 or (dtype == Q8_0 and shape[-1] % Q8_0_BLOCK)
+        yield names[path], shape, "F32" if plain else kinds[dtype]
 
 
 def _tensor_arrays(model: Decoder, dtype: str) -> Iterator[np.ndarray]:
-    """Yield the tensors in the file's layout, in the order of `_tensor_infos`; one on the host at a time."""
+    """Yield the tensors in the file's layout, in the order of `_tensor_infos`, before they are quantised; one on the
+    host at a time.
+    """
     c, divisors = model.config, _rope_divisors(model.config)
     if divisors is not None:
         yield divisors
-    for path, array in export_parameters(model, dtype, vectors="float32"):
+    for path, array in export_parameters(model, "float32" if dtype == Q8_0 else dtype, vectors="float32"):
         heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads}.get(path.split(".")[-2])
         tensor = families.convert_layout(path, array)
         tensor = permute(tensor, heads) if heads and c.family == "llama" else tensor
-        yield tensor
+        yield tensor + np.float32(c.norm_offset) if path.endswith("norm.scale") else tensor
         del array, tensor  # free them before the next is made
 
 
@@ -135,10 +138,11 @@ def make_metadata(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             want="one of: " + ", ".join(WRITTEN),
             fix="--format hf",
         )
-    return _architecture_metadata(config) | _vocabulary_metadata(tokenizer, config.vocab_size)
+    return _architecture_metadata(config) | vocabulary_metadata(tokenizer, config.vocab_size)
 
 
 def _architecture_metadata(c: ModelConfig) -> dict[str, Any]:
+    arch = architecture(c)
     fields: dict[str, Any] = {
         "context_length": c.max_positions,
         "embedding_length": c.hidden_size,
@@ -155,7 +159,25 @@ def _architecture_metadata(c: ModelConfig) -> dict[str, Any]:
     }
     if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(c.rope_scaling.factor)}
-    return {f"{c.family}.{name}": value for name, value in fields.items()}
+    fields |= _gemma_fields(c) if arch in GEMMA_PERIODS else {}
+    return {f"{arch}.{name}": value for name, value in fields.items() if value is not None}
+
+
+def _gemma_fields(c: ModelConfig) -> dict[str, Any]:
+    """Return the fields that only Gemma's architectures have."""
+    windows = c.windows or ()
+    return {
+        "attention.sliding_window": next(filter(None, windows), 0),
+        "attention.sliding_window_pattern": [*windows, None].index(None) + 1,
+        "rope.freq_base_swa": c.local_rope_theta,
+        "attn_logit_softcapping": c.attn_softcap,
+        "final_logit_softcapping": c.final_softcap,
+    }
+
+
+def architecture(c: ModelConfig) -> str:
+    """Return llama.cpp's name for the family of `c`."""
+    return {family: arch for arch, family in FAMILY_NAMES.items()}.get(c.family, c.family)
 
 
 def _rope_divisors(c: ModelConfig) -> np.ndarray | None:
@@ -164,61 +186,6 @@ def _rope_divisors(c: ModelConfig) -> np.ndarray | None:
         return None
     plain, scaled = (rope_frequencies(c.head_dim, c.rope_theta, scaling) for scaling in (None, c.rope_scaling))
     return np.asarray(plain / scaled, np.float32)
-
-
-def _vocabulary_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return metadata of the vocabulary, one token for each of the model's `rows`, and of its EOS and padding. A token
-    that the model does not embed has no place in the file.
-    """
-    inner = json.loads(tokenizer.inner.to_str())
-    words = inner["model"].get("vocab", {}).items() if inner["model"]["type"] == "BPE" else ()
-    named = {token: (text, NORMAL) for text, token in words}
-    for added in inner["added_tokens"]:
-        named[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
-    texts, kinds = zip(*(named.get(token, (f"[PAD{token}]", UNUSED)) for token in range(rows)), strict=True)
-    fields = {
-        "model": "gpt2",
-        "pre": _pre_tokenizer_name(inner),
-        "tokens": list(texts),
-        "token_type": list(kinds),
-        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in inner["model"]["merges"]],
-        "eos_token_id": tokenizer.eos_id,
-        "bos_token_id": tokenizer.bos_id,
-        "padding_token_id": tokenizer.pad_id,
-        "add_bos_token": tokenizer.add_bos,
-    } | dict(zip(("eot_token_id", "eom_token_id"), set(tokenizer.stop_ids) - {tokenizer.eos_id}, strict=False))
-    template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None} | template
-
-
-def _pre_tokenizer_name(inner: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of this byte-level BPE.
-
-    Raises:
-        WeightsError: llama.cpp has no name for it, or none that we know.
-    """
-    if inner["model"]["type"] == "BPE":
-        steps, whole = _pre_tokenizer_steps(inner["pre_tokenizer"]), bool(inner["model"].get("ignore_merges"))
-        nfc = (inner["normalizer"] or {}).get("type") == "NFC"
-        for name, split in PRE_TOKENIZERS.items():
-            theirs = [json.loads(step.__getstate__()) for step in split.steps()]
-            if name != "default" and (steps, whole, nfc) == (_without_offsets(theirs), split.ignore_merges, split.nfc):
-                return name
-    raise WeightsError(
-        "no GGUF file can hold this tokenizer: GGUF has no name that we know for the way in which it cuts text",
-        want="byte-level BPE that cuts like " + ", ".join(name for name in PRE_TOKENIZERS if name != "default"),
-        fix="--format hf, which transformers and llama.cpp's own converter read",
-    )
-
-
-def _pre_tokenizer_steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    outer = pre_tokenizer or {"type": "none"}
-    return _without_offsets(outer["pretokenizers"] if outer["type"] == "Sequence" else [outer])
-
-
-def _without_offsets(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `steps` without the settings that only concern offsets."""
-    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
 
 
 def _check_written(written: GGUFCheckpoint, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,7 @@ are combined by their sums. What lies behind the end of a slot, or before its sl
 JAX's own `paged_attention` was not taken: it knows no sliding window, and no head of 80 numbers.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,10 @@ from covey_kernels.gpu import dot
 
 BLOCK_SIZE = 64
 """Number of keys in a block; it divides the length of a slot."""
-NUM_PARTS = 8
+MAX_PARTS, PROGRAMS = 8, 256
+"""Most parts of a slot's head, and the number of programs that fills a card, about two for each multiprocessor: with as
+many slots and heads there is one part, and nothing is combined.
+"""
 
 
 class Tables(NamedTuple):
@@ -55,12 +58,13 @@ def decode(
 ) -> Float[Array, "S K G W"]:
     """Compute attention of scaled queries."""
     slots, kv_heads, group, width = q.shape
+    parts = min(MAX_PARTS, pl.next_power_of_2(pl.cdiv(PROGRAMS, slots * kv_heads)))
     rows, tile = max(16, pl.next_power_of_2(group)), pl.next_power_of_2(width)  # products are 16 wide or more
     number = pl.BlockSpec((None,), lambda slot, head, part: (slot,))
     cache = pl.BlockSpec((None, None, keys.shape[2], tile), lambda slot, head, part: (slot, head, 0, 0))
     out, logsumexp = pl.pallas_call(
-        partial(_kernel, group, width, softcap),
-        grid=(slots, kv_heads, NUM_PARTS),
+        partial(_kernel, parts, group, width, softcap),
+        grid=(slots, kv_heads, parts),
         in_specs=[
             number,
             number,
@@ -73,26 +77,26 @@ def decode(
             pl.BlockSpec((None, None, None, rows), lambda slot, head, part: (part, slot, head, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((NUM_PARTS, *q.shape), jnp.float32),
-            jax.ShapeDtypeStruct((NUM_PARTS, *q.shape[:3]), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *q.shape), jnp.float32 if parts > 1 else q.dtype),
+            jax.ShapeDtypeStruct((parts, *q.shape[:3]), jnp.float32),
         ],
         name="decode_attention",
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
     )(tables.start, tables.end, q, keys, values)
-    shares = jax.nn.softmax(logsumexp, axis=0)
-    combined: Array = (out * shares[..., None]).sum(0).astype(q.dtype)
-    return combined
+    # No reduction over an axis, so that XLA makes one kernel of it all.
+    shares = [jnp.exp(one - reduce(jnp.maximum, list(logsumexp))) for one in logsumexp]
+    mean: Array = sum(one * (share / sum(shares))[..., None] for one, share in zip(out, shares, strict=True))
+    return (out[0] if parts == 1 else mean).astype(q.dtype)
 
 
 def _kernel(
-    group: int, width: int, softcap: float | None, starts: Any, ends: Any, q: Any, keys: Any, values: Any, out: Any,
-    logsumexp: Any,
+    parts: int, group: int, width: int, softcap: float | None, starts: Any, ends: Any, q: Any, keys: Any, values: Any,
+    out: Any, logsumexp: Any,
 ) -> None:  # fmt: skip
     start, end = starts[...], ends[...]
     first, last = start // BLOCK_SIZE, pl.cdiv(end, BLOCK_SIZE)
-    each = pl.cdiv(last - first, NUM_PARTS)
-    low = first + pl.program_id(2) * each
+    low = first + pl.program_id(2) * (each := pl.cdiv(last - first, parts))
     heads, in_head = (jnp.arange(q.shape[0]) < group)[:, None], (jnp.arange(q.shape[1]) < width)[None]
     queries = plt.load(q, mask=heads & in_head, other=0.0)
 
@@ -112,5 +116,5 @@ def _kernel(
     init = (zeros + MASKED_SCORE, zeros, jnp.zeros(q.shape, jnp.float32))
     max_score, sum_exp, mixed = jax.lax.fori_loop(low, jnp.minimum(low + each, last), body, init)
     sum_exp = jnp.maximum(sum_exp, 1e-30)
-    plt.store(out, mixed / sum_exp[:, None], mask=heads & in_head)
+    plt.store(out, (mixed / sum_exp[:, None]).astype(out.dtype), mask=heads & in_head)
     plt.store(logsumexp, max_score + jnp.log(sum_exp), mask=jnp.arange(q.shape[0]) < group)

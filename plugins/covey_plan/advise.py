@@ -17,7 +17,7 @@ from covey.errors import CoveyError, RecipeError, first_line
 from covey.packing.bins import row_length_bucket
 from covey.parallel.mesh import MESH_AXES
 from covey_plan.lengths import Lengths
-from covey_plan.machines import MACHINES, Target
+from covey_plan.machines import MACHINES, Target, machine_for_jax
 from covey_plan.plan import Load, Plan, Tell, arrays_of, plan_programs, programs_of
 from covey_plan.table import make_table
 from covey_plan.topologies import place_on, rollout_config
@@ -120,8 +120,7 @@ def settings_for(recipe: Recipe | SFTRecipe, mesh: MeshConfig, lengths: Lengths)
     length, shards = row_length_bucket(training.row_length), mesh.data * mesh.fsdp
     each = max(training.max_tokens_per_micro_batch // (before.data * before.fsdp), length)
     of_step = math.ceil(num_rows(recipe, lengths) / shards) * length
-    tokens = shards * min(each, of_step)
-    if tokens == training.max_tokens_per_micro_batch:
+    if (tokens := shards * min(each, of_step)) == training.max_tokens_per_micro_batch:
         return words
     return (*words, "--training.max-tokens-per-micro-batch", str(tokens))
 
@@ -130,12 +129,11 @@ def _advice(
     recipe: Recipe | SFTRecipe, settings: tuple[str, ...], target: Target, tell: Tell, lengths: Lengths
 ) -> Advice:
     """Return the plan of one mesh, unless its arrays alone do not fit, or the compiler refuses it."""
-    mesh, machine = recipe.model.mesh, MACHINES[target.machine]
+    mesh, machine = recipe.model.mesh, machine_for_jax(target.machine)
     tokens = sum(group.prompt + sum(group.lengths) for group in step_groups(recipe, lengths))
     places = place_on(target, mesh)
     run = programs_of(recipe, places)
-    floor = arrays_of(run).floor
-    if floor > machine.memory:
+    if (floor := arrays_of(run).floor) > machine.memory:
         return Advice(mesh, settings, None, floor, "the arrays alone do not fit", tokens)
     try:
         plan = plan_programs(recipe, run, target, places, tell, lengths)

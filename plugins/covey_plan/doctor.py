@@ -19,7 +19,7 @@ from covey.models.loading.cache import cache_folder
 from covey.registry import all_offered, install_command
 
 if TYPE_CHECKING:
-    from covey.rl.agreement import Agreement
+    from covey_plan.agreement import Agreement
 
 GIGABYTE = 1e9
 LEAST_AGREEMENT = 0.99
@@ -110,8 +110,8 @@ def _sampled_and_scored() -> "Agreement":
     from covey.config.schema import RolloutConfig
     from covey.models.loading.weights import load
     from covey.recipes import use_compilation_cache
-    from covey.rl.agreement import token_agreement
     from covey.rl.rollout_worker import RolloutWorker
+    from covey_plan.agreement import token_agreement
 
     use_compilation_cache()  # to compile the programs takes nearly all of the time
     loaded = load("scratch:arithmetic-tiny")

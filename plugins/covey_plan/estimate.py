@@ -19,6 +19,7 @@ import numpy as np
 from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe, is_from_python
 from covey.models.config import ModelConfig
+from covey.models.layer_kinds import find_kind, has_state
 from covey.monitor.formats import duration
 from covey.rl.evaluate import during_training, presets_of
 from covey.run.outputs import Output
@@ -197,5 +198,14 @@ def _cache_bytes(run: SavedRun, lengths: Lengths) -> int:
     requests = [lengths.prompt] * prompts, [recipe.grpo.num_generations] * prompts
     scheduler = fitted(*requests, recipe.rollout, fixed_shapes=fixed)
     tokens = len(scheduler.slots) * scheduler.longest_cache
-    cached = [math.prod(config.heads(i)) for i in range(config.num_layers) if config.kv_source(i) is None]
-    return tokens * 2 * sum(cached) * jnp.dtype(recipe.model.dtype).itemsize // mesh_size(recipe.model.mesh)
+    caches = [i for i in range(config.num_layers) if config.kv_source(i) is None and not has_state(config, i)]
+    heads = sum(math.prod(config.heads(i)) for i in caches)
+    cached = tokens * 2 * heads * jnp.dtype(recipe.model.dtype).itemsize
+    return (cached + _state_bytes(config, len(scheduler.slots))) // mesh_size(recipe.model.mesh)
+
+
+def _state_bytes(config: ModelConfig, slots: int) -> int:
+    """Return the bytes of the states that layers have in place of keys and values."""
+    kinds = [find_kind(config.parts(layer)[0]) for layer in range(config.num_layers) if has_state(config, layer)]
+    states = [jax.eval_shape(partial(kind.load().state, config.kind_settings, slots)) for kind in kinds]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))

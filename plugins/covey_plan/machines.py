@@ -4,9 +4,10 @@ This module does not import JAX, so that a mistake in `--on` is answered at once
 """
 
 import math
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from covey.errors import CoveyError, nearest
 
@@ -49,21 +50,25 @@ class Machine:
 
 def _tpu(name: str, teraflops: float, bandwidth: float, memory: float, link: float, clock: float) -> Machine:
     # A product of full float32 precision is six of bfloat16 operands.
-    flops = {"bfloat16": teraflops * 1e12, "float32": teraflops * 1e12 / 6}
     source = f"cloud.google.com/tpu/docs/{name}; a link is the interconnect per chip over its links and two directions"
-    rates = bandwidth * GB, memory * GIB, link * GB, clock * 1e9
+    rates = (
+        {"bfloat16": teraflops * 1e12, "float32": teraflops * 1e12 / 6},
+        bandwidth * GB,
+        memory * GIB,
+        link * GB,
+        clock * 1e9,
+    )
     # jax-ml.github.io/scaling-book/sharding: a hop takes 1 us; gathering 32 kB over 4 chips of v5e took 8 us.
-    return Machine(name, "tpu", flops, *rates, 0.4, 0.4, latency=5e-6, hop=1e-6, source=source)
+    return Machine(name, "tpu", *rates, 0.4, 0.4, latency=5e-6, hop=1e-6, source=source)
 
 
 def _gpu(
     name: str, product: str, teraflops: float, float32: float, bandwidth: float, memory: float, link: float
 ) -> Machine:
-    flops = {"bfloat16": teraflops * 1e12, "float32": float32 * 1e12}
     source = f"{product} data sheet, dense rates; a link is NVLink in one direction"
-    rates = bandwidth * GB, memory * GB, link * GB, 0.0
+    rates = {"bfloat16": teraflops * 1e12, "float32": float32 * 1e12}, bandwidth * GB, memory * GB, link * GB, 0.0
     # The shares are those of published runs (docs/calibration.md). NCCL sums 128 bytes in 25 us (NVIDIA/nccl#1453).
-    return Machine(name, "gpu", flops, *rates, 0.23, 0.4, latency=25e-6, hop=0.0, source=source)
+    return Machine(name, "gpu", *rates, 0.23, 0.4, latency=25e-6, hop=0.0, source=source)
 
 
 MACHINES = {
@@ -76,6 +81,26 @@ MACHINES = {
     "b200": _gpu("b200", "NVIDIA HGX B200", 2250, 75, 8000, 180, 900),
 }
 """Name → device; a CPU is measured (`roofline.peaks`), not listed."""
+
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables with the fraction of a GPU's memory that JAX takes, and above which it allocates nothing."""
+
+
+def machine_for_jax(name: str) -> Machine:
+    """Return the device `name` with the memory that JAX gives to programs: of a GPU three quarters, unless one of
+    `MEMORY_FRACTIONS` is set; without preallocation too.
+
+    Raises:
+        CoveyError: the fraction is no number above 0.
+    """
+    machine, given = MACHINES[name], next(filter(None, map(os.environ.get, MEMORY_FRACTIONS)), "0.75")
+    if machine.platform != "gpu":
+        return machine
+    if not re.fullmatch(r"\d*\.?\d+", given) or not float(given):
+        raise CoveyError(f"{MEMORY_FRACTIONS[-1]}={given}", want="a fraction of a GPU's memory, such as 0.9")
+    taken = f"JAX takes {float(given):.0%} of {machine.memory / GB:.0f} GB ({MEMORY_FRACTIONS[-1]})"
+    return replace(machine, memory=float(given) * machine.memory, source=f"{machine.source}; {taken}")
+
 
 CPU = "cpu"
 EXAMPLES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8", "h200:8", "b200:8", CPU)

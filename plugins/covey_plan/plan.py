@@ -36,7 +36,7 @@ from covey.text.tokenizer import Tokenizer
 from covey_kernels import gpu_decode, tpu_decode
 from covey_plan.compiled import CompiledProgram, compile_program, process_memory
 from covey_plan.lengths import Lengths, expected_lengths
-from covey_plan.machines import MACHINES, Machine, Target
+from covey_plan.machines import MACHINES, Machine, Target, machine_for_jax
 from covey_plan.memory import (
     FURTHER_PROGRAMS,
     DeviceArrays,
@@ -354,19 +354,19 @@ def _phase_times(
     # The update reads and writes weights and moments, and reads the gradients.
     moved = 2 * nbytes(run.trainer.trainable) + 2 * actor.always["optimizer"] + actor.during["apply"]["gradients"]
     sampling = _sampling_sizes(run, platform) if isinstance(run, RLPrograms) else {}
-    itemsize = jnp.dtype(recipe.model.dtype).itemsize
-    sizes = Sizes(actor.always["weights"] * count, moved * count, itemsize, **sampling)
+    held = actor.always["weights"] * count, moved * count, jnp.dtype(recipe.model.dtype).itemsize
     processes = run.num_processes if isinstance(run, RLPrograms) else 1
-    flops = machine.flops[_compute_dtype(recipe, platform)]
-    return step_times(recipe, run.model.config, lengths, sizes, machine, flops, compiled, platform != "cpu", processes)
+    rates = machine, machine.flops[_compute_dtype(recipe, platform)]
+    return step_times(
+        recipe, run.model.config, lengths, Sizes(*held, **sampling), *rates, compiled, platform != "cpu", processes
+    )
 
 
 def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:
     """Return the sizes of the weights and of the cache on the devices with which one process samples."""
     mesh = run.config.mesh(Role.ROLLOUT)
     count, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
-    decode = next(program for program in run.called() if program.name == "decode")
-    block = decode.args[1][0][0]
+    block = next(program for program in run.called() if program.name == "decode").args[1][0][0]
     held: tuple[int, ...] = block.keys.sharding.shard_shape(block.keys.shape) if mesh else block.keys.shape
     return {
         "sampled": float(nbytes(run.cluster.rollout.params) * count),
@@ -394,13 +394,11 @@ def _machine_of(recipe: Recipe | SFTRecipe, target: Target) -> Machine:
     among its virtual devices.
     """
     if target.machine in MACHINES:
-        return MACHINES[target.machine]
+        return machine_for_jax(target.machine)
     dtype, count = _compute_dtype(recipe, target.platform), mesh_size(recipe.model.mesh) + rollout_config(recipe).size
     rates, memory = machine_peaks(dtype), psutil.virtual_memory().total / count
-    source = f"this processor: a large {dtype} product and a sum, measured now"
-    shares = CPU_SHARE, CPU_SHARE
-    flops = {dtype: rates.matmul}
-    return Machine("cpu", "cpu", flops, rates.bandwidth, memory, math.inf, 0.0, *shares, 0.0, 0.0, source)
+    rest = 0.0, CPU_SHARE, CPU_SHARE, 0.0, 0.0, f"this processor: a large {dtype} product and a sum, measured now"
+    return Machine("cpu", "cpu", {dtype: rates.matmul}, rates.bandwidth, memory, math.inf, *rest)
 
 
 def _not_counted(recipe: Recipe | SFTRecipe, compiled: Sequence[CompiledProgram]) -> list[str]:

@@ -196,12 +196,8 @@ def _gpu_devices(target: Target) -> Sequence[Any]:
             fix=f"python -m venv cuda && {install} && cuda/bin/covey plan",
         )
     assert target.count is not None, "GPUs have a number"
-    of_each = target.count // target.processes
-    gpu = GPUS[target.machine].description()
-    described = topologies.get_topology_desc(
-        target.machine, platform="cuda", target_config=gpu, topology=f"1x{target.processes}x{of_each}"
-    )
-    return list(described.devices)
+    shape, gpu = f"1x{target.processes}x{target.count // target.processes}", GPUS[target.machine].description()
+    return list(topologies.get_topology_desc(target.machine, "cuda", target_config=gpu, topology=shape).devices)
 
 
 @contextmanager

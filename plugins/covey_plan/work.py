@@ -23,7 +23,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
-from covey.models.layer_kinds import find_kind, projection_shapes
+from covey.models.layer_kinds import find_kind, has_state, projection_shapes
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import GroupShape, Layout, make_layout
 from covey.rl.stage_sizes import stage_sizes
@@ -222,7 +222,9 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], schedule: Timeline, sizes
     """
     position = 2 * c.num_kv_heads * c.head_dim * sizes.cache_itemsize * sizes.cache_copies
     seen, half = float(_pairs(c, fed)), sizes.block / 2
-    beyond = c.num_layers * (half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn))
+    beyond = sum(not has_state(c, layer) for layer in range(c.num_layers)) * (
+        half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn)
+    )
     grid_step = 2 * sizes.block_heads * sizes.block * c.head_dim * sizes.cache_itemsize
     return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
 
@@ -355,7 +357,7 @@ def _projections(c: ModelConfig) -> list[tuple[int, int]]:
 def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
     """Return the number of pairs of query and key that attend to each other, over all layers."""
     start, count = np.array(list(fed) or [(0, 0)], np.int64).T
-    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers))
+    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers) if not has_state(c, layer))
     return sum(
         layers * int((_seen(start + count, window) - _seen(start, window)).sum())
         for window, layers in layers_by_window.items()

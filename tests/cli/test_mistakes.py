@@ -21,11 +21,11 @@ FILES = re.findall(r"^`(\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S)
 
 
 MORE = [
-    ("covey train", "built-in recipes: arithmetic-smollm2"),
+    ("covey train", "built-in recipes: arithmetic-gemma3, arithmetic-smollm2"),
     ("covey train quickstart --training.show klll", "wanted: did you mean 'kl'?"),
     ("covey train gsm8k-smollm2 --data.path nowhere", "data.path: there is no nowhere"),
     ("covey train quickstart --data.test-path mine.jsonl", "data.test_path is mine.jsonl, and data.task first"),
-    ("covey sft", "built-in recipes: sft-arithmetic, sft-guess, sft-smollm2"),
+    ("covey sft", "built-in recipes: sft-arithmetic, sft-gemma3, sft-guess, sft-smollm2"),
     ("covey sft sft-arithmetic --grpo.beta 1", "there is no setting --grpo.beta"),
     ("covey eval ./nowhere --recipe quickstart", "./nowhere"),
     ("covey generate smollm2-135m hello --temprature 0.1", "did you mean --rollout.temperature?"),

@@ -49,6 +49,7 @@ NEEDED = {
     "arithmetic-tiny": "--model.source smollm2-135m",
     "guess-tiny": "--model.source smollm2-135m",
     "wordle-tiny": "--model.source smollm2-135m",
+    "arithmetic-gemma3": "--model.source smollm2-135m",
     "gsm8k-nanochat": "--model.source smollm2-135m",
     "gsm8k-tools": "--model.source smollm2-135m --data.task jsonl --data.path rows.jsonl --data.system S",
     "gsm8k-smollm2": "--data.task jsonl --data.path rows.jsonl",

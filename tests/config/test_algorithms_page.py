@@ -1,4 +1,4 @@
-"""`docs/algorithms.md` says what `PRESETS` says: every row, deviation and key. The functions of the guide work."""
+"""The pages on algorithms say what `PRESETS` says: every row, deviation and key. The functions of the guide work."""
 
 import re
 import runpy
@@ -20,7 +20,9 @@ from covey.losses.policy import AGGREGATES, KLS, RATIOS, SURROGATES, LossInputs,
 
 advantages_table = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "tools" / "advantages_table.py")))
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, GUIDE = ((DOCS / name).read_text() for name in ("algorithms.md", "choose-algorithm.md"))
+PAGE, GUIDE, *MORE = (
+    (DOCS / f"{name}.md").read_text() for name in ("algorithms", "choose-algorithm", "algorithm-settings", "ppo")
+)
 
 
 def table(heading: str) -> list[dict[str, str]]:
@@ -91,7 +93,7 @@ def test_every_setting_and_every_function_is_explained() -> None:
     texts = {"paper", "deviations", "when", "name"}
     settings = ({f.name for f in fields(Algorithm)} | {f.name for f in fields(GRPOConfig)}) - texts
     names = {*settings, *ADVANTAGES, *RATIOS, *SURROGATES, *AGGREGATES, *KLS} - {"algorithm", "reward_weights"}
-    assert sorted(name for name in names if not re.search(rf"`{name}\b", PAGE + GUIDE)) == []
+    assert sorted(name for name in names if not re.search(rf"`{name}\b", "".join([PAGE, GUIDE, *MORE]))) == []
 
 
 def test_the_table_of_advantages_is_that_of_the_package() -> None:

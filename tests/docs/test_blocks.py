@@ -47,7 +47,6 @@ LISTED_BLOCKS = {
         "import verifiers",
     ): "plugins/covey_envs/tests/test_verifiers.py plays it where verifiers is installed",
     ("docs/first-run.md", "import AutoModelForCausalLM"): PEER,
-    ("docs/from-trl.md", "environment_factory=IncrementEnv"): PEER,
     ("docs/from-trl.md", "from trl import"): PEER,
     ("docs/from-tunix.md", "from tunix."): PEER,
     ("docs/from-verl.md", "def compute_score("): "verl's form of the function that the next block has in Covey's",

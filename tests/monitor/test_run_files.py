@@ -30,9 +30,9 @@ def test_every_name_stands_in_the_table_once() -> None:
 
 @pytest.mark.parametrize("file", run_files.run_files(), ids=lambda file: file.name)
 def test_every_file_is_on_the_page_of_the_run_folder(file: RunFile) -> None:
-    section = (ROOT / "docs" / "reliability.md").read_text().partition("## The run folder")[2].partition("\n## ")[0]
-    table = "".join(re.findall(r"^\| .*\n", section, re.M))
-    assert re.search(rf"`{re.escape(file.name)}[/`]", table), f"add {file.name} to the table of docs/reliability.md"
+    page = (ROOT / "docs" / "run-folder.md").read_text().partition("\n## ")[0]
+    table = "".join(re.findall(r"^\| .*\n", page, re.M))
+    assert re.search(rf"`{re.escape(file.name)}[/`]", table), f"add {file.name} to the table of docs/run-folder.md"
 
 
 @pytest.mark.parametrize(

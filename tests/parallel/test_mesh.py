@@ -223,3 +223,10 @@ def test_cuda_is_where_kernels_can_run(platform: str, capability: str | None, fo
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     assert platform_of(cast(Any, SimpleNamespace(device_set=[device]))) == found
     assert platform_of(make_mesh((2, 2))) == "cpu"
+
+
+def test_attention_without_kernels_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COVEY_GPU_ATTENTION", "xla")
+    for platform, found in {"gpu": "gpu", "tpu": "tpu"}.items():
+        device = SimpleNamespace(platform=platform, compute_capability="9.0")
+        assert platform_of(cast(Any, SimpleNamespace(device_set=[device]))) == found

@@ -48,7 +48,7 @@ from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402
 from covey.train.trainer import MicroBatch, Trainer  # noqa: E402
 from covey.types import Completion, FinishReason, Group  # noqa: E402
-from covey_formats.gguf import PRE_TOKENIZERS  # noqa: E402
+from covey_formats.gguf_tokenizer import PRE_TOKENIZERS  # noqa: E402
 from covey_formats.gguf_writer import write_gguf  # noqa: E402
 from covey_formats.peft import write_peft  # noqa: E402
 

@@ -252,7 +252,7 @@ def test_gsm8k_nanochat_runs_and_goes_on(
     assert [row["learning_rate"] for row in metrics] == pytest.approx([0.001, 0.0005])
     assert all(0 <= row["eval/pass@1"] <= row["eval/pass@3"] <= 1 for row in metrics)
     assert "kl" not in metrics[0]
-    assert all(row["sampling/logp_difference/max"] < 1e-5 for row in metrics)  # of float32; see docs/architecture.md
+    assert all(row["sampling/logp_difference/max"] < 1e-5 for row in metrics)  # of float32; see docs/extend-models.md
     assert len(rows(out, "samples.jsonl")) == 2 * 2 * 4
     assert [step for name, step in board.seen if name == "reward"] == [1, 2]
     assert [step for name, step in board.seen if name == "eval/pass@3"] == [0, 1, 2, 2]

@@ -81,7 +81,7 @@ def cluster_of(steps: int, seed: int, actor: str, tokens: int) -> RLCluster:
 
 
 def learner(
-    steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@1", tokens: int = 0, **more: Any
+    steps: int = 4, seed: int = 0, actor: str = "scratch:arithmetic-tiny@3", tokens: int = 0, **more: Any
 ) -> GRPOLearner:
     cluster = cluster_of(steps, seed, actor, tokens)
     algorithm = GRPOConfig(beta=0.05, num_generations=2)
@@ -174,7 +174,7 @@ def test_one_call_is_the_cluster_and_the_learner(straight: tuple[Path, GRPOLearn
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     config = cluster_config_of(steps=4, seed=0, tokens=0, eval_every_n_steps=2)
     one = train_grpo(
-        model="scratch:arithmetic-tiny@1",
+        model="scratch:arithmetic-tiny@3",
         reward_funcs=length,
         train_dataset=tmp_path / "rows.jsonl",
         eval_dataset=HELD_OUT,

@@ -14,6 +14,8 @@ from scipy import special, stats  # comes with jax
 from covey.sampling.logits import (
     SamplingParams,
     TracedSamplingParams,
+    _ordered_bits,
+    _search,
     draw,
     nucleus_threshold,
     race,
@@ -167,6 +169,27 @@ def test_nucleus_is_the_smallest_set_that_reaches_p(size: int, top_p: float, see
     for row, kept in zip(mass, logits >= threshold, strict=True):
         assert row[kept].sum() >= top_p - 1e-5
         assert row[kept].sum() - row[kept].min() < top_p + 1e-5
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_a_search_ends_on_the_exact_boundary(bits: int) -> None:
+    """Masses are whole numbers, whose sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(64, 500), scale=5).round(1).astype(np.float32)
+    values[:, ::9] = LOWEST
+    ordered, mass = np.asarray(_ordered_bits(jnp.asarray(values))), rng.integers(0, 4, values.shape).astype(np.float32)
+    least = np.linspace(1, mass.sum(1), 64).diagonal().astype(np.float32)
+    found = np.asarray(jax.jit(_search, static_argnums=0)(bits, ordered, mass, least))
+    assert (np.where(ordered >= found[:, None], mass, 0).sum(1) >= least).all()
+    assert (np.where(ordered > found[:, None], mass, 0).sum(1) < least).all()
+
+
+def test_on_gpus_a_draw_has_no_loop() -> None:
+    """Whose kernels the host would launch one by one."""
+    logits, keys = jax.ShapeDtypeStruct((8, 4096), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.uint32)
+    traced = jax.jit(draw, static_argnums=2).trace(logits, keys, SamplingParams(top_k=50, top_p=0.9))
+    loops = {name: "while" in traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "tpu", "cuda")}
+    assert loops == {"cpu": True, "tpu": True, "cuda": False}
 
 
 @pytest.mark.parametrize("size", [1, 5, 128, 129, 1000])

@@ -19,7 +19,8 @@ from covey.models.decoder import Decoder
 from covey.sampling.engine import Engine, Finished, Request, generate
 from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import NewBranch, Response, Turn
-from covey.types import Completion
+from covey.sampling.sequence import StopIds
+from covey.types import Completion, FinishReason
 
 STOP, VOCABULARY = 3, 300
 CONFIG = RolloutConfig(max_prompt_length=16, max_new_tokens=12, slots=4, decode_chunk=3, temperature=0.8, top_p=0.95)
@@ -456,3 +457,27 @@ def test_an_engine_with_requests_neither_sleeps_nor_changes_its_settings(engine:
     assert engine.runner.params is None
     with pytest.raises(CoveyError, match=r"no weights"):
         engine.add(Request(PROMPT))
+
+
+def test_a_request_has_stop_ids_of_its_own(engine: Engine) -> None:
+    request = replace(requests(1)[0], sampling_params=SamplingParams(temperature=0.0), samples=1)
+    (whole,) = generate(engine, [request])[0]
+    stop = int(whole.tokens[len(whole.tokens) // 2])
+    (ended,) = generate(engine, [replace(request, stop_conditions=(StopIds([stop, 9999]),))])[0]
+    length = whole.tokens.tolist().index(stop) + 1
+    assert ended.tokens.tolist() == whole.tokens[:length].tolist()
+    assert ended.finish == FinishReason.STOP
+
+
+def test_prompts_prefilled_alone_have_numbers_that_depend_on_no_other_request(engine: Engine) -> None:
+    few, crowd = requests(3), requests(9, seed=4)
+    engine.scheduler.prefills_alone = True
+    try:
+        alone = [generate(engine, [request])[0] for request in few]
+        together = generate(engine, [*crowd, *few])[len(crowd) :]
+    finally:
+        engine.scheduler.prefills_alone = False
+    for own, among in zip(alone, together, strict=True):
+        for one, other in zip(own, among, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.logps.tolist() == other.logps.tolist()

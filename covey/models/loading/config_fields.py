@@ -5,7 +5,7 @@ written in form 4, which both versions read.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.errors import WeightsError
@@ -24,8 +24,11 @@ NULLABLE = (
 """Fields that may be null, which means the same as absent."""
 
 
-def check_config(config: Mapping[str, Any], where: str) -> None:
+def check_config(config: Mapping[str, Any], where: str, own_kinds: Sequence[str] = ()) -> None:
     """Check that every field of a config.json has a type and a range that a model can have.
+
+    Args:
+        own_kinds: kinds of layers in `layer_types` that the family reads itself.
 
     Raises:
         WeightsError: a field has a wrong value; the message names it.
@@ -37,6 +40,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     kinds = config.get("layer_types")
     if kinds is not None and len(kinds) != layers:
         raise WeightsError(f"layer_types has {len(kinds)} entries", want=f"one a layer: {layers}", where=where)
+    if set(kinds or ()) - {*LAYER_KINDS, *own_kinds}:
+        want = "a list of " + " and ".join((*LAYER_KINDS, *own_kinds))
+        raise WeightsError(f"layer_types is {_format_value(kinds)}", want=want, where=where)
     marks = config.get("no_rope_layers")
     if marks is not None and len(marks) < (layers or 0):
         raise WeightsError(f"no_rope_layers has {len(marks)} entries", want=f"one a layer: {layers}", where=where)
@@ -120,7 +126,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of 0 and 1",
     ),
     "layer_types": (
-        lambda value: isinstance(value, list) and all(kind in tuple(LAYER_KINDS) for kind in value),
+        lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
         "a list of " + " and ".join(LAYER_KINDS),
     ),
 }

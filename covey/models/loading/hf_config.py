@@ -1,8 +1,8 @@
 """Conversion of a Hugging Face config.json to our `ModelConfig`, and back.
 
 Each family has a reader and a writer of its own fields. `read_common` and `write_common` handle the fields that all
-families share, and `config_fields` the rotary settings. `config_fields.LAYER_KINDS` has the
-kinds of layers that are read; `write_layer_types` writes them.
+families share, and `config_fields` the rotary settings. `config_fields.LAYER_KINDS` has the kinds of layers that are
+read; `write_layer_types` writes them.
 
 The config.json of a model that also reads images has the text model's settings in `text_config`. Its tensors have one
 of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tensors of other parts are not read.

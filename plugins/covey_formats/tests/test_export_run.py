@@ -161,6 +161,8 @@ EXPORT, TRAIN = ["export", TINY], ["train", "quickstart", f"--model.source={TINY
         ([*EXPORT, "--out", "x", "--format", "onnx"], "wanted: hf, peft, gguf"),
         ([*EXPORT, "--out", "x", "--format", "peft"], "no LoRA adapters"),
         ([*EXPORT, "--out", "x", "--format", "peft", "--dtype", "bfloat16"], "--dtype has no meaning for adapters"),
+        ([*EXPORT, "--out", "x", "--dtype", "q8_0"], "wanted: for --format hf one of: float32, bfloat16"),
+        ([*EXPORT, "--out", "x", "--format", "gguf", "--dtype", "q4_k_m"], "llama-quantize model.gguf OUT.gguf Q4_K_M"),
         ([*EXPORT, "--out", "x", "--shard-size", "5XB"], "--shard-size is '5XB'"),
         ([*EXPORT, "--out", "x", "--shard-size", "0"], "--shard-size is '0'"),
         ([*EXPORT, "--out", "x", "--quantise", "q4"], "--quantise"),

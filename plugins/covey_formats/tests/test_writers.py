@@ -27,7 +27,7 @@ from covey.models.loading.hf_config import MODULE
 from covey.models.loading.peft import load_adapter
 from covey.models.lora import merge_lora, projections
 from covey.text.tokenizer import Tokenizer
-from covey_formats.gguf import PRE_TOKENIZERS
+from covey_formats.gguf_tokenizer import PRE_TOKENIZERS
 from covey_formats.gguf_writer import write_gguf
 from covey_formats.peft import write_peft
 from tests.models.test_export import GOLDEN, MODELS, TINY, Golden, adapted, arrays, equal, written
@@ -195,7 +195,7 @@ def test_matrices_in_bfloat16_beside_norms_in_float32(tiny: weights.LoadedModel,
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"family": "gemma2"}, "family 'gemma2' are not supported"),
+        ({"family": "mistral"}, "family 'mistral' are not supported"),
         ({"family": "nanochat"}, "family 'nanochat' are not supported"),
         ({"windows": (5, None)}, "the architecture of this model is not one"),
         ({"qk_norm": True}, "the architecture of this model is not one"),

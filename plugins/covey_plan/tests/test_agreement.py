@@ -15,13 +15,13 @@ from covey.losses.logprobs import token_logps
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder
 from covey.packing.rows import pack, scatter_to_rows
-from covey.rl.agreement import token_agreement
 from covey.rl.batches import token_keys_of
 from covey.rl.step_data import sampled_mask
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.logits import SamplingParams
 from covey.sampling.responder import NewBranch, Response, Turn
 from covey.types import Group
+from covey_plan.agreement import token_agreement
 from tests.rl.test_learning import STOPS, Run, decoder
 from tests.sampling.test_logits import both_draw
 

@@ -1,0 +1,77 @@
+"""What a layer with a state sees of other tokens, beside attention: the order of the tokens, and the state before them.
+
+Training, prefill and decoding pass a `Context` in place of an `Attend`. A mixer with a state calls `Context.recur` with
+itself; what is called decides where the state comes from and goes to. Such a mixer has
+
+    scan(inputs, state, order) -> (outputs, state after them)     inputs: a tree of arrays [B, T, ...]
+    state(settings, slots) -> the state before a text             arrays [slots, ...] of four axes
+    tables(settings, spans, positions, has_branches) -> what its layers need to know of rows of trees
+
+where `settings` are `ModelConfig.kind_settings`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxtyping import Array, Bool, Int
+
+from covey.models.config import ModelConfig
+from covey.models.layer_kinds import find_kind
+from covey.models.spans import Spans
+
+if TYPE_CHECKING:
+    from covey.models.attention import Attend  # which makes contexts
+
+
+class Order(NamedTuple):
+    """Order of the tokens of a call.
+
+    Attributes:
+        valid: whether a token changes the state; padding does not.
+        tables: of rows of trees, what the mixer's `tables` returned; None where each token follows the one before it.
+    """
+
+    valid: Bool[Array, "B T"]
+    tables: Any = None
+
+
+Recur = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""Function (mixer, inputs, the layer's cache) → (outputs, new cache)."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What layers see of other tokens: attention, and for layers with a state `recur`."""
+
+    attend: "Attend"
+    recur: Recur
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, cache: Any, *, window: Any, softcap: float | None, write: bool = True
+    ) -> tuple[Array, Any]:
+        """Compute attention."""
+        return self.attend(q, k, v, cache, window=window, softcap=softcap, write=write)
+
+
+def recur_in_order(valid: Bool[Array, "B T"]) -> Recur:
+    """Return the recurrence over whole texts, from the state before a text; no state is kept."""
+
+    def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
+        return mixer.scan(inputs, None, Order(valid))[0], cache
+
+    return recur
+
+
+def recur_over_trees(
+    config: ModelConfig, spans: Spans, positions: Int[Array, "B T"], valid: Bool[Array, "B T"], has_branches: bool
+) -> Recur:
+    """Return the recurrence over rows of trees: a token follows the token before it in its own sequence."""
+    kinds = {find_kind(config.parts(layer)[0]) for layer in range(config.num_layers)}
+    mixers = [kind.load() for kind in kinds if kind.has_state]
+    tables = {mixer: mixer.tables(config.kind_settings, spans, positions, has_branches) for mixer in mixers}
+
+    def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
+        return mixer.scan(inputs, None, Order(valid, tables[type(mixer)]))[0], cache
+
+    return recur

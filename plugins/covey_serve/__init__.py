@@ -1,0 +1,1 @@
+"""A server that answers OpenAI's sampling API and Tinker's training API."""

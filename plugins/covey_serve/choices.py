@@ -1,0 +1,172 @@
+"""The choices of an answer, as OpenAI's two forms have them: their text while it grows, their log-probs, their end."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from covey.losses.top_logps import TopLogps
+from covey.text.tokenizer import Tokenizer
+from covey.types import Completion, FinishReason
+from covey_serve.device import Event
+
+LOWEST = -9999.0
+"""Stands for the log-prob of what is impossible: JSON has no infinity."""
+ENDS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop"}
+
+
+@dataclass
+class Choice:
+    """A completion on its way to the client.
+
+    Attributes:
+        index: number of the choice.
+        decode: function from tokens to text.
+        stops: stop strings, whose beginnings are held back.
+        tokens, logps: what was drawn so far.
+        sent: text that was sent.
+        sent_tokens: number of tokens that were sent.
+        completion: the completion once it has ended.
+        calls: tool calls that it makes.
+    """
+
+    index: int
+    decode: Any
+    stops: Sequence[str] = ()
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    sent: str = ""
+    sent_tokens: int = 0
+    completion: Completion | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        """Take what was drawn."""
+        self.tokens, self.logps = event.drawn.ids, event.drawn.logps
+        if event.completion is not None:
+            self.completion = event.completion.with_text(self.decode)
+
+    @property
+    def text(self) -> str:
+        """The text so far, up to what may still change: half a character, or the beginning of a stop string."""
+        if self.completion is not None:
+            return self.completion.text
+        text: str = self.decode(self.tokens).rstrip("\ufffd")
+        held = (n for n in range(min(self._longest, len(text)), 0, -1) if self._may_stop(text[len(text) - n :]))
+        return text[: len(text) - next(held, 0)]
+
+    def advance(self) -> tuple[str, slice]:
+        """Return the text and the tokens that are new since the last call."""
+        text, start = self.text, self.sent_tokens
+        new = text[len(self.sent) :]
+        self.sent, self.sent_tokens = self.sent + new, len(self.tokens)
+        return new, slice(start, self.sent_tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it goes on."""
+        if self.completion is None:
+            return None
+        return "tool_calls" if self.calls else ENDS.get(self.completion.finish, "length")
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self.stops), default=1) - 1
+
+    def _may_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self.stops)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Tokens with their log-probs, and with those of the most likely tokens where they are known.
+
+    Attributes:
+        tokens: the tokens.
+        logps: their log-probs; NaN where nothing comes before.
+        top: the most likely tokens at each of the last places, or None.
+    """
+
+    tokens: Sequence[int]
+    logps: Sequence[float]
+    top: TopLogps | None = None
+
+    @classmethod
+    def of_text(cls, tokens: np.ndarray, scores: TopLogps | None, start: int = 0) -> "Places":
+        """Return the places of a text from token `start` on; the first of all tokens has no log-prob."""
+        if scores is None:
+            return cls(tokens[:1].tolist(), [math.nan])
+        first = max(start - 1, 0)
+        top = TopLogps(*(x[first:] for x in scores))
+        none = [math.nan] if start == 0 else []
+        return cls(tokens[start:].tolist(), [*none, *top.logps.tolist()], top)
+
+    def likely(self, place: int, count: int) -> list[tuple[int, float]]:
+        """Return the most likely tokens at a place, and the token itself if it is none of them."""
+        row = place - (len(self.tokens) - len(self.top.logps)) if self.top else -1
+        if self.top is None or row < 0:
+            return []
+        pairs = list(zip(self.top.ids[row, :count].tolist(), self.top.top[row, :count].tolist(), strict=True))
+        own = self.tokens[place], float(self.logps[place])
+        return pairs if own[0] in [token for token, _ in pairs] else [*pairs, own]
+
+
+class Names:
+    """Names of tokens in log-probs.
+
+    Args:
+        tokenizer: decodes them.
+        as_ids: whether they are `token_id:N` instead.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool):
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def __call__(self, token: int) -> str:
+        """Return the name of a token."""
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.decode([token], skip_special=False)
+
+    def chat(self, places: Places, count: int) -> dict[str, Any]:
+        """Return log-probs in the form of the chat API."""
+
+        def entry(token: int, logp: float) -> dict[str, Any]:
+            name = self(token)
+            known = None if "\ufffd" in name else list(name.encode("utf-8", "replace"))
+            return {"token": name, "logprob": finite(logp), "bytes": known}
+
+        pairs = enumerate(zip(places.tokens, places.logps, strict=True))
+        likely = [places.likely(place, count)[:count] for place in range(len(places.tokens))]
+        top = [[entry(token, logp) for token, logp in of_place] for of_place in likely]
+        return {"content": [entry(token, logp) | {"top_logprobs": top[place]} for place, (token, logp) in pairs]}
+
+    def completion(self, places: Places, count: int, offset: int = 0) -> dict[str, Any]:
+        """Return log-probs in the form of the completions API: lists of equal length; the first token of a prompt has
+        none. `offset` is the number of characters before the first token.
+        """
+        names = [self(token) for token in places.tokens]
+        likely = [places.likely(place, count) for place in range(len(names))] if count else []
+        top = [{self(token): finite(logp) for token, logp in pairs} or None for pairs in likely]
+        return {
+            "tokens": names,
+            "token_logprobs": [None if math.isnan(logp) else finite(logp) for logp in places.logps],
+            "top_logprobs": top if count else None,
+            "text_offset": list(_offsets(names, offset)),
+        }
+
+
+def _offsets(names: Sequence[str], offset: int) -> Iterator[int]:
+    for name in names:
+        yield offset
+        offset += len(name)
+
+
+def finite(logp: float) -> float:
+    """Return a log-prob that JSON can hold."""
+    return float(logp) if math.isfinite(logp) else LOWEST
+
+
+def usage(prompt: int, completion: int) -> Mapping[str, int]:
+    """Return the numbers of tokens of an answer."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

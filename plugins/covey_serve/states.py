@@ -1,0 +1,86 @@
+"""Adapters and states of AdamW as files of a folder: one for each name, replaced as a whole."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+
+from covey.parallel.arrays import flatten
+from covey_serve.errors import ApiError
+from covey_serve.training import Trained, Trainer
+
+PATH = re.compile(r"tinker://([A-Za-z0-9:-]{1,64})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+
+
+class States:
+    """The folder of saved states.
+
+    Args:
+        folder: the folder.
+        trainer: makes adapters, whose arrays a state must have.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer):
+        self._folder, self._trainer = folder, trainer
+
+    def file(self, path: str) -> Path:
+        """Return the file of a state.
+
+        Raises:
+            ApiError: it is no path of a state.
+        """
+        if (parts := PATH.fullmatch(path)) is None:
+            raise ApiError(f"{path!r:.120} is no path of a state", param="path")
+        return self._folder.joinpath(*parts.groups()).with_suffix(".safetensors")
+
+    def save(self, path: str, model: Trained, *, moments: bool) -> None:
+        """Write the adapters of a model, with the state of AdamW if `moments`."""
+        file, tree = self.file(path), _tree(model, moments)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
+        data = safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)})
+        temporary = file.with_suffix(".new")
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+
+    def rank(self, path: str) -> int:
+        """Return the rank of saved adapters."""
+        with self._open(path) as file:
+            return int(json.loads(file.metadata()["rank"]))
+
+    def load(self, path: str, *, moments: bool) -> Trained:
+        """Return the adapters of a state, with the saved state of AdamW if `moments`, otherwise with a new one.
+
+        Raises:
+            ApiError: there is no such state, or it does not fit the model.
+        """
+        model = self._trainer.create(self.rank(path), 0)
+        tree = _tree(model, moments)
+        wanted = flatten(tree)
+        with self._open(path) as file:
+            if missing := wanted.keys() - set(file.keys()):
+                raise ApiError(f"{path} has no {min(missing)}", param="path")
+            arrays = {name: jnp.asarray(file.get_tensor(name)) for name in wanted}
+        if any((arrays[name].shape, arrays[name].dtype) != (x.shape, x.dtype) for name, x in wanted.items()):
+            raise ApiError(f"{path} is a state of another model", param="path")
+        loaded = jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in wanted])
+        return Trained(model.rank, loaded["params"], loaded.get("moments", model.moments))
+
+    def _open(self, path: str) -> Any:
+        try:
+            return safe_open(self.file(path), "numpy")
+        except (OSError, SafetensorError) as error:
+            raise ApiError(f"there is no state {path}", 404, "path") from error
+
+
+def _tree(model: Trained, moments: bool) -> dict[str, Any]:
+    return {"params": model.trainable} | ({"moments": model.moments} if moments else {})

@@ -1,0 +1,112 @@
+"""Who may ask the server, and how the command refuses what would let others in."""
+
+import asyncio
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.testclient import TestClient
+
+from covey.errors import CoveyError
+from covey_serve import body
+from covey_serve.app import make_app
+from covey_serve.errors import ApiError
+from covey_serve.metrics import Metrics
+from covey_serve.options import ServeOptions
+from covey_serve.server import is_loopback, listen, read_key, serve
+
+KEY = "tml-0123456789abcdef"
+
+
+@pytest.fixture
+def clients() -> Any:
+    """`clients(key)`: a client of an application without a model, whose errors are answers."""
+    device = SimpleNamespace(failure=None, counts=lambda: (0, 0))
+    service: Any = SimpleNamespace(metrics=Metrics(), device=device, limits=SimpleNamespace(body=100))
+
+    def make(key: str | None = None) -> TestClient:
+        return TestClient(make_app(service, key=key), base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+
+    return make
+
+
+def test_without_a_key_this_machine_alone_may_ask(clients: Any) -> None:
+    client = clients()
+    for host, status in {
+        "127.0.0.1": 200, "localhost:8000": 200, "[::1]:80": 200, "evil.example": 403, "127.0.0.1.evil.example": 403,
+        "evil.example:8000": 403, "": 403, "[::1]evil.example": 403,
+    }.items():  # fmt: skip
+        assert client.get("/metrics", headers={"host": host}).status_code == status, host
+
+
+def test_a_page_of_another_site_cannot_send_a_form(clients: Any) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        answer = clients().post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+def test_with_a_key_every_request_must_have_it(clients: Any) -> None:
+    client = clients(KEY)
+    for headers, status in (
+        ({}, 401), ({"authorization": f"Bearer {KEY}"}, 200), ({"x-api-key": KEY}, 200), ({"x-api-key": KEY[:-1]}, 401),
+        ({"authorization": "Bearer "}, 401), ({"x-api-key": "é".encode()}, 401), ({"authorization": KEY}, 200),
+    ):  # fmt: skip
+        assert client.get("/metrics", headers={"host": "any.example", **headers}).status_code == status, headers
+    assert client.get("/metrics").json()["error"]["code"] == "invalid_api_key"
+    assert client.get("/health").status_code == 200
+
+
+def test_a_new_key_is_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    key = read_key(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert key.startswith("tml-")
+    assert len(key) > 40
+    assert read_key(file) == key
+    file.chmod(0o640)
+    with pytest.raises(CoveyError, match="others may use this key: its mode is 640"):
+        read_key(file)
+    file.chmod(0o600)
+    file.write_text("short\n")
+    with pytest.raises(CoveyError, match="no key of 16 characters"):
+        read_key(file)
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_key(tmp_path / "link")
+
+
+def test_an_address_for_others_needs_a_key() -> None:
+    with pytest.raises(CoveyError, match="can be reached from other machines"):
+        serve("nowhere", ServeOptions(host="0.0.0.0"))
+    assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost", "0.0.0.0", "::", "example.org")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+
+
+def test_a_port_in_use_is_said_so() -> None:
+    with listen("127.0.0.1", 0) as listener, pytest.raises(CoveyError, match="--port 0 takes a free one"):
+        listen("127.0.0.1", listener.getsockname()[1])
+
+
+def test_the_help_of_the_command_needs_no_server() -> None:
+    blocked = "import sys; sys.modules |= dict.fromkeys(('starlette', 'uvicorn', 'jax'))"
+    code = f"{blocked}\nfrom covey.cli.main import main\nsys.exit(main(['serve', '--help']))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.count("\n  covey serve ") == 3
+    assert "--key-file" in shown
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(body, "SECONDS", 0.01)
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(ApiError, match="did not arrive within") as caught:
+        asyncio.run(body.read_bytes(request, 10))
+    assert caught.value.status == 408

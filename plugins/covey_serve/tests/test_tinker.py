@@ -1,0 +1,288 @@
+"""The training API by the requests of its client: order, repeats, states, samples, and the journal after a kill."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from covey.errors import ResumeError
+from covey_serve.app import make_app
+from covey_serve.journal import Journal
+from covey_serve.service import Service
+from covey_serve.states import States
+from covey_serve.tinker import Tinker
+from covey_serve.training import Trainer
+from covey_serve.wire import CLASSES
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+RUN = "session-1:train:0"
+ADAM = {"learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trainer(service: Service) -> Trainer:
+    return Trainer(service.model)
+
+
+@pytest.fixture
+def serve(service: Service, trainer: Trainer, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`serve(folder)`: a client of a server whose states and journal are in this folder of the test."""
+
+    def open_client(folder: str = "a") -> "Client":
+        journal = Journal(tmp_path / folder / "journal")
+        tinker = Tinker(service, trainer, States(tmp_path / folder / "states", trainer), journal)
+        tinker.replay()
+        http = opened.enter_context(TestClient(make_app(service, tinker.routes()), base_url="http://127.0.0.1"))
+        opened.callback(journal.close)
+        return Client(http, tinker)
+
+    with ExitStack() as opened:
+        yield open_client
+
+
+class Client:
+    """Requests in the forms of the package tinker 0.38."""
+
+    def __init__(self, http: TestClient, tinker: Tinker):
+        self.http, self.tinker = http, tinker
+
+    def post(self, endpoint: str, **fields: Any) -> Any:
+        return self.http.post(f"/api/v1/{endpoint}", json=fields).json()
+
+    def result(self, promise: Any) -> Any:
+        answer = self.http.post("/api/v1/retrieve_future", json={"request_id": promise["request_id"]})
+        return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+
+    def begin(self, rank: int = 2, seed: int = 1) -> None:
+        session = self.post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
+        lora = {"rank": rank, "seed": seed, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        fields = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+        made = self.result(self.post("create_model", **fields, optimizer_config={"type": "adamw"}, type="create_model"))
+        assert made["model_id"] == f"{session}:train:0"
+
+    def gradients(self, number: int, data: list[Any], loss: str = "importance_sampling", **more: Any) -> Any:
+        message = CLASSES["Request"](model_id=RUN, seq_id=number, loss_fn=loss, **more)
+        for tokens, targets, inputs in data:
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+            arrays = {"target_tokens": (targets, "<i8", 2)} | {k: (v, "<f4", 1) for k, v in inputs.items()}
+            for name, (values, kind, dtype) in arrays.items():
+                dense = np.array(values, kind).tobytes()
+                tensor = CLASSES["Tensor"](dense=dense, dtype=dtype, shape=[len(values)])
+                datum.loss_fn_inputs.add(key=name, value=tensor)
+        return self.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=PROTOBUF).json()
+
+    def step(self, number: int) -> Any:
+        return self.post("optim_step", model_id=RUN, seq_id=number, adam_params=ADAM, type="optim_step")
+
+    def save(self, number: int, name: str) -> Any:
+        fields = {"model_id": RUN, "seq_id": number, "path": name, "overwrite": False, "type": "save_weights"}
+        return self.result(self.post("save_weights", **fields))
+
+    def snapshot(self, number: int, session: int) -> str:
+        fields = {"model_id": RUN, "seq_id": number, "sampling_session_seq_id": session}
+        saved = self.result(self.post("save_weights_for_sampler", **fields, type="save_weights_for_sampler"))
+        return str(saved["sampling_session_id"])
+
+    def sampler(self, number: int, **more: Any) -> str:
+        fields = {"session_id": "session-1", "sampling_session_seq_id": number, "type": "create_sampling_session"}
+        return str(self.post("create_sampling_session", **fields, **more)["sampling_session_id"])
+
+    def sample(self, session: str, number: int, **more: Any) -> Any:
+        prompt = {"chunks": [{"tokens": [5, 6, 7], "type": "encoded_text"}]}
+        params = {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+        fields = {"prompt": prompt, "sampling_params": params, "num_samples": 2} | more
+        return self.post("asample", sampling_session_id=session, seq_id=number, type="sample", **fields)
+
+    def state(self, name: str = "end") -> bytes:
+        return self.tinker.states.file(f"tinker://{RUN}/weights/{name}").read_bytes()
+
+
+def datum(seed: int, n: int = 4) -> Any:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(5, 200, n + 1).tolist()
+    return tokens[:-1], tokens[1:], {"logprobs": [-5.0] * n, "advantages": rng.normal(size=n).tolist()}
+
+
+def logprobs(body: bytes) -> np.ndarray:
+    output = CLASSES["Output"].FromString(body)
+    return np.frombuffer(output.loss_fn_outputs[0].fields[0].value.data, "<f4")
+
+
+@pytest.mark.slow
+def test_order_of_arrival_and_repeats_change_no_bit(serve: Callable[..., Client]) -> None:
+    orders: dict[str, Any] = {"a": [1, 2, 3, 4], "b": [3, 1, 4, 2], "c": [1, 2, 2, 1, 3, 3, 4, 1]}
+    states, results = [], []
+    for folder, order in orders.items():
+        client = serve(folder)
+        client.begin()
+        promises = {n: client.step(4) if n == 4 else client.gradients(n, [datum(n), datum(9, 2)]) for n in order}
+        client.save(5, "end")
+        results.append([logprobs(client.result(promises[n])).tolist() for n in (1, 2, 3)])
+        states.append(client.state())
+    assert states[0] == states[1] == states[2]
+    assert results[0] == results[1] == results[2]
+    alone = serve("d")
+    alone.begin()
+    alone.gradients(1, [datum(1), datum(9, 2)])
+    alone.result(alone.step(2))
+    alone.save(3, "end")
+    assert alone.state() != states[0]  # all three requests counted
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_goes_on_with_the_same_bits(serve: Callable[..., Client], tmp_path: Path) -> None:
+    def ask(client: Client, start: int) -> Any:
+        for number in range(start, 6, 2):
+            client.gradients(number, [datum(number)])
+            client.result(client.step(number + 1))
+        client.save(7, "end")
+        return client.result(client.sample(client.snapshot(8, 0), 0))
+
+    whole = serve("whole")
+    whole.begin()
+    drawn = ask(whole, 1)
+    first = serve("killed")
+    first.begin()
+    promise = first.gradients(1, [datum(1)])
+    first.result(first.step(2))
+    first.gradients(3, [datum(3)])  # acknowledged, and not part of a step yet
+    with (tmp_path / "killed" / "journal").open("ab") as journal:
+        journal.write(b"half a record")
+    again = first.gradients(3, [datum(3)])
+    first.tinker.journal.close()
+    second = serve("killed")
+    assert second.gradients(3, [datum(3)]) == again  # the client asks again
+    assert logprobs(second.result(promise)).tolist() == logprobs(whole.result(promise)).tolist()
+    second.result(second.step(4))
+    assert ask(second, 5) == drawn
+    assert second.state() == whole.state()
+    second.tinker.journal.close()
+    third = serve("killed")  # samples of the journal are drawn again when they are asked for
+    assert third.result({"request_id": "sample:session-1:sample:0:0"}) == drawn
+    assert third.state() == whole.state()
+
+
+@pytest.mark.slow
+def test_samples_are_of_their_snapshot_and_depend_on_their_number(
+    serve: Callable[..., Client], service: Service
+) -> None:
+    client = serve()
+    client.begin()
+    base = client.sampler(0, base_model="tiny")
+    save = {"model_id": RUN, "seq_id": 1, "type": "save_weights_for_sampler", "path": "first"}
+    path = client.result(client.post("save_weights_for_sampler", **save))["path"]
+    first = client.sampler(1, model_path=path)
+    promise = client.sample(base, 0)
+    assert len(promise["sample_sequence_ids"]) == 2
+    new = client.result(promise)
+    assert client.result(client.sample(base, 0)) == new
+    assert client.result(client.sample(base, 1)) != new
+    for number in (2, 4, 6):
+        client.gradients(number, [datum(1)])
+        client.step(number + 1)
+    later = client.snapshot(8, 2)
+    same = {"sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 4}}
+    same |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    found = [client.result(client.sample(name, 5, **same)) for name in (base, first, later)]
+    parsed = [CLASSES["Samples"].FromString(body) for body in found]
+    tokens = [[one.tokens for one in each.sequences] for each in parsed]
+    assert tokens[0] == tokens[1] != tokens[2]  # new adapters change nothing
+    prompts = [np.frombuffer(one.prompt_logprobs, "<f4") for one in parsed]
+    assert np.isnan(prompts[0][0])
+    np.testing.assert_allclose(prompts[0][1:], prompts[1][1:], atol=1e-5)
+    assert np.abs(prompts[0][1:] - prompts[2][1:]).max() > 1e-3  # these weights learned something
+    top = parsed[0].topk_prompt_logprobs
+    assert (top.length, top.k) == (3, 2)
+    assert np.frombuffer(top.logprobs, "<f4")[:2].tolist() == [-99999.0] * 2  # nothing comes before the first token
+
+
+def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    client.gradients(1, [datum(1)])
+    client.step(2)
+    path = client.save(3, "mid")["path"]
+    client.gradients(4, [datum(2)])
+    client.step(5)
+    client.save(6, "end")
+    end = client.state()
+    load = {"model_id": RUN, "seq_id": 7, "path": path, "optimizer": True, "type": "load_weights"}
+    assert client.result(client.post("load_weights", **load))["path"] == path
+    client.gradients(8, [datum(2)])
+    client.step(9)
+    client.save(10, "again")
+    assert client.state("again") == end
+    made = client.result(
+        client.post("load_weights", session_id="session-1", model_seq_id=1, path=path, optimizer=False)
+    )
+    assert (made["model_id"], made["lora_rank"]) == ("session-1:train:1", 2)
+    assert client.post("get_info", model_id="session-1:train:1", type="get_info")["lora_rank"] == 2
+    assert client.post("weights_info", tinker_path=path)["lora_rank"] == 2
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "tinker://a/weights/../../x", "tinker://../weights/x", "tinker://a/other/x", "/etc/passwd"]
+)
+def test_no_name_leaves_the_folder(serve: Callable[..., Client], path: str) -> None:
+    client = serve()
+    client.begin()
+    answer = client.post("load_weights", session_id="session-1", model_seq_id=1, path=path, optimizer=False)
+    assert "is no path of a state" in answer["error"]["message"]
+    answer = client.post("save_weights", model_id=RUN, seq_id=1, path=path, type="save_weights")
+    assert answer["error"]["param"] == "path"
+
+
+def test_mistakes_are_refused_by_name_and_block_nobody(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    tokens, targets, inputs = datum(1)
+    wrong = [
+        ([datum(1)], "stable_reinforce", "importance_sampling"), ([datum(1)], "other", "there is no loss"),
+        ([datum(1)], "cross_entropy", "takes ['target_tokens', 'weights']"), ([], "ppo", "there is no datum"),
+        ([(tokens, targets[:-1], inputs)], "ppo", "not as long as"),
+        ([([99_999] * 4, targets, inputs)], "ppo", "does not know"),
+    ]  # fmt: skip
+    for number, (data, loss, message) in enumerate(wrong, start=1):
+        found = client.result(client.gradients(number, data, loss))
+        assert message in found["error"], loss
+        assert found["category"] == "user"
+    setting = [CLASSES["Number"](key="unheard_of", value=1.0)]
+    assert "unheard_of" in client.result(client.gradients(7, [datum(1)], "ppo", loss_fn_config=setting))["error"]
+    assert "there are no gradients" in client.result(client.step(8))["error"]
+    assert len(logprobs(client.result(client.gradients(9, [datum(1)], forward_only=True)))) == 4
+    assert "there are no gradients" in client.result(client.step(10))["error"]
+    assert "had the number 10" in client.gradients(10, [datum(1)])["error"]["message"]
+    later = CLASSES["Request"](model_id=RUN, seq_id=11).SerializeToString() + b"\xf8\x07\x01"  # field 127
+    answer = client.http.post("/api/v1/forward_backward", content=later, headers=PROTOBUF).json()
+    assert "field 127" in answer["error"]["message"]
+    for body in (b"\xff\xff", b"\x0a\xff"):
+        assert client.http.post("/api/v1/forward_backward", content=body, headers=PROTOBUF).status_code == 400
+    assert "no model" in client.post("get_info", model_id="foreign")["error"]["message"]
+    assert "no request" in client.post("retrieve_future", request_id="foreign")["error"]["message"]
+    assert client.post(
+        "create_model", session_id="session-9", model_seq_id=0, base_model="tiny", lora_config={"rank": 2}
+    )["error"]
+
+
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    for body in (b"one", b"", b"three"):
+        journal.write("kind", body)
+    journal.close()
+    read = lambda: list(journal.read())  # noqa: E731
+    with closing(Journal(tmp_path / "journal")) as journal:
+        assert read() == [("kind", b"one"), ("kind", b""), ("kind", b"three")]
+        with pytest.raises(ResumeError, match="another server has this journal"):
+            Journal(tmp_path / "journal")
+        with pytest.raises(ResumeError, match="was begun with one"):
+            list(journal.records("two"))
+    data = bytearray((tmp_path / "journal").read_bytes())
+    data[14] ^= 1
+    (tmp_path / "journal").write_bytes(data)
+    with closing(Journal(tmp_path / "journal")) as journal, pytest.raises(ResumeError, match="journal is damaged"):
+        read()

@@ -1,0 +1,165 @@
+"""Losses, gradients and AdamW of the training API against float64."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from covey.config.schema import LoRAConfig
+from covey.models.attention import causal_attention
+from covey.models.config import ModelConfig
+from covey.models.decoder import Decoder
+from covey.models.lora import split_trainable, with_lora
+from covey_serve.errors import ApiError
+from covey_serve.training import SETTINGS, Example, Trainer, per_token_loss
+
+ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.1, "grad_clip_norm": 0.5}
+
+
+def loss_in_numpy(name: str, logps: np.ndarray, old: np.ndarray, adv: np.ndarray, weight: np.ndarray, s: Any) -> float:
+    """The documentation's formulas for one datum, in float64."""
+    ratio = np.exp(logps - old)
+    if name == "gspo":
+        used = adv != 0
+        ratio = np.full_like(ratio, np.exp((logps - old)[used].mean() if used.any() else 0.0))
+    clipped = np.clip(ratio, s.get("clip_low_threshold", 0), s.get("clip_high_threshold", 9))
+    each = {
+        "cross_entropy": -weight * logps,
+        "importance_sampling": -ratio * adv,
+        "ppo": -np.minimum(ratio * adv, clipped * adv),
+        "gspo": -np.minimum(ratio * adv, clipped * adv),
+        "cispo": -clipped * adv * logps,
+        "dro": -(adv * logps - s.get("beta", 0) / 2 * (logps - old) ** 2),
+    }
+    return float(each[name].sum())
+
+
+def examples(sizes: list[int], seed: int = 0) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for n in sizes:
+        tokens = rng.integers(0, 300, n + 1)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "weights": rng.normal(size=n).astype(np.float32),
+            "advantages": np.where(np.arange(n) < 1, 0, rng.normal(size=n)).astype(np.float32),
+            "logprobs": -5 + rng.normal(size=n).astype(np.float32),
+        }
+        made.append(Example(tokens[:-1].astype(np.int32), inputs))
+    return made
+
+
+@pytest.fixture(scope="module")
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    return Trainer(_base())
+
+
+def _base() -> Any:
+    config = ModelConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+        tie_embeddings=True,
+    )  # fmt: skip
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def logps_of(trainer: Trainer, trainable: Any, one: Example) -> jax.Array:
+    """Log-probs of the targets by a plain forward pass of the whole model."""
+    graph, _, frozen = split_trainable(with_lora(trainer._base, LoRAConfig(rank=2)))
+    tokens, targets = jnp.asarray(one.tokens)[None], jnp.asarray(one.inputs["target_tokens"])
+    return plain_logps(graph, trainable, frozen, tokens, targets)
+
+
+@partial(jax.jit, static_argnums=0)
+def plain_logps(graph: Any, trainable: Any, frozen: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    model = nnx.merge(graph, trainable, frozen)
+    positions = jnp.arange(tokens.shape[1])[None]
+    logits = model.logits(model(tokens, positions, causal_attention(jnp.ones_like(tokens, bool), positions))[0])
+    return jax.nn.log_softmax(logits[0])[jnp.arange(tokens.shape[1]), targets]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_losses_are_the_formulas(name: str, trainer: Trainer) -> None:
+    data, settings = examples([5, 5, 1]), SETTINGS[name]
+    model = trainer.create(2, seed=3)
+    logps, total = trainer.gradients(model, name, data, settings, backward=False)
+    assert model.sums is None
+    want = 0.0
+    for one, found in zip(data, logps, strict=True):
+        np.testing.assert_allclose(found, logps_of(trainer, model.trainable, one), atol=2e-5)
+        columns = [np.float64(one.inputs[key]) for key in ("logprobs", "advantages", "weights")]
+        want += loss_in_numpy(name, np.float64(found), *columns, settings)
+    assert total == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_slopes_of_losses_are_those_of_the_formulas(name: str) -> None:
+    """Central differences in float64 of the formula, but of cispo, whose ratio has no gradient."""
+    (one,), settings = examples([7], seed=2), SETTINGS[name]
+    old, adv, weight = (np.float64(one.inputs[key])[None] for key in ("logprobs", "advantages", "weights"))
+    logps = old + np.linspace(-0.6, 0.6, 7)[None]
+    segments = np.ones((1, 7), int)
+    batch: Any = SimpleNamespace(
+        rows=SimpleNamespace(segment_ids=segments), weight=weight, advantage=adv, old=old, mask=adv != 0,
+        low=settings.get("clip_low_threshold", 1.0), high=settings.get("clip_high_threshold", 1.0),
+        beta=settings.get("beta", 1.0),
+    )  # fmt: skip
+    grads = np.asarray(jax.grad(lambda x: per_token_loss(name, x, batch).sum())(jnp.asarray(logps)))[0]
+    for place in range(7):
+        step = np.eye(7)[place] * 1e-5
+        if name == "cispo":
+            want = -np.clip(np.exp(logps - old), 0.8, 1.2)[0, place] * adv[0, place]
+        else:
+            up, down = (loss_in_numpy(name, logps[0] + d, old[0], adv[0], weight[0], settings) for d in (step, -step))
+            want = (up - down) / 2e-5
+        assert grads[place] == pytest.approx(want, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_requests_add_up_to_one_and_adamw_is_its_formula(trainer: Trainer) -> None:
+    data = examples([5, 5, 5, 5])
+    model, parts = trainer.create(2, seed=3), trainer.create(2, seed=3)
+    trainer.gradients(model, "cross_entropy", data, {}, backward=True)
+    for part in (data[:2], data[2:]):
+        trainer.gradients(parts, "cross_entropy", part, {}, backward=True)
+
+    def loss(trainable: Any) -> Any:
+        return sum(-(logps_of(trainer, trainable, one) * one.inputs["weights"]).sum() for one in data)
+
+    grads = [np.float64(x) for x in jax.tree.leaves(jax.grad(loss)(model.trainable))]
+    norm = np.sqrt(sum((g**2).sum() for g in grads))
+    before = [np.float64(x) for x in jax.tree.leaves(model.trainable)]
+    assert trainer.step(model, ADAM) == pytest.approx(norm, rel=1e-4)
+    assert trainer.step(parts, ADAM) == pytest.approx(norm, rel=1e-4)
+    for g, old, new, other in zip(
+        grads, before, *(map(np.float64, jax.tree.leaves(m.trainable)) for m in (model, parts)), strict=True
+    ):
+        clipped = g * 0.5 / norm
+        # The first step of AdamW: both moments are corrected to the gradient and its square.
+        moved = np.where(np.abs(clipped) > 1e-6, np.sign(clipped), np.nan)
+        want = old - 0.01 * (moved + 0.1 * old)
+        kept = ~np.isnan(want)
+        np.testing.assert_allclose(new[kept], want[kept], atol=1e-4)
+        np.testing.assert_allclose(other[kept], new[kept], atol=1e-4)
+
+
+def test_a_step_without_gradients_is_refused(trainer: Trainer) -> None:
+    with pytest.raises(ApiError, match="there are no gradients"):
+        trainer.step(trainer.create(2, seed=0), ADAM)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
+    model = trainer.create(2, seed=0)
+    (one,) = examples([4])
+    trainer.gradients(
+        model, "cross_entropy", [Example(one.tokens, one.inputs | {"weights": np.full(4, np.nan)})], {}, True
+    )
+    before = jax.tree.leaves(model.trainable)
+    with pytest.raises(ApiError, match="the norm of the gradients is nan"):
+        trainer.step(model, ADAM)
+    assert all(x is y for x, y in zip(before, jax.tree.leaves(model.trainable), strict=True))
+    assert model.sums is None

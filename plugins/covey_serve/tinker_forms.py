@@ -1,0 +1,160 @@
+"""Requests of Tinker's training API that are JSON."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt
+
+from covey_serve.body import Form
+from covey_serve.forms import TokenId
+
+Count = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+"""Name of a state: one part of a path, which cannot leave its folder."""
+
+
+class Optimizer(Form):
+    """Family of the optimizer."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class Lora(Form):
+    """Settings of new adapters."""
+
+    rank: Annotated[StrictInt, Field(ge=1, le=256)]
+    seed: StrictInt | None = None
+    train_unembed: StrictBool = True
+    train_mlp: Literal[True] = True
+    train_attn: Literal[True] = True
+
+
+class CreateModel(Form):
+    """`create_model`."""
+
+    session_id: str
+    model_seq_id: Count
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+    type: Literal["create_model"] = "create_model"
+
+
+class OfModel(Form):
+    """A request to a model, in its place among the requests to it."""
+
+    model_id: str
+    seq_id: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+
+
+class Adam(Form):
+    """AdamW of one step."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OfModel):
+    """`optim_step`."""
+
+    adam_params: Adam
+    type: Literal["optim_step"] = "optim_step"
+
+
+class Save(OfModel):
+    """`save_weights`, `save_weights_for_sampler`."""
+
+    path: Name | None = None
+    ttl_seconds: Count | None = None
+    overwrite: StrictBool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: Count | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    type: Literal["save_weights", "save_weights_for_sampler"] = "save_weights"
+
+
+class Load(Form):
+    """`load_weights`: into a model, or as a new one."""
+
+    path: str
+    optimizer: StrictBool
+    model_id: str | None = None
+    seq_id: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class SamplingSession(Form):
+    """`create_sampling_session`."""
+
+    session_id: str
+    sampling_session_seq_id: Count
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class TextChunk(Form):
+    """A piece of a prompt."""
+
+    tokens: list[TokenId]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(Form):
+    """A prompt."""
+
+    chunks: list[TextChunk]
+
+
+class Sampling(Form):
+    """How to sample."""
+
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    seed: StrictInt | None = None
+    stop: str | list[str] | list[TokenId] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[StrictInt, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(Form):
+    """`asample`."""
+
+    prompt: Prompt
+    sampling_params: Sampling
+    num_samples: Annotated[StrictInt, Field(ge=1, le=1024)] = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: Count | None = None
+    prompt_logprobs: StrictBool | None = None
+    topk_prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] | None = None
+    type: Literal["sample"] = "sample"
+
+
+class Retrieve(Form):
+    """`retrieve_future`."""
+
+    request_id: str
+    allow_metadata_only: StrictBool = False
+
+
+class Loose(Form):
+    """A request of which only these fields matter."""
+
+    model_config = ConfigDict(extra="ignore")
+    session_id: str | None = None
+    model_id: str | None = None
+    tinker_path: str | None = None

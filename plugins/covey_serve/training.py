@@ -1,0 +1,229 @@
+"""Training of adapters by requests: sums of gradients, and AdamW as each step asks for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from covey.config.schema import LoRAConfig
+from covey.losses.logprobs import token_logps
+from covey.losses.policy import RATIOS, SURROGATES
+from covey.models.decoder import Decoder
+from covey.models.dtypes import round_kernels
+from covey.models.lora import split_trainable, with_lora
+from covey.packing.rows import Rows, pack, rows_at_a_time, scatter_to_rows, split_micro_batches, unpack
+from covey.parallel.arrays import put_rows
+from covey.train.gradient_sums import GradientSums
+from covey.train.programs import UpdatePrograms
+from covey.types import Completion, FinishReason, Group, MetricSums
+from covey_serve.errors import ApiError
+
+MAX_TOKENS = 2048
+"""About how many tokens are computed at a time."""
+CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+SETTINGS: dict[str, dict[str, float]] = {
+    "cross_entropy": {}, "importance_sampling": {}, "ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": 0.05},
+}  # fmt: skip
+"""Settings of each loss, with their defaults."""
+
+
+class Batch(NamedTuple):
+    """Rows with what the losses need, each [R, M]; settings are [R, 1]."""
+
+    rows: Rows
+    weight: Any
+    advantage: Any
+    old: Any
+    mask: Any
+    low: Any
+    high: Any
+    beta: Any
+
+
+class Thresholds(NamedTuple):
+    """Settings of the clip, as the table of surrogates reads them."""
+
+    epsilon: Any
+    high: Any
+    cap: Any
+    delta: None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One datum: its tokens, and arrays with a value for each.
+
+    Attributes:
+        tokens: int32 [n], the input of the model.
+        inputs: `target_tokens`, and `weights` or `logprobs` and `advantages`.
+    """
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass
+class Trained:
+    """A model that a client trains.
+
+    Attributes:
+        rank: rank of its adapters.
+        trainable: the adapters.
+        moments: state of AdamW.
+        sums: gradients since the last step; None for none.
+    """
+
+    rank: int
+    trainable: Any
+    moments: Any
+    sums: GradientSums | None = None
+
+
+def per_token_loss(name: str, logps: Float[Array, "R M"], batch: Batch) -> Float[Array, "R M"]:
+    """Compute a loss at each token as Tinker's documentation has it; the client normalises.
+
+    cross_entropy −w·logp; importance_sampling −r·A; ppo −min(r·A, clip(r)·A); cispo −clip(r)·A·logp, no gradient of
+    clip(r); dro −(A·logp − β/2·(logp − old)²); gspo is ppo with r = exp of the mean of logp − old over the datum's
+    tokens with an advantage (Zheng et al., 2025). r = exp(logp − old).
+    """
+    loss: Array
+    if name == "cross_entropy":
+        loss = -batch.weight * logps
+        return loss
+    if name == "dro":
+        loss = -(batch.advantage * logps - batch.beta / 2 * jnp.square(logps - batch.old))
+        return loss
+    ratios = RATIOS["sequence" if name == "gspo" else "token"]
+    ratio = ratios(logps, batch.old, batch.mask > 0, batch.rows.segment_ids)
+    if name == "importance_sampling":
+        loss = -ratio * batch.advantage
+        return loss
+    thresholds: Any = Thresholds(1 - batch.low, batch.high - 1, batch.high)
+    if name == "cispo":
+        return SURROGATES["cispo"](jnp.maximum(ratio, batch.low), logps, batch.advantage, thresholds)
+    return SURROGATES["clip"](ratio, logps, batch.advantage, thresholds)
+
+
+def loss_sum(name: str, graph: Any, params: Any, batch: Batch) -> tuple[Float[Array, ""], MetricSums]:
+    """Compute the sum of a loss over all tokens, and the log-probs of the targets. A `LossFn`."""
+    logps = token_logps(graph, params, batch.rows, 1.0, entropy_gradient=False).logps
+    total = jnp.where(batch.rows.scored, per_token_loss(name, logps, batch), 0.0).sum()
+    return total, {"logps": logps}
+
+
+def make_batch(examples: Sequence[Example], settings: Mapping[str, float]) -> Batch:
+    """Lay examples out as rows: of each, the token after its last one is its last target."""
+    none = np.zeros(0, np.float32)
+    targets = [example.inputs["target_tokens"] for example in examples]
+    completions = [np.append(e.tokens[1:], t[-1:]).astype(np.int32) for e, t in zip(examples, targets, strict=True)]
+    groups = [
+        Group("", example.tokens[:1], (Completion(completion, none, none, FinishReason.STOP),))
+        for example, completion in zip(examples, completions, strict=True)
+    ]
+    rows = pack(groups, max_tokens=MAX_TOKENS)
+    rows = rows._replace(target=scatter_to_rows(rows, targets).astype(np.int32))  # ids are below 2**24
+
+    def column(name: str) -> np.ndarray:
+        return scatter_to_rows(rows, [e.inputs.get(name, np.zeros(len(e.tokens))) for e in examples])
+
+    weight, advantage, old = map(column, ("weights", "advantages", "logprobs"))
+    each = np.ones((len(rows.tokens), 1), np.float32)
+    low, high, beta = (each * settings.get(name, 1.0) for name in (*CLIPS, "beta"))
+    return Batch(rows, weight, advantage, old, (advantage != 0).astype(np.float32), low, high, beta)
+
+
+class Trainer:
+    """Gradients and updates of the adapters of all clients on one base.
+
+    Args:
+        base: the model under the adapters.
+    """
+
+    def __init__(self, base: Decoder):
+        self._base = base
+        self.programs = cache(self._programs)
+        self.forward = cache(self._forward)
+        self._update = cache(self._make_update)
+
+    def create(self, rank: int, seed: int) -> Trained:
+        """Return new adapters, which change nothing yet."""
+        trainable = split_trainable(with_lora(self._base, LoRAConfig(rank=rank), seed=seed))[1]
+        return Trained(rank, trainable, optax.adamw(0.0).init(trainable))
+
+    def gradients(
+        self, model: Trained, name: str, examples: Sequence[Example], settings: Mapping[str, float], backward: bool
+    ) -> tuple[list[np.ndarray], float]:
+        """Add the gradients of a loss to the sums of a model, unless not `backward`; return the log-probs of the
+        targets of each example, and the loss.
+        """
+        batch, programs = make_batch(examples, settings), self.programs(model.rank, name)
+        frozen = round_kernels(split_trainable(self._model(model.rank))[2], programs.operand_type)
+        sums = programs.zeros(model.trainable) if model.sums is None else model.sums
+        logps, total = list[np.ndarray](), 0.0
+        for part in split_micro_batches(batch, rows_at_a_time(batch.rows, None, MAX_TOKENS)):
+            placed = put_rows(part, model.trainable)
+            if backward:
+                sums, found = programs.accumulate(model.trainable, frozen, sums, placed, 0)
+            else:
+                found = self.forward(model.rank, name)(nnx.merge_state(model.trainable, frozen), placed)
+            logps.append(np.asarray(found["logps"]))
+            total += float(found["loss"])
+        if backward:
+            model.sums = sums
+        rows = np.concatenate(logps)[: len(batch.rows.tokens)]
+        return unpack(batch.rows, rows, [len(example.tokens) for example in examples]), total
+
+    def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
+        """Make a step of AdamW with the gradients since the last one; return their norm before it is clipped.
+
+        Raises:
+            ApiError: there are none, or they are not finite.
+        """
+        if model.sums is None:
+            raise ApiError("optim_step comes after forward_backward, and there are no gradients")
+        update = self._update(model.rank)
+        trainable, moments, norm = update(model.trainable, model.moments, model.sums, dict(numbers))
+        model.sums = None
+        if not np.isfinite(norm):
+            raise ApiError(f"the norm of the gradients is {norm}; nothing was updated with these")
+        model.trainable, model.moments = trainable, moments
+        return float(norm)
+
+    def _model(self, rank: int) -> Decoder:
+        return with_lora(self._base, LoRAConfig(rank=rank))
+
+    def _programs(self, rank: int, name: str) -> UpdatePrograms:
+        return UpdatePrograms(self._model(rank), optax.identity(), partial(loss_sum, name))
+
+    def _forward(self, rank: int, name: str) -> Callable[[Any, Any], Any]:
+        graph = split_trainable(self._model(rank))[0]
+
+        @jax.jit
+        def forward(params: Any, batch: Batch) -> Any:
+            total, found = loss_sum(name, graph, params, batch)
+            return found | {"loss": total}
+
+        return forward
+
+    def _make_update(self, rank: int) -> Callable[..., Any]:
+        layout = self.programs(rank, "cross_entropy").layout
+
+        @jax.jit
+        def update(trainable: Any, moments: Any, sums: GradientSums, numbers: Mapping[str, Any]) -> Any:
+            grads = layout.as_trainable(sums)
+            norm, most = optax.tree.norm(grads), numbers["grad_clip_norm"]
+            scale = jnp.where((most > 0) & (norm > most), most / norm, 1.0)
+            names = {"b1": "beta1", "b2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
+            chosen = {ours: numbers[theirs] for ours, theirs in names.items()}
+            adamw = optax.adamw(numbers["learning_rate"], **chosen)
+            updates, moments = adamw.update(jax.tree.map(lambda g: g * scale, grads), moments, trainable)
+            return optax.apply_updates(trainable, updates), moments, norm
+
+        return update
