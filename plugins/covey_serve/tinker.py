@@ -168,8 +168,8 @@ class Tinker:
     def _optim_step(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.OptimStep, _json(body))
 
-        def step(model: Trained) -> Any:
-            norm = self.trainer.step(model, form.adam_params.model_dump())
+        def step(model: Trained) -> Any:  # a mistake in the parameters is its result, as above
+            norm = self.trainer.step(model, parse(forms.Adam, form.adam_params).model_dump())
             return {"metrics": {"grad_norm:mean": norm}, "type": "optim_step"}
 
         return self._in_order("optim_step", self._run(form.model_id), form.seq_id, body, step)

@@ -59,9 +59,9 @@ class Adam(Form):
 
 
 class OptimStep(OfModel):
-    """`optim_step`."""
+    """`optim_step`; its parameters have the form of `Adam`."""
 
-    adam_params: Adam
+    adam_params: Any
     type: Literal["optim_step"] = "optim_step"
 
 

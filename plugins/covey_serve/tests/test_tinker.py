@@ -55,7 +55,9 @@ class Client:
 
     def result(self, promise: Any) -> Any:
         answer = self.http.post("/api/v1/retrieve_future", json={"request_id": promise["request_id"]})
-        return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+        if answer.headers["content-type"] != "application/json":
+            return answer.content
+        return self.result(promise) if answer.json().get("type") == "try_again" else answer.json()
 
     def begin(self, rank: int = 2, seed: int = 1) -> None:
         session = self.post("create_session", tags=[], sdk_version="0.38.0")["session_id"]
@@ -256,8 +258,12 @@ def test_mistakes_are_refused_by_name_and_block_nobody(serve: Callable[..., Clie
     assert "there are no gradients" in client.result(client.step(8))["error"]
     assert len(logprobs(client.result(client.gradients(9, [datum(1)], forward_only=True)))) == 4
     assert "there are no gradients" in client.result(client.step(10))["error"]
+    rate = {"adam_params": {"learning_rate": -1.0}, "type": "optim_step"}
+    found = client.result(client.post("optim_step", model_id=RUN, seq_id=11, **rate))
+    assert "learning_rate" in found["error"]
+    assert len(logprobs(client.result(client.gradients(12, [datum(1)], forward_only=True)))) == 4
     assert "had the number 10" in client.gradients(10, [datum(1)])["error"]["message"]
-    later = CLASSES["Request"](model_id=RUN, seq_id=11).SerializeToString() + b"\xf8\x07\x01"  # field 127
+    later = CLASSES["Request"](model_id=RUN, seq_id=13).SerializeToString() + b"\xf8\x07\x01"  # field 127
     answer = client.http.post("/api/v1/forward_backward", content=later, headers=PROTOBUF).json()
     assert "field 127" in answer["error"]["message"]
     for body in (b"\xff\xff", b"\x0a\xff"):
