@@ -11,7 +11,6 @@ in the backward pass are no work here: they are what a percentage of the peak is
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -220,13 +219,11 @@ def cache_reads(c: ModelConfig, fed: Sequence["Span"], schedule: Timeline, sizes
     A kernel reads whole blocks, on average half a block more than a token may see, and one block of a slot in which no
     sample is decoded.
     """
-    position = 2 * c.num_kv_heads * c.head_dim * sizes.cache_itemsize * sizes.cache_copies
-    seen, half = float(_pairs(c, fed)), sizes.block / 2
-    beyond = sum(not has_state(c, layer) for layer in range(c.num_layers)) * (
-        half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn)
-    )
-    grid_step = 2 * sizes.block_heads * sizes.block * c.head_dim * sizes.cache_itemsize
-    return CacheReads(seen * position / sizes.cache_copies, (seen + beyond) * position, grid_step)
+    number, seen, half = 2 * sizes.cache_itemsize, float(_keys_seen(c, fed)), sizes.block / 2
+    widths = sum(math.prod(c.heads(layer)) for layer in range(c.num_layers) if not has_state(c, layer))
+    beyond = widths * (half * schedule.drawn + sizes.block * (schedule.slot_steps - schedule.drawn))
+    grid_step = sizes.block_heads * sizes.block * c.head_dim * number
+    return CacheReads(seen * number, (seen + beyond) * number * sizes.cache_copies, grid_step)
 
 
 def step_groups(recipe: Recipe | SFTRecipe, lengths: Lengths) -> list[GroupShape]:
@@ -324,7 +321,7 @@ def decoding(
     """
     tokens = sum(count for _, count in fed)
     flops = sum(_flops(c, fed, tokens, tokens, rank))
-    read = tokens / batch * weights_in_products(c, rank) + 2 * c.num_kv_heads * c.head_dim * _pairs(c, fed)
+    read = tokens / batch * weights_in_products(c, rank) + 2 * _keys_seen(c, fed)
     return flops, itemsize * read
 
 
@@ -337,7 +334,7 @@ def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: 
     return Flops(
         projections=2.0 * tokens * _in_kernels(c),
         adapters=2.0 * tokens * _in_adapters(c, rank),
-        attention=4.0 * c.num_heads * c.head_dim * _pairs(c, fed),
+        attention=4.0 * c.num_heads * _pairs(c, fed, [c.heads(layer)[1] for layer in range(c.num_layers)]),
         head=2.0 * scored * c.vocab_size * c.hidden_size,
     )
 
@@ -354,14 +351,17 @@ def _projections(c: ModelConfig) -> list[tuple[int, int]]:
     return [shape for layer in range(c.num_layers) for shape in projection_shapes(c, layer).values()]
 
 
-def _pairs(c: ModelConfig, fed: Iterable[Span]) -> int:
-    """Return the number of pairs of query and key that attend to each other, over all layers."""
+def _keys_seen(c: ModelConfig, fed: Iterable[Span]) -> int:
+    """Return the number of elements of keys that queries attend to, over all layers; of values it is the same."""
+    return _pairs(c, fed, [math.prod(c.heads(layer)) for layer in range(c.num_layers)])
+
+
+def _pairs(c: ModelConfig, fed: Iterable[Span], weights: Sequence[int]) -> int:
+    """Return the number of pairs of query and key that attend to each other, each times the weight of its layer."""
     start, count = np.array(list(fed) or [(0, 0)], np.int64).T
-    layers_by_window = Counter(c.window(layer) for layer in range(c.num_layers) if not has_state(c, layer))
-    return sum(
-        layers * int((_seen(start + count, window) - _seen(start, window)).sum())
-        for window, layers in layers_by_window.items()
-    )
+    windows = {c.window(layer) for layer in range(c.num_layers)}
+    pairs = {window: int((_seen(start + count, window) - _seen(start, window)).sum()) for window in windows}
+    return sum(weights[i] * pairs[c.window(i)] for i in range(c.num_layers) if not has_state(c, i))
 
 
 def _seen(count: Int[np.ndarray, "n"], window: int | None) -> Int[np.ndarray, "n"]:

@@ -45,6 +45,14 @@ def test_a_window_hides_pairs():
     assert forward(windowed, [group_of(3, 4, 2)]).attention == 64 * (near + far)
 
 
+def test_heads_of_a_layer_have_their_own_number_and_width():
+    wide = replace(SMALL, windows=(2, None), layer_heads=((2, 4), (1, 8)))  # keys of the second layer: 1 head of 8
+    near, far = (1 + 2 + 2) + (2 + 2 + 2) + 2, (1 + 2 + 3) + (4 + 5 + 6) + 4
+    assert forward(wide, [group_of(3, 4, 2)]).attention == 4 * 4 * (4 * near + 8 * far)
+    read = [decoding(config, [(10, 1)] * 8, 8)[1] for config in (wide, replace(wide, layer_heads=((2, 4), (1, 4))))]
+    assert read[0] - read[1] >= 4 * 2 * 4 * 11 * 8
+
+
 def test_empty_completions_and_no_groups_are_no_work():
     assert sum(forward(SMALL, [])) == 0
     assert forward(SMALL, [group_of(3, 0)]).projections == 2 * 2 * 3 * IN_KERNELS
