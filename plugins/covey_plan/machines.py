@@ -96,7 +96,7 @@ def machine_for_jax(name: str) -> Machine:
     machine, given = MACHINES[name], next(filter(None, map(os.environ.get, MEMORY_FRACTIONS)), "0.75")
     if machine.platform != "gpu":
         return machine
-    if not re.fullmatch(r"\d*\.?\d+", given) or not float(given):
+    if not re.fullmatch(r"\d+(?:\.\d*)?|\.\d+", given) or not float(given):
         raise CoveyError(f"{MEMORY_FRACTIONS[-1]}={given}", want="a fraction of a GPU's memory, such as 0.9")
     taken = f"JAX takes {float(given):.0%} of {machine.memory / GB:.0f} GB ({MEMORY_FRACTIONS[-1]})"
     return replace(machine, memory=float(given) * machine.memory, source=f"{machine.source}; {taken}")
