@@ -200,7 +200,7 @@ def look_up(platform: str, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
 
 def _look_up_backward(platform: str, saved: tuple[Array, Array], grad: Float[Array, "B T D"]) -> tuple[Array, None]:
     (table, tokens), add = saved, _add_in_turn if platform == "cpu" else _add_sorted
-    return add(table, tokens, grad), None
+    return add(table, jnp.asarray(tokens), grad), None
 
 
 look_up.defvjp(lambda platform, *saved: (look_up(platform, *saved), saved), _look_up_backward)
