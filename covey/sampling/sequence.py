@@ -1,6 +1,7 @@
 """Sequences: the tokens of a completion while it is sampled, its random key, and where and why it ends."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +49,8 @@ class StopIds(frozenset[int]):
 
     def __call__(self, tokens: np.ndarray, new: int) -> Ending | None:
         """Return the end at the first of the `new` tokens that has such an id."""
-        ends = np.flatnonzero(np.isin(tokens[-new:], list(self)))
-        return Ending(len(tokens) - new + int(ends[0]) + 1, FinishReason.STOP) if ends.size else None
+        ends = [*map(self.__contains__, tokens[-new:].tolist())]
+        return Ending(len(tokens) - new + ends.index(True) + 1, FinishReason.STOP) if any(ends) else None
 
 
 class Sequence:
@@ -80,7 +81,7 @@ class Sequence:
     ):
         self.prompt, self.limit = prompt, limit
         self.sampling_params, self.stop_conditions = sampling_params, stop_conditions
-        self._drawn = SampledTokens(*(np.empty(limit, dtype) for dtype in (np.int32, np.float32, np.float32)))
+        self._drawn = SampledTokens(*map(partial(np.empty, limit), (np.int32, np.float32, np.float32)))
         self.key, self.versions, self.turn_start, self._count = np.zeros(2, np.uint32), (0, 0), 0, 0
         self.ending: Ending | None = None
 
@@ -127,5 +128,4 @@ class Sequence:
     def completion(self) -> Completion:
         """Return the finished completion, without its text."""
         assert self.ending is not None, "a completion is finished where it has ended"
-        drawn = SampledTokens(*(values[: self._count].copy() for values in self._drawn))
-        return Completion(*drawn, self.ending.reason, hidden=self.ending.hidden, key=self.key)
+        return Completion(*self.drawn, self.ending.reason, hidden=self.ending.hidden, key=self.key)
