@@ -18,6 +18,7 @@ from covey.config.recipe import AnyRecipe
 from covey.display import echo, show_log
 from covey.errors import CoveyError
 from covey.recipes.load_model import load_for
+from covey_report.http import server_config
 from covey_serve.app import make_app
 from covey_serve.journal import Journal
 from covey_serve.options import ServeOptions
@@ -58,7 +59,7 @@ def serve(source: str, options: ServeOptions) -> None:
         service = load_service(source, options)
         try:
             with suppress(KeyboardInterrupt), training_routes(service, options.state) as routes:
-                config = server_config(make_app(service, routes, key, shows=True), options)
+                config = server_config(make_app(service, routes, key, shows=True), options.max_connections)
                 Server(config).run(sockets=[listener])
         finally:
             service.close()
@@ -93,22 +94,6 @@ def load_service(source: str, options: ServeOptions) -> Service:
     name = options.name or Path(source).name
     limits = Limits(options.max_body_bytes, options.max_seconds, options.max_samples)
     return Service(name, model, tokenizer, rollout, limits, origin)
-
-
-def server_config(app: object, options: ServeOptions) -> uvicorn.Config:
-    """Return the settings of the HTTP server."""
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        http="h11",
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        limit_concurrency=options.max_connections,
-        timeout_graceful_shutdown=1,
-    )
 
 
 def is_loopback(host: str) -> bool:

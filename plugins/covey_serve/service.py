@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client wants sampled.
+    """Samples that a client asks for.
 
     Attributes:
         prompts: tokens of each prompt.
@@ -69,7 +70,7 @@ class Ask:
 
 
 class Service:
-    """What all requests share.
+    """The model and the limits that all requests share.
 
     Args:
         name: name of the model, by which clients ask for it.
@@ -92,7 +93,7 @@ class Service:
         self.origin = origin
         self.name, self.model, self.tokenizer, self.config, self.limits = name, model, tokenizer, config, limits
         self.base, self.metrics = Weights(), Metrics()
-        self._scorers: dict[int, TopScorer] = {}
+        self._scorer = cache(self._make_scorer)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self.device = Device(self._make_worker)
         lane = self.device.run(lambda: self.device.lane(0)).result()
@@ -107,11 +108,13 @@ class Service:
         return await asyncio.wrap_future(self.device.run(lambda: self._score(tokens, weights or self.base)))
 
     def _score(self, tokens: np.ndarray, weights: Weights) -> TopLogps:
-        if weights.rank not in self._scorers:
-            self._scorers[weights.rank] = TopScorer(self._model(weights.rank), MAX_TOP)
-        params = nnx.split(self._model(weights.rank))[1]
-        params = params if weights.adapters is None else nnx.merge_state(params, weights.adapters)
-        return self._scorers[weights.rank](params, tokens)
+        scorer, params = self._scorer(weights.rank)
+        return scorer(params if weights.adapters is None else nnx.merge_state(params, weights.adapters), tokens)
+
+    def _make_scorer(self, rank: int) -> tuple[TopScorer, Any]:
+        """Return the scorer for adapters of a rank, and weights whose adapters change nothing yet."""
+        model = self._model(rank)
+        return TopScorer(model, MAX_TOP), nnx.split(model)[1]
 
     def _model(self, rank: int) -> Decoder:
         return with_lora(self.model, LoRAConfig(rank=rank)) if rank else self.model

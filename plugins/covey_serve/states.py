@@ -1,7 +1,6 @@
 """Adapters and states of AdamW as files of a folder: one for each name, replaced as a whole."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
+from covey.files import replace_file
 from covey.parallel.arrays import flatten
 from covey_serve.errors import ApiError
 from covey_serve.training import Trained, Trainer
@@ -44,13 +44,7 @@ class States:
         file, tree = self.file(path), _tree(model, moments)
         file.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
-        data = safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)})
-        temporary = file.with_suffix(".new")
-        with temporary.open("wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
+        replace_file(file, safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)}))
 
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""

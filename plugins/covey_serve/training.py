@@ -148,6 +148,7 @@ class Trainer:
 
     def __init__(self, base: Decoder):
         self._base = base
+        self._model = cache(self._with_adapters)
         self.programs = cache(self._programs)
         self.forward = cache(self._forward)
         self._update = cache(self._make_update)
@@ -196,7 +197,7 @@ class Trainer:
         model.trainable, model.moments = trainable, moments
         return float(norm)
 
-    def _model(self, rank: int) -> Decoder:
+    def _with_adapters(self, rank: int) -> Decoder:
         return with_lora(self._base, LoRAConfig(rank=rank))
 
     def _programs(self, rank: int, name: str) -> UpdatePrograms:

@@ -28,6 +28,7 @@ from covey.errors import CoveyError
 from covey.monitor.run_files import SAMPLES
 from covey_report.board.folder import BoardRun, RunsFolder
 from covey_report.completions import MAX_BYTES, encode_groups
+from covey_report.http import server_config
 from covey_report.page import UPLOT, clocks_of, findings_data, page_data
 from covey_report.run_data import RunData, Series
 from covey_report.sections import BOARD, asset, elements_of, join_scripts
@@ -145,19 +146,7 @@ def listen(port: int | None = None) -> socket.socket:
 
 def make_server(runs: RunsFolder) -> uvicorn.Server:
     """Return a server of `runs`; its `run(sockets=[listen()])` answers requests until the process is interrupted."""
-    config = uvicorn.Config(
-        make_app(runs),
-        http="h11",
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=1,
-    )
-    return uvicorn.Server(config)
+    return uvicorn.Server(server_config(make_app(runs), MOST_CONNECTIONS))
 
 
 def _behind(run: RunData, step: int) -> dict[str, Any]:
