@@ -16,7 +16,7 @@ from covey.models.recurrence import Context, recur_in_order
 
 
 class SharedKeys(NamedTuple):
-    """What a layer hands on to the layers that use its keys and values, and what these are called with as their cache.
+    """Keys and values that a layer gives to the layers that use them, which take it as their cache.
 
     Attributes:
         k, v: keys and values of the tokens of this call.

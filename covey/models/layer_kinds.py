@@ -1,9 +1,9 @@
 """The kinds of layers as a table: a name → the class that computes a part of a layer, and its parameters' shapes.
 
 A layer has two parts, each with its norms and residual: a *mixer*, which sees other tokens, and a *feed-forward* part,
-which sees one. `ModelConfig.parts` names the kinds of both for each layer; a package offers further kinds by entry
-points of the group `covey.models`, as `layer:NAME`. A class is imported when the first model with its kind is made.
-This module imports no JAX.
+which sees one. A third part may end it. `ModelConfig.parts` names their kinds for each layer; a package offers further
+kinds by entry points of the group `covey.models`, as `layer:NAME`. A class is imported when the first model with its
+kind is made. This module imports no JAX.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""What a layer with a state sees of other tokens, beside attention: the order of the tokens, and the state before them.
+"""Input of a layer with a state, besides the tokens: their order, and the state before them.
 
 Training, prefill and decoding pass a `Context` in place of an `Attend`. A mixer with a state calls `Context.recur` with
-itself; what is called decides where the state comes from and goes to. Such a mixer has
+itself; `recur` decides where the state comes from and where it goes. Such a mixer has
 
     scan(inputs, state, order) -> (outputs, state after them)     inputs: a tree of arrays [B, T, ...]
     state(settings, slots) -> the state before a text             arrays [slots, ...] of four axes
-    tables(settings, spans, positions, has_branches) -> what its layers need to know of rows of trees
+    tables(settings, spans, positions, has_branches) -> order of the tokens of rows of trees, for all layers of the kind
 
 where `settings` are `ModelConfig.kind_settings`.
 """
@@ -29,7 +29,7 @@ class Order(NamedTuple):
 
     Attributes:
         valid: whether a token changes the state; padding does not.
-        tables: of rows of trees, what the mixer's `tables` returned; None where each token follows the one before it.
+        tables: result of the mixer's `tables` for rows of trees; None where each token follows the one before it.
     """
 
     valid: Bool[Array, "B T"]
@@ -42,7 +42,7 @@ Recur = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Context:
-    """What layers see of other tokens: attention, and for layers with a state `recur`."""
+    """The ways in which layers see other tokens: attention, and for layers with a state `recur`."""
 
     attend: "Attend"
     recur: Recur

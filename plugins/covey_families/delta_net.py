@@ -108,7 +108,7 @@ class DeltaNet(nnx.Module):
 
     @staticmethod
     def tables(settings: DeltaSettings, spans: Spans, positions: Int[Array, "B T"], has_branches: bool) -> TreeTables:
-        """Return what all layers of this kind need to know of rows of trees."""
+        """Return the order of the tokens of rows of trees, for all layers of this kind."""
         return tree_tables(spans, positions, settings.conv_width, has_branches)
 
     def _by_head(self, q: Array, k: Array, v: Array) -> Float[Array, "... Hk n"]:

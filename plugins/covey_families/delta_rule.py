@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How pieces hang together.
+    """Order of the pieces of a row, and of the tokens in each.
 
     Attributes:
         ancestors: whether token s is t, or an ancestor of t in the same piece, [t, s].

@@ -40,7 +40,7 @@ TIME = 40
 
 
 def weight(name: str, draw: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what `weight_of` of make_gemma4_golden.py returns."""
+    """Return the numbers of `weight_of` in make_gemma4_golden.py."""
     drawn = 0.3 * np.random.RandomState(zlib.crc32(f"{name}#{draw}".encode())).standard_normal(shape)
     return (1 + drawn if "norm" in name or name.endswith("layer_scalar") else drawn).astype(np.float32)
 
@@ -65,7 +65,7 @@ def arrays() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("looped", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, looped: bool, logits: Logits) -> None:
-    """Of whole texts, and of texts padded on the left, in one batch; as in training and as in decoding."""
+    """Whole texts and texts padded on the left are one batch; training loops over layers, decoding does not."""
     wanted = arrays()
     tokens, valid = np.zeros((5, TIME), np.int32), np.ones((5, TIME), bool)
     tokens[:2], tokens[2:, -24:] = wanted["tokens"], INPUTS["padded"]
