@@ -25,7 +25,7 @@ from covey.models import scratch
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.dtypes import resolve_compute_dtype
-from covey.models.loading import peft, sources, weights
+from covey.models.loading import sources, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
 from covey.models.quantised import parse_format
@@ -33,6 +33,7 @@ from covey.monitor.run_files import CHECKPOINTS, RECIPE
 from covey.parallel import mesh_from_config, processes
 from covey.parallel.arrays import place_model
 from covey.parallel.mesh import default_mesh, local_mesh, spans_processes
+from covey.registry import offered
 from covey.run.folder import RunFolder, model_folder
 from covey.run.settings import check_same_weights
 from covey.text.tokenizer import Tokenizer
@@ -96,7 +97,8 @@ def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
     switches = decoder_options(options) | {"compute_dtype": resolve_compute_dtype(options.compute_dtype, platform)}
     model = abstract_decoder(config, parse_format(options.quantize, options.quantize_block), **switches)
     if options.adapter:
-        adapted = partial(peft.load_adapter, folder=options.adapter, dropout=options.lora.dropout, seed=seed)
+        read = offered("covey.adapters", "peft").load_adapter
+        adapted = partial(read, folder=options.adapter, dropout=options.lora.dropout, seed=seed)
         model = nnx.eval_shape(adapted, model)
     if options.lora.rank:
         model = nnx.eval_shape(partial(with_lora, config=options.lora, seed=seed), model)
@@ -198,8 +200,9 @@ def load_source(
             log.info(f"loading {source}")
         model, tokenizer, origin = _load_pretrained(options, scratch.with_seed(source, seed), mesh)
     if options.adapter:
-        model = peft.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
-        origin = f"{origin} with the adapter sha256 {peft.adapter_digest(options.adapter)[:16]}"
+        reader = offered("covey.adapters", "peft")
+        model = reader.load_adapter(model, options.adapter, dropout=options.lora.dropout, seed=seed)
+        origin = f"{origin} with the adapter sha256 {reader.adapter_digest(options.adapter)[:16]}"
     model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
     # Arrays made after the weights, such as adapters, come onto the mesh too.
     return model if mesh is None else place_model(model, mesh), tokenizer, origin

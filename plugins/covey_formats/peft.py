@@ -1,4 +1,4 @@
-"""Export of LoRA weights as a PEFT adapter, for Hugging Face PEFT or `models.loading.peft` to load onto the base."""
+"""Export of LoRA weights as a PEFT adapter, for Hugging Face PEFT or `peft_reader` to load onto the base."""
 
 import math
 import re
@@ -21,9 +21,9 @@ from covey.models.export.files import (
 )
 from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
-from covey.models.loading.peft import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 from covey.models.lora import projections, without_lora
 from covey.parallel import processes
+from covey_formats.peft_reader import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 
 Parts = list[Linear]
 """The projections that are one module in Hugging Face's model: one, or Phi-3's three of q, k and v."""

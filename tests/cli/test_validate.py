@@ -188,6 +188,7 @@ def test_a_folder_that_cannot_be_loaded_is_no_ok_model(how: str, capsys: Any) ->
 
 
 def test_an_adapter_of_another_model_is_not_ok(capsys: Any) -> None:
+    pytest.importorskip("covey_formats.peft_reader")
     golden = ROOT / "tests" / "parity" / "golden"
     words = ("--model.source", str(golden / "tiny-llama"), "--model.adapter", str(golden / "peft-llama"))
     code, found = validate(capsys, "quickstart", *words)

@@ -21,7 +21,6 @@ from covey.models.export.files import causal_logits
 from covey.models.export.hf import write_hf
 from covey.models.layers import project, project_quantised
 from covey.models.loading import weights
-from covey.models.loading.peft import load_adapter
 from covey.models.lora import merge_as_base, merge_lora, projections, split_trainable, with_lora, without_lora
 from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise, quantise_kernel
 from covey.parallel import flatten, make_mesh, reshard, shardings
@@ -287,9 +286,10 @@ def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_pa
     wanted = causal_logits(model, TOKENS)
     write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
     np.testing.assert_allclose(causal_logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
-    write_peft = pytest.importorskip("covey_formats.peft").write_peft
-    write_peft(model, 300, tmp_path / "peft", base="somewhere")
-    np.testing.assert_allclose(causal_logits(load_adapter(load(how), tmp_path / "peft"), TOKENS), wanted, atol=1e-5)
+    peft = pytest.importorskip("covey_formats.peft")
+    peft.write_peft(model, 300, tmp_path / "peft", base="somewhere")
+    adapted = peft.load_adapter(load(how), tmp_path / "peft")
+    np.testing.assert_allclose(causal_logits(adapted, TOKENS), wanted, atol=1e-5)
     assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 4
 
 

@@ -42,7 +42,6 @@ from covey.models.export.files import causal_logits  # noqa: E402
 from covey.models.export.hf import write_hf  # noqa: E402
 from covey.models.loading import weights  # noqa: E402
 from covey.models.loading.hf_config import MODULE  # noqa: E402
-from covey.models.loading.peft import load_adapter  # noqa: E402
 from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
 from covey.sft.batch import supervised_loss  # noqa: E402
@@ -51,6 +50,7 @@ from covey.types import Completion, FinishReason, Group  # noqa: E402
 from covey_formats.gguf_tokenizer import PRE_TOKENIZERS  # noqa: E402
 from covey_formats.gguf_writer import write_gguf  # noqa: E402
 from covey_formats.peft import write_peft  # noqa: E402
+from covey_formats.peft_reader import load_adapter  # noqa: E402
 
 LIMIT = 1e-4
 GGUF = ("llama", "qwen2", "qwen3")

@@ -19,8 +19,8 @@ from covey.config.schema import ModelOptions
 from covey.errors import ResumeError
 from covey.models.export.files import causal_logits
 from covey.models.loading import weights
-from covey.models.loading.peft import load_adapter
 from covey.models.lora import has_lora, projections
+from covey_formats.peft_reader import load_adapter
 
 TESTS = Path(__file__).parents[3] / "tests"
 TINY = str(TESTS / "parity" / "golden" / "tiny-llama")

@@ -2,7 +2,7 @@
 
 The folder holds adapter_config.json and adapter_model.safetensors. The tensors determine which projections are adapted;
 the config gives the scale, and unsupported settings in it are refused by name. PEFT's matrices are [out, in], ours
-[in, out], as for every projection. The inverse is `export.peft`.
+[in, out], as for every projection. The inverse is `peft`.
 """
 
 import hashlib

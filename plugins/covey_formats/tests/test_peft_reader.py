@@ -13,12 +13,12 @@ import safetensors.numpy
 from covey.errors import WeightsError
 from covey.models.decoder import Decoder
 from covey.models.loading import weights
-from covey.models.loading.peft import adapter_digest, load_adapter
 from covey.models.lora import has_lora, projections
 from covey.parallel import flatten
+from covey_formats.peft_reader import adapter_digest, load_adapter
 
 Logits = Callable[..., np.ndarray]
-GOLDEN = Path(__file__).parents[2] / "parity" / "golden" / "peft-llama"
+GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "peft-llama"
 
 
 @pytest.fixture
