@@ -15,7 +15,7 @@ On accelerators an engine runs ahead: a step launches a program before it reads 
 wait for the host. A slot that has ended is seen one program late; a program finds what it needs of a slot on the
 device. Where sizes follow the samples, each step reads what it launched.
 
-A sample with a responder (a tool, an environment) gets a response where it halts, and goes on (`turns`).
+A sample with a responder (a tool, an environment) gets a response where it halts, and goes on (`covey.turns`).
 
 One thread at a time uses an engine. An exception of a responder comes out of `step` and cancels its request; the others
 go on. After any other exception, as an interruption, `reset` the engine.
@@ -38,6 +38,7 @@ from covey.models.decoder import Decoder
 from covey.models.layer_kinds import any_state
 from covey.parallel.arrays import flatten
 from covey.parallel.programs import abstract, is_abstract
+from covey.registry import offered
 from covey.sampling import sequence
 from covey.sampling.cache import CacheLayout
 from covey.sampling.logits import sample_keys
@@ -49,7 +50,6 @@ from covey.types import Completion
 
 if TYPE_CHECKING:
     from covey.sampling.responder import Responder
-    from covey.sampling.turns import Turns
 
 MAX_WAITING = 65_536
 """Maximum number of requests that wait, unless an engine has another one."""
@@ -191,7 +191,7 @@ class Engine:
         self._without_key: list[tuple[sequence.Sequence, tuple[int, int, int]]] = []
         self.runs_ahead = model.platform != "cpu" if runs_ahead is None else runs_ahead
         self._launched, self._read_at, self._stepped_at = deque[Launched](), 0.0, 0.0
-        self.turns: Turns | None = None
+        self.turns: Any = None
         self._finished: list[Finished] = []
 
     @property
@@ -266,8 +266,7 @@ class Engine:
         make: Any = sequence.Sequence
         requirements = NO_REQUIREMENTS
         if request.responder is not None:
-            from covey.sampling import turns  # late: most runs have no responder
-
+            turns = offered("covey.turns", "turns")
             self.turns = self.turns or turns.Turns(self)
             make, requirements = turns.of_responder(request.responder)
         samples = {n: make(request.prompt, limit, sampling_params, conditions) for n in range(request.samples)}

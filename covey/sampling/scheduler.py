@@ -177,7 +177,7 @@ class Scheduler:
         lengths: number of tokens in the KV cache of each slot.
         cache_length: number of tokens for which each slot has room.
         prefilled: requests that were prefilled last.
-        paused: samples that wait for a response (`turns`).
+        paused: samples that wait for a response.
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
         prefills_alone: whether each prompt is prefilled alone, padded to the bucket of its own length. With
             `fixed_shapes` no number of a sample then depends on other requests, and a short prompt costs little.

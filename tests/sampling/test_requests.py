@@ -1,8 +1,6 @@
 """Requests of an engine: they come and go at any time, and what is wrong with one is no matter of the others."""
 
 import gc
-import random
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,6 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.sampling.engine import Engine, Finished, Request, generate
 from covey.sampling.logits import SamplingParams
-from covey.sampling.responder import NewBranch, Response, Turn
 from covey.sampling.sequence import StopIds
 from covey.types import Completion, FinishReason
 
@@ -67,13 +64,6 @@ def finish(engine: Engine) -> dict[tuple[int, int], Finished]:
     while engine.unfinished:
         ended += engine.step()
     return {(one.request, one.number): one for one in ended}
-
-
-def step_until_stalled(engine: Engine) -> None:
-    """Step until all samples wait for a response."""
-    engine.step()
-    while engine.turns is None or not engine.turns.stalled:
-        engine.step()
 
 
 def check_active(engine: Engine) -> None:
@@ -196,80 +186,6 @@ def test_samples_with_different_settings_run_side_by_side(fixed_shapes: bool) ->
         same(completion, generate(engine, [request])[0][0], atol=1e-5)
 
 
-class Echo:
-    """A responder that appends the turn's last token, later if it is asynchronous; the second turn is the last one."""
-
-    pause_id, turn_limit, max_num_seqs, answer_lag = None, 3, None, None
-
-    def __init__(self, is_async: bool = False):
-        self.is_async, self.futures = is_async, list[tuple[Future[Response], Response]]()
-
-    def answer(self, turn: Turn) -> Any:
-        response = turn.tokens[-1:] if len(turn.tokens) < 4 else None
-        if not self.is_async:
-            return response
-        self.futures.append((Future(), response))
-        return self.futures[-1][0]
-
-    def release(self, count: int | None = None) -> None:
-        """Let so many responses come; by default all."""
-        for future, response in self.futures[:count]:
-            future.set_result(response)
-        del self.futures[:count]
-
-
-def test_requests_with_different_responders_wait_for_each_other(engine: Engine) -> None:
-    plain, answered = Request(PROMPT, 2), Request(PROMPT, 2, responder=Echo())
-    asking = replace(answered, responder=(echo := Echo(is_async=True)))
-    ids = [engine.add(one) for one in (plain, asking, answered)]
-    ended: dict[tuple[int, int], Finished] = {}
-    while engine.unfinished:
-        ended |= {(one.request, one.number): one for one in engine.step()}
-        echo.release()
-    assert list(ended) == sorted(ended, key=lambda key: (ids.index(key[0]), list(ended).index(key)))
-    alone = generate(engine, [plain])[0]
-    for n in range(2):
-        same(ended[ids[0], n].completion, alone[n])
-        same(ended[ids[1], n].completion, ended[ids[2], n].completion)
-        assert ended[ids[2], n].completion.mask is not None
-
-
-class Rewriter(Echo):
-    """An echo that rewrites the history of every second sample, with more samples begun than there are slots."""
-
-    max_num_seqs = 7
-
-    def answer(self, turn: Turn) -> Any:
-        if len(turn.tokens) < 4 and turn.sample.number % 2:
-            branch = NewBranch(3, turn.tokens[-2:])
-            self.futures.append((Future(), branch))
-            return self.futures[-1][0] if self.is_async else branch
-        return super().answer(turn)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_engine_that_runs_ahead_draws_the_same_behind_responses(is_async: bool) -> None:
-    """Also with a request that is cancelled under way, and answers that come in another order each time."""
-    drawn = []
-    for runs_ahead in (False, True):
-        engine, rewriter, rng = fresh(fixed_shapes=True, runs_ahead=runs_ahead), Rewriter(is_async), random.Random(3)
-        for index, request in enumerate(requests(5, 4)):
-            engine.add(replace(request, prompt=np.resize(request.prompt, 9), id=index, responder=rewriter))
-        ended: dict[tuple[int, int], Finished] = {}
-        while engine.unfinished:
-            ended |= {(one.request, one.number): one for one in engine.step()}
-            if 1 in engine.sequences and len(ended) > 3:
-                engine.cancel(1)
-            rng.shuffle(rewriter.futures)
-            rewriter.release(rng.randrange(1, 5))
-        assert not engine.runner.slots.active.any()
-        drawn.append({key: one for key, one in ended.items() if key[0] != 1})
-    assert drawn[0].keys() == drawn[1].keys()
-    assert any(one.completion.branches for one in drawn[0].values())
-    for key, one in drawn[0].items():
-        same(one.completion, drawn[1][key].completion)
-
-
 # --- cancelled requests
 
 
@@ -287,17 +203,6 @@ def test_a_cancelled_request_frees_its_slots_and_changes_no_other(engine: Engine
     for number, group in zip(ids[1:], alone, strict=True):
         for n, completion in enumerate(group):
             same(ended[number, n].completion, completion)
-
-
-def test_a_cancelled_request_waits_for_no_response(engine: Engine) -> None:
-    echo = Echo(is_async=True)
-    asking, other = (engine.add(Request(PROMPT, 2, index, responder=echo)) for index in range(2))
-    step_until_stalled(engine)
-    engine.cancel(asking)
-    echo.release()
-    while engine.unfinished:
-        assert all(one.request == other for one in engine.step())
-        echo.release()
 
 
 @pytest.mark.parametrize("when", ["unknown", "finished", "cancelled"])
@@ -362,37 +267,6 @@ def test_a_full_queue_refuses_a_request(engine: Engine) -> None:
     engine.add(Request(PROMPT))
     assert len(finish(engine)) == 3
     assert len(generate(engine, requests(7, 1))) == 7  # which adds what there is room for
-
-
-def test_what_a_responder_raises_cancels_its_request_alone(engine: Engine) -> None:
-    echo = Echo(is_async=True)
-    failing, other = (engine.add(Request(PROMPT, 2, index, responder=echo)) for index in range(2))
-    step_until_stalled(engine)
-    echo.futures.pop(0)[0].set_exception(ConnectionError("gone"))
-    with pytest.raises(ConnectionError):
-        engine.step()
-    assert set(engine.sequences) == {other} != {failing}
-    while engine.unfinished:
-        echo.release()
-        engine.step()
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_what_a_responder_raises_at_once_leaves_those_that_halted_beside_it(runs_ahead: bool) -> None:
-    class Refusing(Echo):
-        def answer(self, turn: Turn) -> Any:
-            if turn.sample == (failing, 0):
-                raise ConnectionError("gone")
-            return super().answer(turn)
-
-    engine = fresh(fixed_shapes=True, runs_ahead=runs_ahead)
-    failing, other = (engine.add(Request(PROMPT, 2, responder=refusing)) for refusing in [Refusing()] * 2)
-    with pytest.raises(ConnectionError):
-        finish(engine)
-    ended = finish(engine)
-    assert set(ended) == {(other, 0), (other, 1)}
-    for n, completion in enumerate(generate(engine, [Request(PROMPT, 2, responder=Echo())])[0]):
-        same(ended[other, n].completion, completion)
 
 
 # --- weights and settings

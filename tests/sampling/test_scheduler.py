@@ -19,7 +19,6 @@ from covey.sampling.scheduler import (
     block_lengths,
     length_bucket,
 )
-from covey.sampling.turns import WaitingSamples
 
 
 def fitted(
@@ -248,39 +247,6 @@ def test_it_is_plain_python() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_sample_that_waits_keeps_its_slot_until_others_need_it() -> None:
-    scheduler = fitted([5, 5, 5], [1, 1, 1], RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 3))
-    waiting = WaitingSamples(scheduler)
-    scheduler.next_prefill()
-    first, second = [admission.sample for admission in scheduler.admit()]
-    scheduler.update(np.ones(2, int))
-    waiting.pause(first)
-    assert not scheduler.can_admit
-    assert waiting.swap_out() == {0: first}
-    assert scheduler.can_admit
-    (third,) = [admission.sample for admission in scheduler.admit()]
-    assert scheduler.running == {0: third, 1: second}
-    waiting.resume(first, 7)
-    assert waiting.swap_out() == waiting.swap_in() == {}  # nobody waits
-    waiting.pause(second)
-    assert waiting.swap_out() == {1: second}
-    assert waiting.swap_in() == {1: first}
-    assert scheduler.lengths[1] == 5 + 7
-    assert scheduler.active == {0: third, 1: first}
-    waiting.finish(second)
-    assert scheduler.num_live == 2
-
-
-def test_no_more_samples_begin_than_may_be_live() -> None:
-    scheduler = fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 2))
-    waiting = WaitingSamples(scheduler)
-    scheduler.next_prefill()
-    for admission in scheduler.admit():
-        waiting.pause(admission.sample)
-    assert waiting.stalled
-    assert waiting.swap_out() == {}
-
-
 def test_buckets_are_few_and_close() -> None:
     sizes = {length_bucket(n) for n in range(1, 2049)}
     assert len(sizes) <= 10
@@ -324,35 +290,3 @@ def test_a_request_that_does_not_fit_waits_until_none_is_begun(length: int, requ
     scheduler.update(np.zeros(1, int), [0])
     assert scheduler.fit()
     assert (scheduler.can_admit, len(scheduler.slots), scheduler.requirements) == (True, 2, requirements)
-
-
-def test_waiting_samples_leave_and_return_in_the_order_of_requests() -> None:
-    """Not in that of the clock: responses that come together in another order change nothing."""
-    scheduler = fitted([5] * 4, [1] * 4, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4))
-    waiting = WaitingSamples(scheduler)
-    scheduler.next_prefill()
-    for _ in range(2):
-        for admission in scheduler.admit():
-            waiting.pause(admission.sample)
-        waiting.swap_out()
-    assert list(scheduler.swapped) == [Sample(1, 0), Sample(0, 0)]
-    for request in (1, 0):
-        waiting.resume(Sample(request, 0), 2)
-    assert waiting.swap_out() == {1: Sample(3, 0), 0: Sample(2, 0)}
-    assert waiting.swap_in() == {0: Sample(0, 0), 1: Sample(1, 0)}
-
-
-def test_a_cancelled_request_leaves_no_sample_behind() -> None:
-    scheduler = fitted([5] * 3, [2] * 3, RolloutConfig(slots=2), requirements=BatchRequirements(None, True, 4))
-    waiting = WaitingSamples(scheduler)
-    scheduler.next_prefill()
-    for admission in scheduler.admit():
-        waiting.pause(admission.sample)
-    waiting.swap_out()
-    waiting.resume(Sample(0, 1), 2)
-    for request in (0, 2):
-        assert scheduler.cancel(request) == []
-        waiting.drop(request)
-    assert [admission.sample for admission in scheduler.admit()] == [Sample(1, 0), Sample(1, 1)]
-    assert scheduler.cancel(1) == [0, 1]
-    assert not scheduler.unfinished

@@ -1,18 +1,13 @@
 """The tokens of a sequence."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import Chunk
 from covey.sampling.sequence import Ending, SampledTokens, Sequence, StopCondition, StopIds
-from covey.sampling.turns import TurnSequence
 from covey.types import FinishReason
 
 STOP = 9
-RESPONDER: Any = SimpleNamespace(turn_limit=None)
 
 
 def sampled(*ids: int) -> SampledTokens:
@@ -45,22 +40,6 @@ def test_a_sequence_joins_its_tokens_bit_for_bit() -> None:
     assert second.finish == FinishReason.STOP
 
 
-def test_appended_tokens_are_masked_and_a_branch_counts_what_it_kept() -> None:
-    resumed = TurnSequence(RESPONDER, np.zeros(3, np.int32), 64, SamplingParams(), [StopIds([STOP])])
-    resumed.extend(sampled(1, 7))
-    resumed.append(np.array([4, 5], np.int32))
-    assert resumed.length == 3 + 4
-    resumed.branch(2)
-    resumed.extend(sampled(3, STOP))
-    assert resumed.length == 2 + 2
-    completion = resumed.completion()
-    assert completion.tokens.tolist() == [1, 7, 4, 5, 3, STOP]
-    assert completion.mask is not None
-    assert completion.mask.tolist() == [True, True, False, False, True, True]
-    assert completion.logps[2:4].tolist() == [0, 0]
-    assert completion.branches == ((4, 2),)
-
-
 def test_the_first_end_of_all_conditions_counts_and_what_was_drawn_after_it_is_dropped() -> None:
     """The trap: tokens of the same chunk, and of a turn before."""
 
@@ -73,9 +52,3 @@ def test_the_first_end_of_all_conditions_counts_and_what_was_drawn_after_it_is_d
     assert one.completion().tokens.tolist() == [1, 2, 4]
     assert one.completion().finish is FinishReason.STOP_STRING
     assert one.completion().with_text(lambda tokens: "ab</end>"[: 8 * len(tokens)]).text == "ab"
-    turns = TurnSequence(RESPONDER, np.zeros(3, np.int32), 64, SamplingParams(), [third])
-    turns.extend(sampled(1, 2, 3, 4))
-    assert turns.take_response(np.array([8, 8], np.int32)) == 2
-    assert (turns.extend(sampled(5, 6)), turns.ending) == (2, None)
-    assert turns.extend(sampled(7, 7)) == 1
-    assert turns.completion().tokens.tolist() == [1, 2, 3, 8, 8, 5, 6, 7]

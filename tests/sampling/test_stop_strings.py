@@ -18,7 +18,6 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Engine, Request, generate
-from covey.sampling.responder import Turn
 from covey.sampling.stop_strings import StopStrings
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
@@ -170,36 +169,6 @@ def test_it_depends_on_no_chunk_slot_or_order(ended: list[Completion], how: dict
     for one, other in zip(ended, [one for group in backwards for one in group], strict=True):
         assert (one.tokens.tolist(), one.finish, one.hidden) == (other.tokens.tolist(), other.finish, other.hidden)
         np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-5)
-
-
-class Repeat:
-    """A responder that appends the first token of each turn, three times."""
-
-    pause_id, turn_limit, max_num_seqs, answer_lag, is_async = None, 7, None, None, False
-
-    def __init__(self) -> None:
-        self.texts: dict[Any, list[str]] = {}
-
-    def answer(self, turn: Turn) -> np.ndarray | None:
-        turns = self.texts.setdefault(turn.sample, [])
-        turns.append(f"{turn.ending.reason}: {turn.ending.visible(TOKENIZER.decode(turn.tokens))}")
-        return turn.tokens[:1] if len(turns) < 3 and turn.remaining_tokens > 1 else None
-
-
-def test_a_turn_ends_at_a_stop_string_and_goes_on_after_the_response() -> None:
-    """A string in the tokens that a responder appends ends nothing."""
-    drawn = []
-    for how in ({}, {"decode_chunk": 1}, {"shapes": True, "runs_ahead": True, "decode_chunk": 5}):
-        responder = Repeat()
-        drawn.append(sample(requests(stop_conditions=(CONDITION,), responder=responder), **how))
-        assert any("stop_string" in text for texts in responder.texts.values() for text in texts[:-1])
-        drawn[-1].append(responder.texts)  # type: ignore[arg-type]
-    for other in drawn[1:]:
-        assert drawn[0][-1] == other[-1]
-        for one, same in zip(drawn[0][:-1], other[:-1], strict=True):
-            assert one.tokens.tolist() == same.tokens.tolist()
-            assert (one.finish, one.hidden) == (same.finish, same.hidden)
-            np.testing.assert_allclose(one.logps, same.logps, rtol=0, atol=1e-5)
 
 
 def test_an_engine_whose_settings_have_stop_strings_wants_conditions() -> None:

@@ -1,4 +1,4 @@
-"""Turns of samples with a responder: an engine imports this with the first such request.
+"""Turns of samples with a responder: an engine opens this (`covey.turns`) with the first such request.
 
 A sample that halts waits for its response. Its slot goes to another sample if one needs it; then its cache is copied,
 and returns into any slot. The tokens of a response are appended by a prefill, count toward the limit of the completion
@@ -12,19 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from covey.sampling.engine import Engine
 from covey.sampling.model_runner import empty_slots
 from covey.sampling.programs import Slots
 from covey.sampling.responder import NewBranch, Responder, Response, Turn
 from covey.sampling.scheduler import BatchRequirements, Sample, Scheduler
 from covey.sampling.sequence import Ending, SampledTokens, Sequence
 from covey.types import Branch, Completion, FinishReason
-
-if TYPE_CHECKING:
-    from covey.sampling.engine import Engine  # which makes the turns
 
 
 class TurnSequence(Sequence):
@@ -208,7 +206,7 @@ class Turns:
     Time is counted in chunks of decode steps: a response that is due is taken then, whenever it came.
     """
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: Engine):
         self._engine, self._waiting = engine, WaitingSamples(engine.scheduler)
         self._pending: dict[Sample, Pending] = {}
         self._chunks = 0
