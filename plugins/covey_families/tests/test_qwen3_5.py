@@ -136,6 +136,16 @@ def test_the_kind_of_layer_is_refused_for_other_families(tmp_path: Path) -> None
         save(tmp_path, 0, MODELS[0]["config"] | {"model_type": "qwen3"})
 
 
+def test_an_unknown_family_is_told_the_names_that_files_have() -> None:
+    """Published files name the whole model, `gemma4`; text models by themselves have names of their own."""
+    with pytest.raises(WeightsError) as error:
+        families.read_config({"model_type": "gpt_oss"})
+    listed = error.value.want.removeprefix("one of: ").split(", ")
+    whole = ["gemma3", "gemma4", "gemma4_unified", "qwen3_5"]
+    assert {*whole, *(f"{name}_text" for name in whole), "llama"} <= set(listed)
+    assert listed == sorted(listed)
+
+
 @pytest.mark.slow
 def test_adapters_and_stacks_and_quantised_bases_have_the_projections_of_both_kinds() -> None:
     model = with_lora(load(0), LoRAConfig(rank=2))
