@@ -20,7 +20,7 @@ from covey.errors import WeightsError
 from covey.models.config import ModelConfig
 from covey.models.layer_kinds import layer_shapes, top_shapes
 from covey.models.loading import hf_config
-from covey.models.loading.hf_config import TEXT_PARTS, Config, Fields, text_config
+from covey.models.loading.hf_config import Config, Fields, text_config, whole_kinds
 from covey.registry import Registry
 
 SCORE_TENSOR = "score.weight"
@@ -107,7 +107,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
         fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
     return WeightsError(
         f"model_type {kind!r} is not supported{why}",
-        want="one of: " + ", ".join(sorted({*FAMILIES, *TEXT_PARTS, *INSTALLED.names()})),
+        want="one of: " + ", ".join(sorted({*FAMILIES, *whole_kinds(), *INSTALLED.names()})),
         fix=fix,
         where=where,
     )

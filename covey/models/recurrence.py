@@ -6,6 +6,7 @@ itself; `recur` decides where the state comes from and where it goes. Such a mix
     scan(inputs, state, order) -> (outputs, state after them)     inputs: a tree of arrays [B, T, ...]
     state(settings, slots) -> the state before a text             arrays [slots, ...] of four axes
     tables(settings, spans, positions, has_branches) -> order of the tokens of rows of trees, for all layers of the kind
+    check_branches(settings, groups, positions)   for rows in NumPy; raises EpisodeError if their branches do not fit
 
 where `settings` are `ModelConfig.kind_settings`.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from covey.models.config import ModelConfig
@@ -67,11 +69,28 @@ def recur_over_trees(
     config: ModelConfig, spans: Spans, positions: Int[Array, "B T"], valid: Bool[Array, "B T"], has_branches: bool
 ) -> Recur:
     """Return the recurrence over rows of trees: a token follows the token before it in its own sequence."""
-    kinds = {find_kind(config.parts(layer)[0]) for layer in range(config.num_layers)}
-    mixers = [kind.load() for kind in kinds if kind.has_state]
-    tables = {mixer: mixer.tables(config.kind_settings, spans, positions, has_branches) for mixer in mixers}
+    args = config.kind_settings, spans, positions, has_branches
+    tables = {mixer: mixer.tables(*args) for mixer in _mixers(config)}
 
     def recur(mixer: Any, inputs: Any, cache: Any) -> tuple[Any, Any]:
         return mixer.scan(inputs, None, Order(valid, tables[type(mixer)]))[0], cache
 
     return recur
+
+
+def check_branches(config: ModelConfig, groups: Int[np.ndarray, "R T"], positions: Int[np.ndarray, "R T"]) -> None:
+    """Refuse rows with branches for which layers with a state have no room, before a program is made for the rows.
+
+    Args:
+        groups: number of each token's group in its row; 0 is padding.
+
+    Raises:
+        EpisodeError: a row has too many short branches.
+    """
+    for mixer in _mixers(config):
+        mixer.check_branches(config.kind_settings, groups, positions)
+
+
+def _mixers(config: ModelConfig) -> list[Any]:
+    kinds = {find_kind(config.parts(layer)[0]) for layer in range(config.num_layers)}
+    return [kind.load() for kind in kinds if kind.has_state]

@@ -23,6 +23,8 @@ from covey.config.algorithms import Algorithm
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import AGGREGATES, LossInputs, Surrogate, policy_loss
 from covey.losses.value import ValueInputs, row_values, value_loss
+from covey.models.decoder import Decoder
+from covey.models.recurrence import check_branches
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import Layout, Rows, make_layout, scatter_to_rows, split_micro_batches
 from covey.parallel import processes
@@ -42,15 +44,19 @@ class RowSizes:
 
     Args:
         config: meshes and settings.
-        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
+        actor: the model whose rows these are; None for a model whose layers have no states, on a CPU.
 
     Attributes:
         meshes: mesh of each role.
+        model: architecture of the actor.
+        fixed_shapes: whether shapes follow the settings and not the lengths of a step; see `Decoder.fixed_shapes`.
         compile_cost: cost of another row length than the default in a step, in tokens.
     """
 
-    def __init__(self, config: ClusterConfig, fixed_shapes: bool = False):
-        self.training, self.fixed_shapes, self.compile_cost = config.training_config, fixed_shapes, 0.0
+    def __init__(self, config: ClusterConfig, actor: Decoder | None = None):
+        self.training, self.compile_cost = config.training_config, 0.0
+        self.model = None if actor is None else actor.config
+        self.fixed_shapes = actor is not None and actor.fixed_shapes
         self.meshes = {role: config.mesh(role) for role in Role}
         self._num_shards = {role: num_row_shards(mesh) for role, mesh in self.meshes.items()}
 
@@ -86,6 +92,9 @@ class PackedSlice:
         rows: NumPy rows; zeros in the rows that no device of this process computes.
         rows_to_sum: the rows that this process adds to sums over the rows of all processes.
         lengths: number of tokens of each completion, of all processes.
+
+    Raises:
+        EpisodeError: the layers have no room for the branches of a row.
     """
 
     def __init__(self, x: Experience, sizes: RowSizes):
@@ -95,6 +104,8 @@ class PackedSlice:
         tokens = routes.to_rows([np.asarray(c.tokens) for c in x.completions], np.int32, "tokens")
         self.rows: Rows = self.layout.fill(prompts, tokens, routes.rows)
         self.rows_to_sum = routes.rows_to_sum
+        if sizes.model is not None and self.rows.ends is not None:
+            check_branches(sizes.model, self.rows.group_ids, self.rows.positions)
 
     def scatter(self, per_token: Sequence[np.ndarray], name: str) -> Float[np.ndarray, "R M"]:
         """Scatter per-token values to the scored tokens of this process's rows; 0 elsewhere. All processes must call

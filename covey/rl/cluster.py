@@ -103,7 +103,7 @@ class RLCluster(Keywords):
         placed = dict(zip(on_devices, stack_models(list(on_devices.values())), strict=True))
         temperature = self.config.rollout_config.temperature
         self.tokenizer, self._actor = tokenizer, placed.pop(Role.ACTOR)
-        self.row_sizes = RowSizes(self.config, self._actor.fixed_shapes)
+        self.row_sizes = RowSizes(self.config, self._actor)
         self.shares_weights = self.config.shares_weights
         self.lends_stacks = bool(self._actor.stacked) and self.shares_weights and not self.config.runs_ahead
         # Under dropout the logits of an update do not follow from the weights alone.

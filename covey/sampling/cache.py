@@ -331,10 +331,10 @@ def _insert_in_place(
     cache: list[LayerCache], prefix: list[LayerCache], prompt: Int[Array, "S"], inserted: Bool[Array, "S"]
 ) -> list[LayerCache]:
     """Return `insert_prompts` of layers with one block, where each device inserts into its own slots."""
-    insert, (mesh, rows, heads) = _insert_slots, slot_axes(cache)
+    insert, (mesh, rows, slots) = _insert_slots, slot_axes(cache)
     if not mesh.empty:
-        slots, prompts, numbers = PartitionSpec(rows, heads), PartitionSpec(None, heads), PartitionSpec(rows)
-        specs = (slots, prompts, numbers, numbers)
+        prompts = jax.tree.map(_without_rows, slots)
+        specs = (slots, prompts, PartitionSpec(rows), PartitionSpec(rows))
         insert = jax.shard_map(insert, mesh=mesh, in_specs=specs, out_specs=slots, check_vma=False)
     return insert(cache, prefix, prompt, inserted)
 
@@ -345,12 +345,20 @@ def is_divided(cache: list[LayerCache]) -> bool:
     return not layouts or layouts[0].divided
 
 
-def slot_axes(cache: list[LayerCache]) -> tuple[AbstractMesh, Any, Any]:
-    """Return the mesh of a cache, and the mesh axes that divide its slots and its heads."""
-    keys = next((block.keys for blocks in cache for block in blocks if isinstance(block, Block)), None)
-    keys = jax.tree.leaves(cache)[0] if keys is None else keys
-    mesh = jax.typeof(keys).sharding.mesh
-    return (mesh, None, None) if mesh.empty else (mesh, *sharding_of(CACHE_AXES, keys.shape, mesh).spec[:2])
+def slot_axes(cache: list[LayerCache]) -> tuple[AbstractMesh, Any, list[Any]]:
+    """Return the mesh of a cache, the mesh axes that divide its slots, and the axes of slots and heads of each array:
+    layers may differ in their number of heads.
+    """
+    arrays = jax.tree.leaves(cache)
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if mesh.empty:
+        return mesh, None, []
+    specs = jax.tree.map(lambda x: PartitionSpec(*sharding_of(CACHE_AXES, x.shape, mesh).spec[:2]), cache)
+    return mesh, jax.tree.leaves(specs)[0][0], specs
+
+
+def _without_rows(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(None, *spec[1:])
 
 
 def _insert_slots(
@@ -393,11 +401,11 @@ def insert_block(block: Any, prefix: Any, prompt: Int[Array, "S"], inserted: Boo
 
 def take_slot(cache: list[LayerCache], slot: Int[Array, ""]) -> list[LayerCache]:
     """Return a copy of the cache of one slot."""
-    take, (mesh, rows, heads) = partial(_take_rows, None), slot_axes(cache)
+    take, (mesh, rows, slots) = partial(_take_rows, None), slot_axes(cache)
     if rows is not None and not is_divided(cache):
-        specs = PartitionSpec(rows, heads), PartitionSpec()
         take = partial(_take_rows, rows)
-        take = jax.shard_map(take, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, heads), check_vma=False)
+        specs = (slots, PartitionSpec()), jax.tree.map(_without_rows, slots)
+        take = jax.shard_map(take, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     return take(cache, slot)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -21,7 +22,7 @@ from covey.models.recurrence import Order
 from covey.models.spans import Spans
 from covey_families import delta_rule
 from covey_families.settings import DeltaSettings
-from covey_families.trees import PIECE, TreeTables, tree_tables
+from covey_families.trees import PIECE, TreeTables, check_branches, tree_tables
 
 
 class State(NamedTuple):
@@ -110,6 +111,11 @@ class DeltaNet(nnx.Module):
     def tables(settings: DeltaSettings, spans: Spans, positions: Int[Array, "B T"], has_branches: bool) -> TreeTables:
         """Return the order of the tokens of rows of trees, for all layers of this kind."""
         return tree_tables(spans, positions, settings.conv_width, has_branches)
+
+    @staticmethod
+    def check_branches(_: DeltaSettings, groups: Int[np.ndarray, "R T"], positions: Int[np.ndarray, "R T"]) -> None:
+        """Refuse rows with branches for which `tables` have no room; see `recurrence.check_branches`."""
+        check_branches(groups, positions)
 
     def _by_head(self, q: Array, k: Array, v: Array) -> Float[Array, "... Hk n"]:
         """Return channels of queries, keys and values by head of keys, in float32."""

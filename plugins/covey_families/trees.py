@@ -5,12 +5,15 @@ token continues a shorter sequence than the piece began with: the next completio
 another, or the next group. So a row without branches has at most three pieces for each full one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from covey.errors import EpisodeError
 from covey.models.spans import Spans
 from covey_families.delta_rule import Pieces
 
@@ -28,7 +31,8 @@ class TreeTables(NamedTuple):
         tokens: index in the row of each token of a piece; the length of the row for none.
         places: place of each token of the row in its pieces.
         before: index of the tokens 1, 2, ... before each token in its sequence; the length of the row for none.
-        fits: 1, or not a number for a row with more pieces than there is room for: nothing is computed wrongly.
+        fits: 1, or not a number for a row with more pieces than there is room for, which `check_branches` refuses:
+            nothing is computed wrongly.
     """
 
     pieces: Pieces
@@ -48,6 +52,53 @@ def num_pieces(time: int, size: int, has_branches: bool) -> int:
     return min(3 * full - 2 + (time // TOKENS_A_BRANCH if has_branches else 0), time)
 
 
+def piece_size(time: int, size: int = PIECE) -> int:
+    """Return the most tokens of a piece of rows of `time` tokens, a power of two."""
+    return min(size, 1 << (time - 1).bit_length())
+
+
+def check_branches(groups: Int[np.ndarray, "R T"], positions: Int[np.ndarray, "R T"], size: int = PIECE) -> None:
+    """Refuse rows with branches that need more pieces than there is room for.
+
+    Args:
+        groups: number of each token's group in its row; 0 is padding.
+        size: most tokens of a piece, a power of two.
+
+    Raises:
+        EpisodeError: a row needs more.
+    """
+    time = positions.shape[1]
+    room = num_pieces(time, piece_size(time, size), True)
+    for row in zip(groups.tolist(), positions.tolist(), strict=True):
+        needed = _count_pieces(_parents(*row), piece_size(time, size))
+        if needed > room:
+            raise EpisodeError(
+                f"the branches of episodes divide a row of {time} tokens into {needed} pieces, and there is room for"
+                f" {room}: layers with a state cannot compute the row",
+                want=f"branches of {TOKENS_A_BRANCH} tokens or more in the mean",
+                fix="--envs.history sampled, which makes no branches; or longer turns",
+                where="envs.history",
+            )
+
+
+def _parents(groups: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """Return the index of the token before each token in its sequence, the latest at its position; -1 for none."""
+    latest, parents = dict[tuple[int, int], int](), []
+    for index, (group, position) in enumerate(zip(groups, positions, strict=True)):
+        parents.append(latest.get((group, position - 1), -1))
+        latest[group, position] = index
+    return parents
+
+
+def _count_pieces(parents: Sequence[int], size: int) -> int:
+    """Return the number of pieces of a row, cut as by `_starts`."""
+    count, start, entry = 0, 0, -1
+    for index, parent in enumerate(parents):
+        if index in (0, start + size) or (parent < start and parent != entry):
+            count, start, entry = count + 1, index, parent
+    return count
+
+
 def tree_tables(
     spans: Spans, positions: Int[Array, "B T"], width: int, has_branches: bool, size: int = PIECE
 ) -> TreeTables:
@@ -58,7 +109,7 @@ def tree_tables(
         has_branches: whether completions may have branches.
         size: most tokens of a piece, a power of two.
     """
-    time, size = spans.time, min(size, 1 << (spans.time - 1).bit_length())
+    time, size = spans.time, piece_size(spans.time, size)
     before = tuple(_before(spans, positions, distance) for distance in range(1, width))
     parent = before[0] if before else _before(spans, positions, 1)
     starts, end = _starts(parent, size, num_pieces(time, size, has_branches))

@@ -83,21 +83,28 @@ def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
 def test_prompts_are_inserted_into_their_slots_alone(mesh: tuple[int, int] | None) -> None:
-    """On a mesh each device fills its own; a prompt may be padded beyond the end of the cache."""
-    layout, rng = CacheLayout.of(model_of("tpu", 8)), np.random.default_rng(0)
-    old, new = (rng.normal(size=(2, 2, n, 2, 8, time)).astype(np.float32) for n, time in ((SLOTS, 128), (3, 200)))
-    cache, prefix = ([[Block(*map(jnp.asarray, pair), layout)] for pair in layers] for layers in (old, new))
+    """On a mesh each device fills its own; a prompt may be padded beyond the end of the cache. Layers differ in their
+    heads, and the devices of a mesh divide those of the first layer alone.
+    """
+    layout, rng, spec = CacheLayout.of(model_of("tpu", 8)), np.random.default_rng(0), jax.sharding.PartitionSpec
+    shapes = [(n, heads, 8, time) for n, time in ((SLOTS, 128), (3, 200)) for heads in (2, 1)]
+    arrays = [rng.normal(size=(2, *shape)).astype(np.float32) for shape in shapes]
+    old, new = arrays[:2], arrays[2:]
+    cache, prefix = ([[Block(*jnp.asarray(pair), layout)] for pair in layers] for layers in (old, new))
     if mesh:
         devices = jax.make_mesh(mesh, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-        cache = jax.device_put(cache, jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("fsdp", "tp")))
-        prefix = jax.device_put(prefix, jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "tp")))
+        for layers, rows in ((cache, "fsdp"), (prefix, None)):
+            for number, heads in enumerate(("tp", None)):
+                layers[number] = jax.device_put(layers[number], jax.sharding.NamedSharding(devices, spec(rows, heads)))
     inserted = jax.jit(insert_prompts)(cache, prefix, jnp.array([2, 1, 0, 1]), jnp.array([True, False, True, True]))
-    want = old.copy()
-    want[:, :, [0, 2, 3]] = new[:, :, [2, 0, 1], ..., :128]
-    np.testing.assert_array_equal([[block.keys, block.values] for (block,) in inserted], want)
-    for slot in range(SLOTS):
-        taken = jax.jit(take_slot)(inserted, np.int32(slot))
-        np.testing.assert_array_equal([[block.keys, block.values] for (block,) in taken], want[:, :, slot : slot + 1])
+    for layer, ((block,), want, other) in enumerate(zip(inserted, old, new, strict=True)):
+        want = want.copy()
+        want[:, [0, 2, 3]] = other[:, [2, 0, 1], ..., :128]
+        np.testing.assert_array_equal([block.keys, block.values], want)
+        assert not mesh or block.keys.sharding.shard_shape(block.keys.shape)[:2] == (SLOTS // 2, 1)
+        for slot in range(SLOTS):
+            (taken,) = jax.jit(take_slot)(inserted, np.int32(slot))[layer]
+            np.testing.assert_array_equal([taken.keys, taken.values], want[:, slot : slot + 1])
 
 
 @pytest.mark.slow

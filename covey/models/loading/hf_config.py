@@ -378,6 +378,12 @@ def plain_names(names: Iterable[str], part: TextPart | None, embedding: str, *he
     }
 
 
+def whole_kinds() -> list[str]:
+    """Return the `model_type` of each model that has a text part, of ours and of installed packages."""
+    names = entry_points(group="covey.models").names
+    return sorted({*TEXT_PARTS, *(name.removeprefix("text:") for name in names if name.startswith("text:"))})
+
+
 def text_part(config: Mapping[str, Any]) -> TextPart | None:
     """Return the text part of the model that a config.json describes; None for a text model by itself."""
     kind = str(config.get("model_type"))

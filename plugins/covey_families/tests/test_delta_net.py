@@ -2,6 +2,7 @@
 such layers, packed and alone.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,19 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.config.algorithms import algorithm_of
-from covey.config.schema import GRPOConfig, RolloutConfig
+from covey.config.schema import GRPOConfig, RLTrainingConfig, RolloutConfig
+from covey.errors import EpisodeError
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import LossInputs, policy_loss
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, abstract_decoder
+from covey.models.recurrence import check_branches
 from covey.models.spans import Spans
 from covey.packing.rows import Rows, pack, scatter_to_rows, split_micro_batches, unpack
+from covey.rl.batches import PackedSlice, RowSizes
+from covey.rl.roles import ClusterConfig
+from covey.rl.step_data import Experience, table_of
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.responder import NewBranch, Turn
 from covey.sampling.sequence import Ending
 from covey.types import Branch, Completion, FinishReason, Group
-from covey_families import delta_rule
+from covey_families import delta_rule, trees
 from covey_families.settings import DeltaSettings
 from covey_families.trees import num_pieces, tree_tables
 
@@ -118,6 +124,37 @@ def test_pieces_of_three_sizes_equal_the_oracle_over_any_tree(before: np.ndarray
             np.testing.assert_allclose(one, other, atol=3e-5)
         before_two = [-1 if parent < 0 else before[parent] for parent in before]
         assert np.where(tables.before[1][0] == TIME, -1, tables.before[1][0]).tolist() == before_two
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_trees())
+def test_pieces_are_counted_on_the_host_as_the_device_cuts_them(before: np.ndarray) -> None:
+    positions = spans_of(before)[1]
+    parents = trees._parents([1] * TIME, positions.tolist())
+    assert parents == before.tolist()
+    starts, end = trees._starts(jnp.where(before < 0, TIME, before)[None], 16, TIME)
+    assert end.tolist() == [TIME]
+    assert trees._count_pieces(parents, 16) == (starts < TIME).sum()
+
+
+def short_branches(length: int, of_branch: int) -> Group:
+    """A completion of which each branch drops one token more of the first 40."""
+    rng, forks = np.random.default_rng(0), range(40, length, of_branch)
+    branched = completion(rng, length, tuple(Branch(start, 43 - number) for number, start in enumerate(forks)))
+    return Group("", rng.integers(0, 50, 4).astype(np.int32), (branched, completion(rng, 9, ())))
+
+
+def test_a_step_with_more_branches_than_there_is_room_for_is_refused_before_it_is_computed() -> None:
+    actor = abstract_decoder(CONFIG)
+    for length, is_refused in ((2, True), (3, False)):
+        groups = [short_branches(110, length)]
+        x = Experience(groups, table_of(groups))
+        sizes = RowSizes(ClusterConfig({}, RLTrainingConfig(), RolloutConfig()), actor)
+        with pytest.raises(EpisodeError, match="a row of 128 tokens") if is_refused else nullcontext():
+            rows = PackedSlice(x, sizes).rows
+            assert rows.tokens.shape == (1, 128)
+    with pytest.raises(EpisodeError, match=r"into 2[1-9] pieces, and there is room for 20"):
+        check_branches(CONFIG, *(pack([short_branches(110, 2)])[at] for at in (2, 1)))
 
 
 def test_a_row_with_more_pieces_than_there_is_room_for_is_no_number() -> None:

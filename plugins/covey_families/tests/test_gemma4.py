@@ -26,9 +26,11 @@ from covey.models.loading import weights
 from covey.models.loading.hf_config import text_name, text_part
 from covey.models.loading.weights import fill_parameters, make_put
 from covey.models.lora import projections, split_trainable, with_lora
-from covey.packing.rows import pack, unpack
-from covey.parallel import flatten
+from covey.packing.rows import Rows, pack, split_micro_batches, unpack
+from covey.parallel import flatten, make_mesh, shardings
+from covey.parallel.arrays import place_model, put_rows
 from covey.sampling.engine import Engine, Request, generate
+from covey.sampling.model_runner import Programs
 from covey.types import Completion, FinishReason, Group
 
 Logits = Callable[..., np.ndarray]
@@ -117,6 +119,58 @@ def test_greedy_samples_are_those_of_transformers(name: str) -> None:
     assert [bool(layer) for layer in blocks] == [c.kv_source(layer) is None for layer in range(c.num_layers)]
     shapes = [(layer[0].keys.shape[1], layer[0].keys.shape[2]) for layer in blocks if layer]
     assert shapes == [c.heads(layer) for layer in range(c.num_layers) if c.kv_source(layer) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["e4b", "31b"])
+def test_a_mesh_samples_what_one_device_does(name: str) -> None:
+    """Two devices divide the heads; the global layers of one model have one key head, which both devices have."""
+    config = RolloutConfig(max_new_tokens=12, decode_chunk=6, slots=4, temperature=0.0)
+    engine = Engine(place_model(golden(name), make_mesh((2, 2))), (), config)
+    (drawn,) = generate(engine, [Request(np.array(INPUTS["groups"][0]["prompt"], np.int32), 4)])
+    assert [completion.tokens.tolist() for completion in drawn] == [arrays()[f"{name}/greedy"].tolist()] * 4
+
+
+@pytest.mark.slow
+def test_a_mesh_has_the_log_probs_and_gradients_of_one_device() -> None:
+    graph, *parts = split_trainable(golden("31b"))
+    _, *placed = split_trainable(place_model(golden("31b"), make_mesh((2, 2))))
+    (rows,) = split_micro_batches(packed()[0], 4)
+
+    @jax.jit
+    def gradient(trained: nnx.State, rest: nnx.State, rows: Rows) -> tuple:
+        def loss(trained: nnx.State) -> tuple[jax.Array, jax.Array]:
+            logps = token_logps(graph, nnx.merge_state(trained, rest), rows, 1.0).logps
+            return logps.sum(), logps
+
+        return jax.grad(loss, has_aux=True)(trained)
+
+    (wanted, ours), (got, theirs) = (gradient(*model, put_rows(rows, model)) for model in (parts, placed))
+    np.testing.assert_allclose(theirs, ours, atol=2e-5)
+    found = flatten(got)
+    for path, want in flatten(wanted).items():
+        np.testing.assert_allclose(found[path], want, atol=2e-5 * max(np.abs(want).max(), 1), err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_accelerators_appends_what_one_cpu_does() -> None:
+    """One block for a layer, whose heads and their width differ between layers."""
+
+    def appended(platform: str) -> list[np.ndarray]:
+        model = nnx.merge(*nnx.split(golden("31b")))
+        model.platform = platform
+        graph, params = nnx.split(model)
+        params = jax.device_put(params, shardings(params, make_mesh((2, 2)))) if platform == "tpu" else params
+        programs, tokens = Programs(graph, ()), np.arange(32, dtype=np.int32).reshape(2, 16)
+        kept = programs.empty_cache(params, 4, 0, 128)
+        rows = (np.array(x, np.int32) for x in ([3, 1], tokens, [0, 112], [16, 9]))
+        kept = programs.append(params, kept, *rows, np.int32(2))
+        time_last = [block.map(lambda x, axis: x if axis == 3 else x.swapaxes(2, 3)) for (block,) in kept]
+        return [np.asarray(x) for x in jax.tree.leaves(time_last)]
+
+    for got, want in zip(appended("tpu"), appended("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        assert np.unique(np.argwhere(got)[:, 0]).tolist() == [1, 3]
 
 
 @pytest.mark.slow

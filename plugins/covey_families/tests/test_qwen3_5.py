@@ -72,23 +72,18 @@ def logits(model: Decoder, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
     return np.asarray(run(tokens, valid, positions))[0]
 
 
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    difference = np.abs(got - want)
-    assert np.quantile(difference, 0.97) <= 5e-5
-    assert difference.max() <= 3e-4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(5))
 def test_logits_and_greedy_text_are_those_of_transformers(number: int) -> None:
-    """The gated norm divides by the length of an output: where that is nearly 0, both are rounded to more than 5e-5.
-    The two forms of transformers, over a text and token by token, differ by up to 4e-4 for such weights.
+    """Logits of transformers in float64. Over the whole texts ours in float32 are 3.3e-5 away at most, and 0.8e-6 to
+    3.2e-6 in the root mean square of a config; those of transformers in float32 6.4e-5 at most, and 0.9e-6 to 4.3e-6,
+    in each config more than ours.
     """
     model, valid = load(number), np.ones((1, 80), bool)
     assert GOLDEN[f"{number}/logits"].std() > 0.5
-    close(logits(model, TOKENS, valid), GOLDEN[f"{number}/logits"])
+    np.testing.assert_allclose(logits(model, TOKENS, valid), GOLDEN[f"{number}/logits"], atol=5e-5)
     valid = np.arange(24)[None] >= 9
-    close(logits(model, TOKENS[:, :24], valid)[9:], GOLDEN[f"{number}/padded"])
+    np.testing.assert_allclose(logits(model, TOKENS[:, :24], valid)[9:], GOLDEN[f"{number}/padded"], atol=5e-5)
     config = RolloutConfig(max_new_tokens=20, decode_chunk=6, slots=2, temperature=0.0)
     ((one,),) = generate(Engine(model, (), config), [Request(TOKENS[0, :20].astype(np.int32))])
     assert one.tokens.tolist() == GOLDEN[f"{number}/greedy"].tolist()
@@ -134,6 +129,16 @@ def test_what_no_model_can_have_is_refused_by_name(change: dict[str, Any], messa
 def test_the_kind_of_layer_is_refused_for_other_families(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="layer_types is"):
         save(tmp_path, 0, MODELS[0]["config"] | {"model_type": "qwen3"})
+
+
+def test_an_unknown_family_is_told_the_names_that_files_have() -> None:
+    """Published files name the whole model, `gemma4`; text models by themselves have names of their own."""
+    with pytest.raises(WeightsError) as error:
+        families.read_config({"model_type": "gpt_oss"})
+    listed = error.value.want.removeprefix("one of: ").split(", ")
+    whole = ["gemma3", "gemma4", "gemma4_unified", "qwen3_5"]
+    assert {*whole, *(f"{name}_text" for name in whole), "llama"} <= set(listed)
+    assert listed == sorted(listed)
 
 
 @pytest.mark.slow
