@@ -162,7 +162,7 @@ def _first_decays(heads: int, rngs: Any) -> tuple[Float[Array, "H"], Float[Array
     """Return the logarithm of A and the bias of the step Δ of new heads, whose decay of a token is e^(−A·softplus(Δ)).
 
     A is uniform to 16, and softplus(bias) log-uniform from 0.001 to 0.1, as in Mamba-2 (Dao & Gu, 2024): half of the
-    heads keep a token for more than 17 tokens. The bias 1 that transformers begins with leaves most heads no memory.
+    heads remember a token for more than 16 others. With the bias 1 of transformers most heads remember none.
     """
     rates = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16.0)
     steps = jnp.exp(jax.random.uniform(rngs.params(), (heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
