@@ -64,9 +64,8 @@ class DeltaNet(nnx.Module):
         self.b_proj, self.a_proj = linear(hidden, s.value_heads), linear(hidden, s.value_heads)
         convolution = partial(Convolution, width=s.conv_width, param_dtype=param_dtype, rngs=rngs)
         self.q_conv, self.k_conv, self.v_conv = convolution(keys), convolution(keys), convolution(values)
-        rates = jnp.linspace(0.01, 16.0, s.value_heads)
-        self.a_log = nnx.Param(jnp.log(rates).astype(param_dtype))
-        self.dt_bias = nnx.Param(jnp.ones((s.value_heads,), param_dtype))
+        a_log, dt_bias = _first_decays(s.value_heads, rngs)
+        self.a_log, self.dt_bias = nnx.Param(a_log.astype(param_dtype)), nnx.Param(dt_bias.astype(param_dtype))
         self.norm = RMSNorm(replace(config, norm_offset=0.0, norm_scales=True), s.value_dim, param_dtype)
         self.settings = s
 
@@ -163,6 +162,17 @@ class DeltaNet(nnx.Module):
         out = delta_rule.over_pieces(tokens, tables.pieces, start)[0].swapaxes(2, 3)
         out = out.reshape(len(out), -1, *out.shape[3:]) * tables.fits[:, None, None, None]
         return jnp.take_along_axis(out, tables.places[:, :, None, None], axis=1)
+
+
+def _first_decays(heads: int, rngs: Any) -> tuple[Float[Array, "H"], Float[Array, "H"]]:
+    """Return the logarithm of A and the bias of the step Δ of new heads, whose decay of a token is e^(−A·softplus(Δ)).
+
+    A is uniform to 16, and softplus(bias) log-uniform from 0.001 to 0.1, as in Mamba-2 (Dao & Gu, 2024): half of the
+    heads remember a token for more than 16 others. With the bias 1 of transformers most heads remember none.
+    """
+    rates = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16.0)
+    steps = jnp.exp(jax.random.uniform(rngs.params(), (heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+    return jnp.log(rates), steps + jnp.log(-jnp.expm1(-steps))
 
 
 def _without_padding(inputs: Inputs, valid: Array) -> Inputs:
