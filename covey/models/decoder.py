@@ -68,7 +68,13 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention block: projections, rotation, and the call to `attend`."""
+    """Attention block: projections, rotation, and the call to `attend`.
+
+    Attributes:
+        joint: names of the projections of its input.
+    """
+
+    joint = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         c, linear = config, partial(Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

@@ -366,7 +366,7 @@ def _apply_adapters(linears: Sequence[Linear], x: Array, axes: Sequence[Axes]) -
     """Compute the addition of the adapter of each of `linears`, with these axes for n_out; None where there is none.
 
     Their A lie side by side in one product, forward and backward: a rank is narrower than the unit for products. To
-    decode, where time goes into reading them, they are not copied together.
+    decode they are not copied together in each step; `lora.join_adapters` does so once for a chunk of steps.
     """
     dtype, sum_dtype = linears[0].dtype, sum_dtype_of(x.dtype, linears[0].platform)
     adapters = [linear.lora for linear in linears if linear.lora is not None]
@@ -472,7 +472,13 @@ def apply_softcap(x: Array, softcap: float | None) -> Array:
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or down(act(up(x))) without a gate."""
+    """Feed-forward layer: down(act(gate(x)) · up(x)) (Shazeer, 2020), or down(act(up(x))) without a gate.
+
+    Attributes:
+        joint: names of the projections of its input.
+    """
+
+    joint = ("up_proj", "gate_proj")
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         linear = partial(Linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

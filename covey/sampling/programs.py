@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
 from covey.models.layer_kinds import find_kind
+from covey.models.lora import join_adapters
 from covey.sampling.cache import (
     CacheLayout,
     LayerCache,
@@ -192,7 +193,7 @@ def decode(
     A slot halts at a stop token, at its limit and at the token `pause_id`; it may be resumed.
     """
     halt_ids = stop_ids if pause_id is None else (*stop_ids, pause_id)
-    model = nnx.merge(graph, params)
+    model = join_adapters(nnx.merge(graph, params))
     size = len(slots.token)
     zeros = jnp.zeros((steps, size))
     draws = (jnp.zeros((steps, size), jnp.int32), zeros, zeros)

@@ -53,7 +53,9 @@ class Convolution(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """A gated delta net; `config.kind_settings` has its sizes."""
+    """A gated delta net; `config.kind_settings` has its sizes, `joint` the names of the projections of its input."""
+
+    joint = ("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: Any):
         s: DeltaSettings = config.kind_settings
@@ -71,8 +73,7 @@ class DeltaNet(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], rope: Any, attend: Any, cache: Any, window: Any) -> tuple[Array, Any]:
         """Return the mixed tokens, and the state after them where there is a cache. Positions play no role."""
-        projections = (self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.b_proj, self.a_proj)
-        *qkv, z, write, rate = apply_together(projections, x)
+        *qkv, z, write, rate = apply_together([getattr(self, name) for name in self.joint], x)
         rate = jax.nn.softplus(rate.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * rate
         inputs = Inputs(self._by_head(*qkv), log_decay, jax.nn.sigmoid(write.astype(jnp.float32)))

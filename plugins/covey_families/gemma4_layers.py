@@ -28,7 +28,7 @@ class LocalAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: Any):
         self.width = heads_of(config, self.is_global)[1]
         outputs = projected(config, self.is_global, self.is_reader)
-        self.projected = tuple(outputs)
+        self.joint = tuple(outputs)
         sizes = [(name, config.hidden_size, width) for name, width in outputs.items()]
         for name, n_in, n_out in [*sizes, ("o_proj", outputs["q_proj"], config.hidden_size)]:
             linear = Linear(n_in, n_out, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -47,7 +47,7 @@ class LocalAttention(nnx.Module):
         return self.o_proj.from_heads(mixed), SharedKeys(k, v, cache)
 
     def _project(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T N W"]]:
-        return apply_together([getattr(self, name) for name in self.projected], x, self.width)
+        return apply_together([getattr(self, name) for name in self.joint], x, self.width)
 
 
 class GlobalAttention(LocalAttention):

@@ -14,10 +14,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from covey.config.schema import MeshConfig, RolloutConfig
+from covey.config.schema import LoRAConfig, MeshConfig, RolloutConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
+from covey.models.lora import with_lora
 from covey.parallel.arrays import place_model
+from covey.rl.rollout_worker import SamplingWeights
 from covey.sampling.model_runner import Programs
 from covey_plan.compiled import lower
 from covey_plan.hlo import Program
@@ -71,6 +73,22 @@ def test_decoding_writes_to_the_cache_in_place(
     gathered = [x.bytes for x in Program(text).of("all-gather")]
     assert max(gathered, default=0) < SLOTS * VOCABULARY * 4
     assert len(re.findall(r"%\w*decode_attention[\w.]* = ", text)) == LAYERS
+
+
+@pytest.mark.usefixtures("topology")
+@pytest.mark.skipif(cuda_version() is None, reason="JAX's plugin for CUDA is not installed")
+def test_a_step_with_adapters_copies_no_weights() -> None:
+    """XLA for GPUs joins products of one input. Where there are more than four, it copies their matrices together in
+    each step. Those of adapters are joined once for a chunk of steps.
+    """
+    config = ModelConfig(VOCABULARY, 2048, 4096, LAYERS, 8, 4, 256, max_positions=4096)
+    base = abstract_decoder(config, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    model: Any = nnx.eval_shape(partial(with_lora, config=LoRAConfig(rank=64)), base)
+    model = place_model(model, place_on(parse_target("h200"), MeshConfig()).actor)
+    graph, params = nnx.split(SamplingWeights(model).model)
+    program = SamplerPrograms(Programs(graph, (2,)), params).decode(8, 512, ROLLOUT)
+    made = Program(lower(program).compile().as_text()).of("copy", "fusion")
+    assert [x for x in made if x.loops and any(shape.startswith("bf16[2048,") for shape in x.shapes)] == []
 
 
 def test_a_mesh_draws_without_rows_of_logits(topology: Callable[[str], Any]) -> None:

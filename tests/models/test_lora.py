@@ -17,10 +17,12 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
+from covey.models.layers import LoRA
 from covey.models.lora import (
     adapters_change_base,
     apply_lora_dropout,
     has_lora,
+    join_adapters,
     merge_as_base,
     merge_lora,
     projections,
@@ -198,6 +200,30 @@ def test_narrow_weights_stay_narrow_and_adapters_wide() -> None:
     types = {name: x.dtype for name, x in arrays(model).items()}
     assert {t for name, t in types.items() if ".lora." in name} == {jnp.dtype("float32")}
     assert {x.dtype for x in arrays(merge_lora(model)).values()} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "gate_proj")])
+def test_joined_adapters_share_one_a_and_compute_the_same(targets: tuple[str, ...]) -> None:
+    model = with_lora(base(), LoRAConfig(rank=3, targets=targets))
+    assert join_adapters(model) is model  # built for a CPU
+    rng = np.random.default_rng(0)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, LoRA):
+            node.b[...] = rng.normal(size=node.b.shape).astype(np.float32)
+    model.platform = "cuda"
+    joined = projections(join_adapters(model))
+    for path, linear in projections(model).items():
+        x = jnp.asarray(rng.normal(size=(2, 1, linear.shape[0])), jnp.float32)
+        np.testing.assert_array_equal(joined[path](x), linear(x))
+    assert {path: linear.lora.a.shape[1] for path, linear in joined.items() if linear.lora and path[7] == "0"} == {
+        ("all-linear",): {
+            "layers.0.attn.q_proj": 9, "layers.0.attn.k_proj": 9, "layers.0.attn.v_proj": 9, "layers.0.attn.o_proj": 3,
+            "layers.0.mlp.gate_proj": 6, "layers.0.mlp.up_proj": 6, "layers.0.mlp.down_proj": 3,
+        },
+        ("q_proj", "v_proj", "gate_proj"): {
+            "layers.0.attn.q_proj": 6, "layers.0.attn.v_proj": 6, "layers.0.mlp.gate_proj": 3
+        },
+    }[targets]  # fmt: skip
 
 
 @pytest.mark.parametrize(
