@@ -233,6 +233,7 @@ class Engine:
         self._check_weights(params)
         self.runner.params, self.version = params, self.version + 1 if version is None else version
         self.scheduler.prefilled = []
+        self.runner.forget_prefix()
         if not self.unfinished:  # numbers that are not finite would spoil whatever comes into the same slot
             self.runner.release()
 

@@ -138,7 +138,9 @@ class Lane:
             self._load(self.waiting[0].weights)
         elif self.engine.unfinished and any(stream.weights is not self.weights for stream in self.waiting):
             return
-        for stream in [stream for stream in self.waiting if stream.weights is self.weights]:
+        entering = [stream for stream in self.waiting if stream.weights is self.weights]
+        # Equal prompts one after the other are prefilled once.
+        for stream in sorted(entering, key=lambda stream: stream.requests[0].prompt.tobytes()):
             self.waiting.remove(stream)
             self._add(stream)
 
