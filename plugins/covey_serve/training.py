@@ -18,33 +18,18 @@ from covey.losses.policy import RATIOS, SURROGATES
 from covey.models.decoder import Decoder
 from covey.models.dtypes import round_kernels
 from covey.models.lora import split_trainable, with_lora
-from covey.packing.rows import Rows, pack, rows_at_a_time, scatter_to_rows, split_micro_batches, unpack
+from covey.packing.rows import rows_at_a_time, split_micro_batches
 from covey.parallel.arrays import put_rows
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import UpdatePrograms
-from covey.types import Completion, FinishReason, Group, MetricSums
+from covey.types import MetricSums
 from covey_serve.errors import ApiError
+from covey_serve.examples import CLIPS, MAX_TOKENS, Batch, Example, make_batch
 
-MAX_TOKENS = 2048
-"""About how many tokens are computed at a time."""
-CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {}, "importance_sampling": {}, "ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": 0.05},
 }  # fmt: skip
 """Settings of each loss, with their defaults."""
-
-
-class Batch(NamedTuple):
-    """Rows with what the losses need, each [R, M]; settings are [R, 1]."""
-
-    rows: Rows
-    weight: Any
-    advantage: Any
-    old: Any
-    mask: Any
-    low: Any
-    high: Any
-    beta: Any
 
 
 class Thresholds(NamedTuple):
@@ -54,19 +39,6 @@ class Thresholds(NamedTuple):
     high: Any
     cap: Any
     delta: None = None
-
-
-@dataclass(frozen=True)
-class Example:
-    """One datum: its tokens, and arrays with a value for each.
-
-    Attributes:
-        tokens: int32 [n], the input of the model.
-        inputs: `target_tokens`, and `weights` or `logprobs` and `advantages`.
-    """
-
-    tokens: np.ndarray
-    inputs: Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -118,27 +90,6 @@ def loss_sum(name: str, graph: Any, params: Any, batch: Batch) -> tuple[Float[Ar
     return total, {"logps": logps}
 
 
-def make_batch(examples: Sequence[Example], settings: Mapping[str, float]) -> Batch:
-    """Lay examples out as rows: of each, the token after its last one is its last target."""
-    none = np.zeros(0, np.float32)
-    targets = [example.inputs["target_tokens"] for example in examples]
-    completions = [np.append(e.tokens[1:], t[-1:]).astype(np.int32) for e, t in zip(examples, targets, strict=True)]
-    groups = [
-        Group("", example.tokens[:1], (Completion(completion, none, none, FinishReason.STOP),))
-        for example, completion in zip(examples, completions, strict=True)
-    ]
-    rows = pack(groups, max_tokens=MAX_TOKENS)
-    rows = rows._replace(target=scatter_to_rows(rows, targets).astype(np.int32))  # ids are below 2**24
-
-    def column(name: str) -> np.ndarray:
-        return scatter_to_rows(rows, [e.inputs.get(name, np.zeros(len(e.tokens))) for e in examples])
-
-    weight, advantage, old = map(column, ("weights", "advantages", "logprobs"))
-    each = np.ones((len(rows.tokens), 1), np.float32)
-    low, high, beta = (each * settings.get(name, 1.0) for name in (*CLIPS, "beta"))
-    return Batch(rows, weight, advantage, old, (advantage != 0).astype(np.float32), low, high, beta)
-
-
 class Trainer:
     """Gradients and updates of the adapters of all clients on one base.
 
@@ -164,7 +115,7 @@ class Trainer:
         """Add the gradients of a loss to the sums of a model, unless not `backward`; return the log-probs of the
         targets of each example, and the loss.
         """
-        batch, programs = make_batch(examples, settings), self.programs(model.rank, name)
+        (batch, unpack), programs = make_batch(name, examples, settings), self.programs(model.rank, name)
         frozen = round_kernels(split_trainable(self._model(model.rank))[2], programs.operand_type)
         sums = programs.zeros(model.trainable) if model.sums is None else model.sums
         logps, total = list[np.ndarray](), 0.0
@@ -178,8 +129,7 @@ class Trainer:
             total += float(found["loss"])
         if backward:
             model.sums = sums
-        rows = np.concatenate(logps)[: len(batch.rows.tokens)]
-        return unpack(batch.rows, rows, [len(example.tokens) for example in examples]), total
+        return unpack(np.concatenate(logps)[: len(batch.rows.tokens)]), total
 
     def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
         """Make a step of AdamW with the gradients since the last one; return their norm before it is clipped.

@@ -16,7 +16,8 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
 from covey_serve.errors import ApiError
-from covey_serve.training import SETTINGS, Example, Trainer, per_token_loss
+from covey_serve.examples import BY_TOKEN, COLUMNS, Example, make_batch, make_trees
+from covey_serve.training import SETTINGS, Trainer, per_token_loss
 
 ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.1, "grad_clip_norm": 0.5}
 
@@ -163,3 +164,27 @@ def test_a_step_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
         trainer.step(model, ADAM)
     assert all(x is y for x, y in zip(before, jax.tree.leaves(model.trainable), strict=True))
     assert model.sums is None
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_samples_of_a_prompt_have_it_computed_once_and_the_same_gradients(name: str, trainer: Trainer) -> None:
+    """Against the same samples, each with a row of its own; a fourth example begins otherwise."""
+    prompt, data = examples([6], seed=5)[0], list[Example]()
+    for n, seed in ((3, 1), (1, 2), (4, 3), (3, 4)):
+        (own,) = examples([n], seed=seed)
+        start = prompt.tokens[: 6 - (seed == 4)]
+        tokens = np.concatenate([start, own.tokens]).astype(np.int32)
+        zeros = np.zeros(len(start) - 1, np.float32)  # the first token of the sample is the target of the last one
+        inputs = {key: np.concatenate([zeros, [0.7], np.abs(own.inputs[key]) + 0.5]) for key in COLUMNS}
+        data.append(Example(tokens, inputs | {"target_tokens": np.append(tokens[1:], 7)}))
+    trees = make_trees(name, data)
+    assert [list(tree.examples) for tree in trees] == [[0, 1, 2], [3]]
+    assert make_batch(name, data, {})[0].rows.scored.sum() == 9 + 2 + 5 + 8
+    model, other = trainer.create(2, seed=3), trainer.create(2, seed=3)
+    logps, total = trainer.gradients(model, name, data, SETTINGS[name], backward=True)
+    parts = [trainer.gradients(other, name, [one], SETTINGS[name], backward=True) for one in data]
+    for one, (own, _) in zip(logps, parts, strict=True):
+        np.testing.assert_allclose(one, own[0], atol=1e-5)
+    assert total == pytest.approx(sum(loss for _, loss in parts), rel=1e-5)
+    assert trainer.step(model, ADAM) == pytest.approx(trainer.step(other, ADAM), rel=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), model.trainable, other.trainable)
