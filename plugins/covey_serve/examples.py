@@ -40,11 +40,19 @@ class Example:
 
     Attributes:
         tokens: int32 [n], the input of the model.
-        inputs: `target_tokens`, and `weights` or `logprobs` and `advantages`.
+        inputs: `target_tokens`, and `weights` or `logprobs` and `advantages`. The first two may be [n, k]: k targets
+            for each token.
     """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
+
+    def by_target(self) -> list["Example"]:
+        """Return an example for each of the k targets."""
+        if self.inputs["target_tokens"].ndim == 1:
+            return [self]
+        columns = (zip(self.inputs, values, strict=True) for values in zip(*(x.T for x in self.inputs.values()), strict=True))
+        return [Example(self.tokens, dict(column)) for column in columns]
 
 
 @dataclass
@@ -103,6 +111,15 @@ def make_trees(name: str, examples: Sequence[Example]) -> list[Tree]:
             trees.append(latest[key])
         latest[key].add(number, example)
     return trees
+
+
+def join_targets(examples: Sequence[Example], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return values of all targets, an array for each, as arrays [n] or [n, k] of the examples."""
+    left, joined = iter(values), list[np.ndarray]()
+    for example in examples:
+        shape = example.inputs["target_tokens"].shape
+        joined.append(np.stack([next(left) for _ in range(shape[1])], axis=1) if len(shape) > 1 else next(left))
+    return joined
 
 
 def make_batch(

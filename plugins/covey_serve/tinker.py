@@ -30,7 +30,7 @@ from covey_serve.service import Ask, Service
 from covey_serve.states import States
 from covey_serve.examples import Example
 from covey_serve.training import SETTINGS, Trained, Trainer
-from covey_serve.wire import array_of, gradients_output, read_request, samples_output, tokens_of
+from covey_serve.wire import Top, array_of, gradients_output, read_request, samples_output, tokens_of
 
 PREFIX = "/api/v1/"
 WAIT = 30.0
@@ -140,8 +140,6 @@ class Tinker:
     def _create_model(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.CreateModel, _json(body))
         self._check_base(form.base_model)
-        if form.lora_config is None:
-            raise ApiError("this server trains adapters alone: lora_config is missing", param="lora_config")
         run, lora = self._new_run(form.session_id, form.model_seq_id, form.lora_config.rank), form.lora_config
         if run.id in self.runs:
             return self._promise(run.id, run.id)
@@ -209,7 +207,7 @@ class Tinker:
 
         def restore(run: Run) -> Any:
             run.model = self.states.load(form.path, moments=form.optimizer)
-            base = {"base_model": self.service.name, "is_lora": True, "lora_rank": run.model.rank}
+            base = {"base_model": self.service.name} | _lora(run.model.rank)
             return {"path": form.path, "type": "load_weights", "model_id": run.id} | base
 
         if form.model_id is not None:
@@ -269,12 +267,16 @@ class Tinker:
             weights=weights,
         )
         completions = [event.completion for event in await self.service.all_of(ask)]
-        logps, top, count = None, None, form.topk_prompt_logprobs
+        logps, top, sampled, count = None, None, list[Top](), form.topk_prompt_logprobs
         if (form.prompt_logprobs or count) and len(tokens) > 1:
             scores = await self.service.scores(tokens, weights)
             logps = np.append(np.float32(np.nan), scores.logps)
             top = (scores.ids[:, :count], scores.top[:, :count]) if count else None
-        return samples_output(completions, logps, top)
+        for one in completions if form.topk_sample_logprobs else ():
+            scores = await self.service.scores(np.concatenate([tokens, one.tokens]), weights)
+            chosen = slice(len(tokens) - 1, None), slice(form.topk_sample_logprobs)
+            sampled.append((scores.ids[chosen], scores.top[chosen]))
+        return samples_output(completions, sampled, logps, top)
 
     def _of(self, path: str) -> Weights:
         """Return the weights of a snapshot, which the device thread alone asks for."""
@@ -425,7 +427,7 @@ def _json(body: bytes) -> Any:
 
 
 def _lora(rank: int) -> dict[str, Any]:
-    return {"is_lora": True, "lora_rank": rank}
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def _settings(message: Any) -> dict[str, float]:
@@ -461,8 +463,12 @@ def _examples(message: Any, service: Service) -> list[Example]:
             raise ApiError(f"datum {number} has {sorted(inputs)}; {message.loss_fn} takes {sorted(needed)}")
         if any(len(value) != len(tokens) for value in inputs.values()):
             raise ApiError(f"datum {number} has arrays that are not as long as its {len(tokens)} tokens")
+        shapes = {value.shape for value in inputs.values()}
+        if len(shapes) > 1 or (message.loss_fn != "cross_entropy" and inputs["target_tokens"].ndim > 1):
+            raise ApiError(f"datum {number} has the shapes {sorted(shapes)}; cross_entropy alone takes [n, k], twice")
         _check_tokens(tokens, service)
-        _check_tokens(inputs["target_tokens"], service)
+        for targets in inputs["target_tokens"].reshape(len(tokens), -1).T:
+            _check_tokens(targets, service)
         examples.append(Example(tokens, inputs))
     if not examples:
         raise ApiError("there is no datum", param="data")

@@ -16,7 +16,7 @@ from covey.config.schema import LoRAConfig
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import RATIOS, SURROGATES
 from covey.models.decoder import Decoder
-from covey.models.dtypes import round_kernels
+from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import split_trainable, with_lora
 from covey.packing.rows import rows_at_a_time, split_micro_batches
 from covey.parallel.arrays import put_rows
@@ -24,7 +24,7 @@ from covey.train.gradient_sums import GradientSums
 from covey.train.programs import UpdatePrograms
 from covey.types import MetricSums
 from covey_serve.errors import ApiError
-from covey_serve.examples import CLIPS, MAX_TOKENS, Batch, Example, make_batch
+from covey_serve.examples import CLIPS, MAX_TOKENS, Batch, Example, join_targets, make_batch
 
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {}, "importance_sampling": {}, "ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": 0.05},
@@ -46,8 +46,8 @@ class Trained:
     """A model that a client trains.
 
     Attributes:
-        rank: rank of its adapters.
-        trainable: the adapters.
+        rank: rank of its adapters; 0 where all weights are trained.
+        trainable: the adapters, or all weights.
         moments: state of AdamW.
         sums: gradients since the last step; None for none.
     """
@@ -91,22 +91,24 @@ def loss_sum(name: str, graph: Any, params: Any, batch: Batch) -> tuple[Float[Ar
 
 
 class Trainer:
-    """Gradients and updates of the adapters of all clients on one base.
+    """Gradients and updates of the adapters of all clients on one base, or of all of its weights.
 
     Args:
-        base: the model under the adapters.
+        base: the model under the adapters, which never changes.
     """
 
     def __init__(self, base: Decoder):
         self._base = base
         self._model = cache(self._with_adapters)
+        self._frozen = cache(self._round_frozen)
         self.programs = cache(self._programs)
         self.forward = cache(self._forward)
         self._update = cache(self._make_update)
 
     def create(self, rank: int, seed: int) -> Trained:
-        """Return new adapters, which change nothing yet."""
-        trainable = split_trainable(with_lora(self._base, LoRAConfig(rank=rank), seed=seed))[1]
+        """Return new adapters, which change nothing yet; or for rank 0 all weights of the base."""
+        model = with_lora(self._base, LoRAConfig(rank=rank), seed=seed) if rank else self._base
+        trainable = split_trainable(model)[1]
         return Trained(rank, trainable, optax.adamw(0.0).init(trainable))
 
     def gradients(
@@ -115,8 +117,9 @@ class Trainer:
         """Add the gradients of a loss to the sums of a model, unless not `backward`; return the log-probs of the
         targets of each example, and the loss.
         """
-        (batch, unpack), programs = make_batch(name, examples, settings), self.programs(model.rank, name)
-        frozen = round_kernels(split_trainable(self._model(model.rank))[2], programs.operand_type)
+        by_target = [one for example in examples for one in example.by_target()]
+        (batch, unpack), programs = make_batch(name, by_target, settings), self.programs(model.rank, name)
+        frozen = self._frozen(model.rank > 0)
         sums = programs.zeros(model.trainable) if model.sums is None else model.sums
         logps, total = list[np.ndarray](), 0.0
         for part in split_micro_batches(batch, rows_at_a_time(batch.rows, None, MAX_TOKENS)):
@@ -129,7 +132,7 @@ class Trainer:
             total += float(found["loss"])
         if backward:
             model.sums = sums
-        return unpack(np.concatenate(logps)[: len(batch.rows.tokens)]), total
+        return join_targets(examples, unpack(np.concatenate(logps)[: len(batch.rows.tokens)])), total
 
     def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
         """Make a step of AdamW with the gradients since the last one; return their norm before it is clipped.
@@ -148,7 +151,12 @@ class Trainer:
         return float(norm)
 
     def _with_adapters(self, rank: int) -> Decoder:
-        return with_lora(self._base, LoRAConfig(rank=rank))
+        return with_lora(self._base, LoRAConfig(rank=rank)) if rank else self._base
+
+    def _round_frozen(self, has_adapters: bool) -> Any:
+        """Return the weights that are not trained, which are the same under adapters of any rank."""
+        frozen = split_trainable(self._model(int(has_adapters)))[2]
+        return round_kernels(frozen, operand_type(self._base))
 
     def _programs(self, rank: int, name: str) -> UpdatePrograms:
         return UpdatePrograms(self._model(rank), optax.identity(), partial(loss_sum, name))

@@ -111,8 +111,8 @@ def datum(seed: int, n: int = 4) -> Any:
 
 
 def logprobs(body: bytes) -> np.ndarray:
-    output = CLASSES["Output"].FromString(body)
-    return np.frombuffer(output.loss_fn_outputs[0].fields[0].value.data, "<f4")
+    records = CLASSES["Output"].FromString(body).loss_fn_outputs
+    return np.concatenate([np.frombuffer(record.fields[0].value.data, "<f4") for record in records])
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_samples_are_of_their_snapshot_and_depend_on_their_number(
         client.step(number + 1)
     later = client.snapshot(8, 2)
     same = {"sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 4}}
-    same |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    same |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
     found = [client.result(client.sample(name, 5, **same)) for name in (base, first, later)]
     parsed = [CLASSES["Samples"].FromString(body) for body in found]
     tokens = [[one.tokens for one in each.sequences] for each in parsed]
@@ -201,6 +201,32 @@ def test_samples_are_of_their_snapshot_and_depend_on_their_number(
     top = parsed[0].topk_prompt_logprobs
     assert (top.length, top.k) == (3, 2)
     assert np.frombuffer(top.logprobs, "<f4")[:2].tolist() == [-99999.0] * 2  # nothing comes before the first token
+    for one in (one for each in parsed for one in each.sequences):
+        drawn, likely = np.frombuffer(one.tokens, "<i4"), one.topk_sampled_logprobs
+        assert (likely.length, likely.k) == (len(drawn), 3)
+        ids = np.frombuffer(likely.token_ids, "<i4").reshape(-1, 3)
+        logps = np.frombuffer(likely.logprobs, "<f4").reshape(-1, 3)
+        at = ids == drawn[:, None]
+        np.testing.assert_allclose(logps[at], np.frombuffer(one.logprobs, "<f4")[at.any(1)], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_saved_and_sampled_and_the_base_stays(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin(rank=0)
+    assert client.post("get_info", model_id=RUN, type="get_info")["is_lora"] is False
+    base = client.sampler(0, base_model="tiny")
+    params = {"sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 4}}
+    first = client.result(client.sample(base, 0, **params))
+    for number in (1, 3):
+        client.gradients(number, [datum(1)])
+        client.step(number + 1)
+    tuned = client.result(client.sample(client.snapshot(5, 1), 0, **params))
+    assert tuned != first
+    assert client.result(client.sample(base, 1, **params)) == first
+    path = client.save(6, "end")["path"]
+    load = {"session_id": "session-1", "model_seq_id": 1, "path": path, "optimizer": True}
+    assert client.result(client.post("load_weights", **load))["is_lora"] is False
 
 
 def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) -> None:

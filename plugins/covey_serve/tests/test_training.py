@@ -166,6 +166,48 @@ def test_a_step_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
     assert model.sums is None
 
 
+def test_several_targets_of_a_token_are_that_many_losses(trainer: Trainer) -> None:
+    """As soft targets of a teacher come: [n, k] with a weight for each."""
+    data, rng = examples([4, 2]), np.random.default_rng(1)
+    wide = []
+    for one in data:
+        targets, weights = rng.integers(0, 300, (len(one.tokens), 3)), rng.random((len(one.tokens), 3), np.float32)
+        wide.append(Example(one.tokens, {"target_tokens": targets, "weights": weights}))
+    model, other = trainer.create(2, seed=3), trainer.create(2, seed=3)
+    logps, total = trainer.gradients(model, "cross_entropy", [wide[0], data[0], wide[1]], {}, backward=True)
+    assert [one.shape for one in logps] == [(4, 3), (4,), (2, 3)]
+    whole = trainer.gradients(other, "cross_entropy", data[:1], {}, backward=True)[1]
+    for number, column in ((0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)):
+        given = wide[number // 2]
+        narrow = Example(given.tokens, {key: value[:, column] for key, value in given.inputs.items()})
+        (own,), loss = trainer.gradients(other, "cross_entropy", [narrow], {}, backward=True)
+        np.testing.assert_allclose(logps[number][:, column], own, atol=1e-5)
+        whole += loss
+    assert total == pytest.approx(whole, rel=1e-5)
+    assert trainer.step(model, ADAM) == pytest.approx(trainer.step(other, ADAM), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_rank_0_trains_all_weights_and_leaves_those_of_the_base(trainer: Trainer) -> None:
+    data, model = examples([5, 3]), trainer.create(0, seed=0)
+    graph, params, rest = split_trainable(trainer._base)
+    before = jax.tree.map(np.array, params)
+
+    def loss(trainable: Any) -> Any:
+        logps = [
+            plain_logps(graph, trainable, rest, jnp.asarray(one.tokens)[None], jnp.asarray(one.inputs["target_tokens"]))
+            for one in data
+        ]
+        return sum(-(own * one.inputs["weights"]).sum() for own, one in zip(logps, data, strict=True))
+
+    norm = np.sqrt(sum(float((np.float64(g) ** 2).sum()) for g in jax.tree.leaves(jax.grad(loss)(params))))
+    trainer.gradients(model, "cross_entropy", data, {}, backward=True)
+    assert trainer.step(model, ADAM) == pytest.approx(norm, rel=1e-4)
+    moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, model.trainable)
+    assert all(jax.tree.leaves(moved))
+    jax.tree.map(np.testing.assert_array_equal, before, split_trainable(trainer._base)[1])
+
+
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_samples_of_a_prompt_have_it_computed_once_and_the_same_gradients(name: str, trainer: Trainer) -> None:
     """Against the same samples, each with a row of its own; a fourth example begins otherwise."""
