@@ -51,8 +51,8 @@ class Example:
         """Return an example for each of the k targets."""
         if self.inputs["target_tokens"].ndim == 1:
             return [self]
-        columns = (zip(self.inputs, values, strict=True) for values in zip(*(x.T for x in self.inputs.values()), strict=True))
-        return [Example(self.tokens, dict(column)) for column in columns]
+        count = self.inputs["target_tokens"].shape[1]
+        return [Example(self.tokens, {key: x[:, n] for key, x in self.inputs.items()}) for n in range(count)]
 
 
 @dataclass

@@ -25,10 +25,10 @@ from covey_serve import tinker_forms as forms
 from covey_serve.body import parse, read_bytes, read_json
 from covey_serve.device import Weights
 from covey_serve.errors import ApiError, as_api_error
+from covey_serve.examples import Example
 from covey_serve.journal import Journal
 from covey_serve.service import Ask, Service
 from covey_serve.states import States
-from covey_serve.examples import Example
 from covey_serve.training import SETTINGS, Trained, Trainer
 from covey_serve.wire import Top, array_of, gradients_output, read_request, samples_output, tokens_of
 

@@ -7,14 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+from covey.config.algorithms import GRPOConfig, algorithm_of
 from covey.config.schema import LoRAConfig
+from covey.losses.policy import LossInputs
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.lora import split_trainable, with_lora
+from covey.packing.rows import pack, scatter_to_rows
+from covey.rl.batches import RowBatch, policy_loss_fn
+from covey.sampling.logits import SamplingParams
+from covey.train.programs import UpdatePrograms
+from covey.types import Completion, FinishReason, Group
 from covey_serve.errors import ApiError
 from covey_serve.examples import BY_TOKEN, COLUMNS, Example, make_batch, make_trees
 from covey_serve.training import SETTINGS, Trainer, per_token_loss
@@ -230,3 +238,39 @@ def test_samples_of_a_prompt_have_it_computed_once_and_the_same_gradients(name: 
     assert total == pytest.approx(sum(loss for _, loss in parts), rel=1e-5)
     assert trainer.step(model, ADAM) == pytest.approx(trainer.step(other, ADAM), rel=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), model.trainable, other.trainable)
+
+
+def test_gradients_of_ppo_are_those_of_the_learner_on_the_same_samples(trainer: Trainer) -> None:
+    """The learner has a prompt and its completions in a row, the client sends each sample with its prompt; what is
+    left is rounding.
+    """
+    rng, prompt = np.random.default_rng(3), np.arange(20, 27, dtype=np.int32)
+    sampled = [rng.integers(0, 300, n).astype(np.int32) for n in (3, 5, 1, 4)]
+    old = [(-5.7 + 0.2 * rng.normal(size=len(one))).astype(np.float32) for one in sampled]
+    values = (1.0, -1.0, 0.5, -0.5)
+    advantages = [np.full(len(one), value, np.float32) for one, value in zip(sampled, values, strict=True)]
+
+    completions = [Completion(one, logps, logps, FinishReason.STOP) for one, logps in zip(sampled, old, strict=True)]
+    rows = pack([Group("", prompt, tuple(completions))])
+    column = partial(scatter_to_rows, rows)
+    weight, beta = rows.scored.astype(np.float32), np.zeros((1, 1), np.float32)
+    inputs = LossInputs(column(advantages), weight, column(old), beta, column(old))
+    loss_fn = policy_loss_fn(algorithm_of(GRPOConfig(beta=0.0, epsilon=0.2)), SamplingParams(1.0))
+    learner = UpdatePrograms(with_lora(trainer._base, LoRAConfig(rank=2), seed=3), optax.identity(), loss_fn)
+    model = trainer.create(2, seed=3)
+    # B is 0 in new adapters, which would leave half of the gradients 0.
+    model.trainable = jax.tree.map(lambda x: x + 0.05, model.trainable)
+    frozen = split_trainable(trainer._base)[1]
+    sums, _ = learner.accumulate(model.trainable, frozen, learner.zeros(model.trainable), RowBatch(rows, inputs), 0)
+    want = learner.layout.as_trainable(sums)
+
+    data = []
+    for one, logps, advantage in zip(sampled, old, advantages, strict=True):
+        tokens, zeros = np.concatenate([prompt, one]), np.zeros(len(prompt) - 1, np.float32)
+        columns = {"logprobs": np.append(zeros, logps), "advantages": np.append(zeros, advantage)}
+        data.append(Example(tokens[:-1], columns | {"target_tokens": tokens[1:]}))
+    trainer.gradients(model, "ppo", data, SETTINGS["ppo"], backward=True)
+    found = trainer.programs(2, "ppo").layout.as_trainable(model.sums)
+    for ours, theirs in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
+        assert np.abs(theirs).max() > 0
+        np.testing.assert_allclose(theirs, ours, rtol=2e-5, atol=2e-6 * float(np.abs(ours).max()))
