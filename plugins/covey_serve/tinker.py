@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from covey.config.schema import SamplingConfig
 from covey_serve import tinker_forms as forms
-from covey_serve.body import parse, read_bytes, read_json
+from covey_serve.body import FormT, parse, read_bytes, read_json
 from covey_serve.device import Weights
 from covey_serve.errors import ApiError, as_api_error
 from covey_serve.examples import Example
@@ -113,7 +113,9 @@ class Tinker:
             "get_server_capabilities": self.capabilities, "healthz": self._health,
             "training_runs/{name}": self.training_run, "samplers/{name:path}": self.sampler,
         }  # fmt: skip
+        adapters = {"load_lora_adapter": self.load_adapter, "unload_lora_adapter": self.unload_adapter}
         return [
+            *(Route(f"/v1/{path}", handler, methods=["POST"]) for path, handler in adapters.items()),
             *(Route(PREFIX + path, handler, methods=["POST"]) for path, handler in posts.items()),
             *(Route(PREFIX + path, handler) for path, handler in gets.items()),
         ]
@@ -338,7 +340,7 @@ class Tinker:
 
     async def retrieve(self, request: Request) -> Response:
         """Return the result of a request, or say that it is not there yet."""
-        form = parse(forms.Retrieve, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Retrieve, request)
         if form.request_id not in self._results:
             raise ApiError(f"there is no request {form.request_id!r:.100}", 404)
         result = self._results[form.request_id]
@@ -365,14 +367,14 @@ class Tinker:
 
     async def info(self, request: Request) -> Response:
         """Describe a model that is trained."""
-        form = parse(forms.Loose, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Loose, request)
         run, name = self._run(form.model_id or ""), self.service.name
         data = {"arch": "decoder", "model_name": name, "tokenizer_id": name}
         return JSONResponse({"type": "get_info", "model_data": data, "model_id": run.id} | _lora(run.rank))
 
     async def weights_info(self, request: Request) -> Response:
         """Describe a saved state."""
-        form = parse(forms.Loose, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Loose, request)
         rank = self.states.rank(form.tinker_path or "")
         return JSONResponse({"base_model": self.service.name} | _lora(rank))
 
@@ -390,6 +392,26 @@ class Tinker:
             raise ApiError(f"there is no sampling session {name!r:.100}", 404)
         path = self.samplers[name]
         return JSONResponse({"sampler_id": name, "base_model": self.service.name, "model_path": path})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Let clients of OpenAI's API ask for a saved state by a name."""
+        form, adapters = await self._read(forms.LoadAdapter, request), self.service.adapters
+        if form.lora_name == self.service.name or (form.lora_name in adapters and not form.load_inplace):
+            raise ApiError(f"there is a model {form.lora_name!r} already", param="lora_name")
+        self.states.file(form.lora_path)  # refuses other paths
+        loaded = self.service.device.run(lambda: self._of(form.lora_path))
+        adapters[form.lora_name] = await asyncio.wrap_future(loaded)
+        return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Forget a name of an adapter."""
+        form = await self._read(forms.UnloadAdapter, request)
+        if self.service.adapters.pop(form.lora_name, None) is None:
+            raise ApiError(f"there is no adapter {form.lora_name!r:.100}", 404, "lora_name")
+        return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' removed successfully.")
+
+    async def _read(self, form: type[FormT], request: Request) -> FormT:
+        return parse(form, await read_json(request, self.service.limits.body))
 
     async def _empty(self, request: Request) -> Response:
         return JSONResponse({})

@@ -144,6 +144,21 @@ class Sample(Form):
     type: Literal["sample"] = "sample"
 
 
+class LoadAdapter(Form):
+    """`load_lora_adapter`, with vLLM's names; the path is that of a saved state."""
+
+    lora_name: Name
+    lora_path: str
+    load_inplace: StrictBool = False
+
+
+class UnloadAdapter(Form):
+    """`unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class Retrieve(Form):
     """`retrieve_future`."""
 

@@ -253,6 +253,38 @@ def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) 
     assert client.post("weights_info", tinker_path=path)["lora_rank"] == 2
 
 
+@pytest.mark.slow
+def test_a_saved_state_is_a_model_of_the_other_api(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    for number in (1, 3):
+        client.gradients(number, [datum(1)])
+        client.step(number + 1)
+    path = client.save(5, "end")["path"]
+
+    def ask(model: str) -> Any:
+        fields = {"model": model, "prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0}
+        return client.http.post("/v1/completions", json=fields).json()
+
+    def change(what: str, **fields: str) -> int:
+        return client.http.post(f"/v1/{what}_lora_adapter", json=fields).status_code
+
+    base = ask("tiny")
+    assert change("load", lora_name="mine", lora_path="../x") == change("load", lora_name="tiny", lora_path=path) == 400
+    assert change("load", lora_name="mine", lora_path=path) == 200
+    assert [model["id"] for model in client.http.get("/v1/models").json()["data"]] == ["tiny", "mine"]
+    mine = ask("mine")
+    assert mine["model"] == "mine"
+    prompt = [answer["choices"][0]["logprobs"]["token_logprobs"][1:3] for answer in (base, mine)]
+    assert prompt[0] != prompt[1]
+    samples = {"sampling_params": {"max_tokens": 4, "temperature": 0.0, "top_k": -1, "top_p": 1.0}}
+    drawn = CLASSES["Samples"].FromString(client.result(client.sample(client.snapshot(6, 0), 0, **samples)))
+    logps = mine["choices"][0]["logprobs"]["token_logprobs"][3:]
+    np.testing.assert_allclose(np.frombuffer(drawn.sequences[0].logprobs, "<f4"), logps, atol=1e-4)
+    assert (change("unload", lora_name="mine"), change("unload", lora_name="mine")) == (200, 404)
+    assert ask("mine")["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize(
     "path", ["../x", "tinker://a/weights/../../x", "tinker://../weights/x", "tinker://a/other/x", "/etc/passwd"]
 )
