@@ -123,13 +123,13 @@ def join_targets(examples: Sequence[Example], values: Sequence[np.ndarray]) -> l
 
 
 def make_batch(
-    name: str, examples: Sequence[Example], settings: Mapping[str, float]
+    name: str, examples: Sequence[Example], settings: Mapping[str, float], compile_cost: float = 0.0
 ) -> tuple[Batch, Callable[[np.ndarray], list[np.ndarray]]]:
     """Lay examples out as rows for a loss. Return them, and the function from values of the rows [R, M] to values of
-    each example.
+    each example. `compile_cost` is that of another row length than the usual one, in tokens.
     """
     trees = make_trees(name, examples)
-    rows = pack([tree.group() for tree in trees], max_tokens=MAX_TOKENS)
+    rows = pack([tree.group() for tree in trees], max_tokens=MAX_TOKENS, compile_cost=compile_cost)
 
     def column(key: str) -> np.ndarray:
         columns = ([e.inputs.get(key, np.zeros(len(e.tokens))) for e in tree.examples.values()] for tree in trees)

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 from covey.config.schema import LoRAConfig
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import RATIOS, SURROGATES
-from covey.models.decoder import Decoder
+from covey.models.decoder import Decoder, num_parameters
 from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import split_trainable, with_lora
+from covey.packing.bins import compile_cost
 from covey.packing.rows import rows_at_a_time, split_micro_batches
 from covey.parallel.arrays import put_rows
 from covey.train.gradient_sums import GradientSums
@@ -98,7 +99,7 @@ class Trainer:
     """
 
     def __init__(self, base: Decoder):
-        self._base = base
+        self._base, self._compile_cost = base, compile_cost(num_parameters(base), 1, base.fixed_shapes)
         self._model = cache(self._with_adapters)
         self._frozen = cache(self._round_frozen)
         self.programs = cache(self._programs)
@@ -118,7 +119,7 @@ class Trainer:
         targets of each example, and the loss.
         """
         by_target = [one for example in examples for one in example.by_target()]
-        (batch, unpack), programs = make_batch(name, by_target, settings), self.programs(model.rank, name)
+        (batch, unpack), programs = make_batch(name, by_target, settings, self._compile_cost), self.programs(model.rank, name)
         frozen = self._frozen(model.rank > 0)
         sums = programs.zeros(model.trainable) if model.sums is None else model.sums
         logps, total = list[np.ndarray](), 0.0
