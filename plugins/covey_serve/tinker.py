@@ -8,7 +8,7 @@ depends on the time: sums are added in the order of `seq_id`, and noise follows 
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from covey_serve.errors import ApiError, as_api_error
 from covey_serve.examples import Example
 from covey_serve.journal import Journal
 from covey_serve.service import Ask, Service
+from covey_serve.shorten import Restore, sample_key, shorten, snapshot_names
 from covey_serve.states import States
 from covey_serve.training import SETTINGS, Trained, Trainer
 from covey_serve.wire import Top, array_of, gradients_output, read_request, samples_output, tokens_of
@@ -54,6 +55,7 @@ class Run:
         rank: rank of its adapters.
         metadata: what the client wrote about it.
         model: its weights; None before it is made. The device thread alone reads and changes it.
+        saved: numbers of the requests that saved the state and are done, from the last but one on.
         expected: number of the next request.
         early: requests that wait for earlier ones, by number.
         known: digest of each request by number.
@@ -63,6 +65,7 @@ class Run:
     rank: int
     metadata: Any = None
     model: Trained | None = None
+    saved: deque[int] = field(default_factory=partial(deque[int], maxlen=2))
     expected: int = 1
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
     known: dict[int, str] = field(default_factory=dict)
@@ -90,6 +93,8 @@ class Tinker:
             "save_weights_for_sampler": self._save_for_sampler, "load_weights": self._load,
             "create_sampling_session": self._create_sampling_session, "asample": self._sample,
         }  # fmt: skip
+        self._shortened: dict[str, Callable[[bytes], Any]] = {"restore": self._restore, "sampler": self._name_sampler}
+        self._fetched, self._old_samples, self._copied = set[str](), set[str](), set[str]()
         self._replaying = False
 
     def replay(self) -> int:
@@ -97,7 +102,7 @@ class Tinker:
         self._replaying, count = True, 0
         sizes = {name: getattr(self.service.config, name) for name in SIZES}
         for kind, body in self.journal.records(f"{self.service.origin}, {sizes}"):
-            self._kinds[kind](body)
+            (self._kinds | self._shortened)[kind](body)
             count += 1
         self._replaying = False
         return count
@@ -182,6 +187,9 @@ class Tinker:
 
         def save(model: Trained) -> Any:
             self.states.save(path, model, moments=True)
+            if form.seq_id is not None:
+                self.states.keep(path, Restore(run.id, run.rank, None, form.seq_id).path)
+                run.saved.append(form.seq_id)
             return {"path": path, "type": "save_weights"}
 
         return self._in_order("save_weights", run, form.seq_id, body, save)
@@ -189,9 +197,7 @@ class Tinker:
     def _save_for_sampler(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.Save, _json(body))
         run = self._run(form.model_id)
-        path = f"tinker://{run.id}/sampler_weights/{form.path or f'snapshot-{form.seq_id}'}"
-        owner = run.id.partition(":")[0]
-        session = None if form.path else f"{owner}:sample:{form.sampling_session_seq_id}"
+        path, session = snapshot_names(form.model_dump())
         if session is not None:
             self.samplers[session] = path
 
@@ -206,6 +212,7 @@ class Tinker:
     def _load(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.Load, _json(body))
         self.states.file(form.path)  # refuses other paths
+        self._copied.add(form.path.split("/")[2])
 
         def restore(run: Run) -> Any:
             run.model = self.states.load(form.path, moments=form.optimizer)
@@ -242,7 +249,7 @@ class Tinker:
         if session is not None and session not in self.samplers:
             raise ApiError(f"there is no sampling session {session!r:.100}", 404)
         path = path if session is None else self.samplers[session]
-        key = f"{session}:{form.seq_id}" if session is not None else hashlib.sha256(body).hexdigest()
+        key = sample_key(form.model_dump(), body)
         name, ids = f"sample:{key}", [f"{key}:{n}" for n in range(form.num_samples)]
         if name not in self._results:
             tokens = [token for chunk in form.prompt.chunks for token in chunk.tokens]
@@ -289,6 +296,22 @@ class Tinker:
                 self._weights.popitem(last=False)
         return self._weights[path]
 
+    def _restore(self, body: bytes) -> None:
+        """Go on with a model whose requests before a state are not in the journal any more."""
+        kept = Restore(*json.loads(body))
+        run = self.runs[kept.id] = Run(kept.id, kept.rank, kept.metadata, expected=kept.number + 1)
+        run.saved.append(kept.number)
+
+        def load() -> None:
+            run.model = self.states.load(kept.path, moments=True)
+
+        self._promise(run.id, run.id, self.service.device.run(load))
+
+    def _name_sampler(self, body: bytes) -> None:
+        path, session = json.loads(body)
+        if session is not None:
+            self.samplers[session] = path
+
     # --- order, results
 
     def _in_order(
@@ -326,7 +349,18 @@ class Tinker:
 
     def _accept(self, kind: str, body: bytes) -> None:
         if not self._replaying:
+            self._shorten()
             self.journal.write(kind, body)
+
+    def _shorten(self) -> None:
+        """Shorten the journal where a model has been saved a second time, unless its states have been loaded: that is
+        done again from the states of then.
+        """
+        for run in self.runs.values():
+            if len(run.saved) > 1 and run.id not in self._copied:
+                kept = Restore(run.id, run.rank, run.metadata, run.saved.popleft())
+                self.journal.rewrite(shorten(kept, self._old_samples))
+                self._old_samples, self._fetched = self._fetched, set()
 
     def _promise(self, name: str, model: str, result: Any = None) -> dict[str, Any]:
         if result is not None:
@@ -355,6 +389,7 @@ class Tinker:
             api = as_api_error(error)
             return JSONResponse({"error": api.message, "category": "user" if api.status < 500 else "server"})
         value = future.result()
+        self._fetched.add(form.request_id.removeprefix("sample:"))
         return Response(value, media_type="application/x-protobuf") if isinstance(value, bytes) else JSONResponse(value)
 
     # --- what there is

@@ -350,3 +350,52 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal").write_bytes(data)
     with closing(Journal(tmp_path / "journal")) as journal, pytest.raises(ResumeError, match="journal is damaged"):
         read()
+
+
+@pytest.mark.slow
+def test_a_journal_is_shortened_at_a_save_and_a_server_goes_on_from_it(
+    serve: Callable[..., Client], tmp_path: Path
+) -> None:
+    """Ten times two steps and a save under one name; killed before the last one. The other model is saved once."""
+
+    def ask(client: Client, first: int, last: int) -> Any:
+        drawn = None
+        for turn in range(first, last):
+            number = 5 * turn + 1
+            for step in (number, number + 2):
+                client.gradients(step, [datum(step)])
+                client.result(client.step(step + 1))
+            client.save(number + 4, "latest")
+            if turn % 3 == 0:
+                drawn = client.result(client.sample(client.sampler(turn, base_model="tiny"), 0))
+        return drawn
+
+    def size(folder: str) -> int:
+        return (tmp_path / folder / "journal").stat().st_size
+
+    whole, killed = serve("whole"), serve("killed")
+    for client in (whole, killed):
+        client.begin()
+    ask(whole, 0, 10)
+    ask(killed, 0, 3)
+    before = size("killed")
+    ask(killed, 3, 9)
+    assert size("killed") < 1.5 * before  # two turns of requests, whatever came before
+    killed.gradients(46, [datum(46)])
+    killed.result(killed.step(47))
+    killed.tinker.journal.close()
+    again = serve("killed")
+    assert again.tinker.runs[RUN].expected == 48
+    again.gradients(48, [datum(48)])
+    again.result(again.step(49))
+    again.save(50, "latest")
+    assert again.state("latest") == whole.state("latest")
+    assert "another request" in again.gradients(46, [datum(1)])["error"]["message"]
+    drawn = again.result(again.sample(again.sampler(6, base_model="tiny"), 0))
+    assert drawn == whole.result(whole.sample("session-1:sample:6", 0))
+    path = again.save(51, "end")["path"]
+    again.result(again.post("load_weights", session_id="session-1", model_seq_id=1, path=path, optimizer=True))
+    again.save(52, "end")
+    again.save(53, "end")
+    again.tinker.journal.close()
+    assert serve("killed").state("end") == again.state("end")  # what was loaded is saved once more before
