@@ -53,6 +53,12 @@ class States:
         file.unlink(missing_ok=True)
         file.hardlink_to(self.file(path))
 
+    def forget(self, names: str, before: int) -> None:
+        """Remove the states whose names at this path are numbers below `before`."""
+        for file in self.file(f"{names}/0").parent.glob("*.safetensors"):
+            if int(file.stem) < before:
+                file.unlink()
+
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""
         with self._open(path) as file:

@@ -360,6 +360,7 @@ class Tinker:
             if len(run.saved) > 1 and run.id not in self._copied:
                 kept = Restore(run.id, run.rank, run.metadata, run.saved.popleft())
                 self.journal.rewrite(shorten(kept, self._old_samples))
+                self.states.forget(f"tinker://{run.id}/bases", kept.number)
                 self._old_samples, self._fetched = self._fetched, set()
 
     def _promise(self, name: str, model: str, result: Any = None) -> dict[str, Any]:

@@ -119,11 +119,8 @@ class Trainer:
         targets of each example, and the loss.
         """
         by_target = [one for example in examples for one in example.by_target()]
-        (batch, unpack), programs = (
-            make_batch(name, by_target, settings, self._compile_cost),
-            self.programs(model.rank, name),
-        )
-        frozen = self._frozen(model.rank > 0)
+        batch, unpack = make_batch(name, by_target, settings, self._compile_cost)
+        programs, frozen = self.programs(model.rank, name), self._frozen(model.rank > 0)
         sums = programs.zeros(model.trainable) if model.sums is None else model.sums
         logps, total = list[np.ndarray](), 0.0
         for part in split_micro_batches(batch, rows_at_a_time(batch.rows, None, MAX_TOKENS)):
