@@ -1,10 +1,13 @@
 """Who may ask the server, and how the command refuses what would let others in."""
 
 import asyncio
+import json
 import stat
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +16,11 @@ import uvicorn
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 from covey_report import http
 from covey_report.http import server_config
-from covey_serve import body
+from covey_serve import body, remote_chat
 from covey_serve.app import make_app
 from covey_serve.errors import ApiError
 from covey_serve.metrics import Metrics
@@ -137,6 +141,39 @@ def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.Mon
         slow, silent, second = asyncio.run(check(listener))
     assert slow == silent == b""
     assert second.endswith(b"ok")
+
+
+def test_a_chat_with_a_server_sends_all_that_was_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({"data": [{"id": "mine"}]})
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            text = f"answer \x1b[31m{len(asked)}"
+            self.answer({"choices": [{"message": {"content": text}}]}, 400 if len(asked) > 2 else 200)
+
+        def answer(self, value: Any, status: int = 200) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(value).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    asked = list[Any]()
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        lines = iter(["one", "two", "three"])
+        monkeypatch.setattr("builtins.input", lambda _: next(lines))
+        with pytest.raises(CoveyError, match=r"refuses \(400\)"):
+            remote_chat.chat(f"http://127.0.0.1:{server.server_port}/", "", RolloutConfig(temperature=0.5))
+        server.shutdown()
+    assert [one["role"] for one in asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert (asked[0]["model"], asked[0]["temperature"]) == ("mine", 0.5)
+    assert "answer" in (shown := capsys.readouterr().out)
+    assert "\x1b" not in shown  # a model's control characters do not reach the terminal
 
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
