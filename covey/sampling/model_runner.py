@@ -144,6 +144,7 @@ class ModelRunner:
         params: the decoder's state; None without weights.
         slots: state of each slot.
         cache_length: number of tokens for which each slot has room.
+        prefix_lengths: lengths of the prompts that were prefilled last; none after new weights.
     """
 
     def __init__(self, programs: Programs, params: Any):
@@ -154,10 +155,6 @@ class ModelRunner:
     def release(self) -> None:
         """Free the cache and forget all slots."""
         self.slots, self.cache, self.cache_length = empty_slots(0), list[LayerCache](), 0
-        self.forget_prefix()
-
-    def forget_prefix(self) -> None:
-        """Forget the prompts that were prefilled last, for example because they were under other weights."""
         self.prefix: Prefix | None = None
         self.prefix_tokens, self.prefix_lengths = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
 
