@@ -256,11 +256,19 @@ examples
         ),
         Command(
             "chat", "covey.cli.model:chat", "RUN_OR_MODEL", "talk to it",
-            "A conversation in the terminal; Ctrl-D ends it.",
+            "A conversation in the terminal; Ctrl-D ends it. A server has the model already: see --server.",
             """\
 examples
   covey chat runs/quickstart-1
-  covey chat smollm2-135m --temperature 0.7""",
+  covey chat smollm2-135m --temperature 0.7
+  covey chat --server http://127.0.0.1:8000""",
+            least=0,
+            options=(
+                Option(
+                    "--server", "URL",
+                    "talk to the model that a server has, as RUN_OR_MODEL if it is given; the key is OPENAI_API_KEY",
+                ),
+            ),
             settings=(ChatOptions,),
         ),
         Command(

@@ -9,6 +9,7 @@ from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.display import echo
 from covey.errors import CoveyError
+from covey.registry import offered
 
 
 def evaluate(line: Line) -> None:
@@ -64,9 +65,14 @@ def generate(line: Line) -> None:
 
 
 def chat(line: Line) -> None:
-    """Execute `covey chat RUN_OR_MODEL [settings]`."""
-    (source,) = line.arguments
+    """Execute `covey chat RUN_OR_MODEL [settings]`, or `covey chat --server URL [MODEL] [settings]`."""
+    source, server = "".join(line.arguments), line.options.get("--server")
+    if not source and server is None:
+        raise missing_argument(line.command)
     options = build_settings(ChatOptions, line, source)
+    if server is not None:
+        offered("covey.chats", "server")(server, source, options.rollout)
+        return
     check_one_process("covey chat")
     check_source(source)
     from covey import recipes

@@ -232,7 +232,7 @@ class Engine:
         """
         self._check_weights(params)
         self.runner.params, self.version = params, self.version + 1 if version is None else version
-        self.scheduler.prefilled = []
+        self.scheduler.prefilled, self.runner.prefix_lengths = [], np.zeros(0, np.int32)
         if not self.unfinished:  # numbers that are not finite would spoil whatever comes into the same slot
             self.runner.release()
 

@@ -144,6 +144,7 @@ class ModelRunner:
         params: the decoder's state; None without weights.
         slots: state of each slot.
         cache_length: number of tokens for which each slot has room.
+        prefix_lengths: lengths of the prompts that were prefilled last; none after new weights.
     """
 
     def __init__(self, programs: Programs, params: Any):
@@ -155,7 +156,7 @@ class ModelRunner:
         """Free the cache and forget all slots."""
         self.slots, self.cache, self.cache_length = empty_slots(0), list[LayerCache](), 0
         self.prefix: Prefix | None = None
-        self.prefix_lengths = np.zeros(0, np.int32)
+        self.prefix_tokens, self.prefix_lengths = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
 
     def allocate(self, slots: int, cache_length: int) -> None:
         """Empty all slots, and make a cache unless that which is there has these sizes."""
@@ -165,12 +166,15 @@ class ModelRunner:
         self.slots, self.cache_length = self.programs.place_slots(self.params, empty_slots(slots)), cache_length
 
     def prefill(self, prompts: Collection[np.ndarray], shape: tuple[int, int]) -> None:
-        """Prefill `prompts` (int32 [n] each), padded to a batch of this shape."""
+        """Prefill `prompts` (int32 [n] each), padded to a batch of this shape, unless they were prefilled last."""
         tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        self.prefix, self.prefix_lengths = self.programs.prefill(self.params, tokens, lengths), lengths
+        if np.array_equal(tokens, self.prefix_tokens) and np.array_equal(lengths, self.prefix_lengths):
+            return
+        self.prefix = self.programs.prefill(self.params, tokens, lengths)
+        self.prefix_tokens, self.prefix_lengths = tokens, lengths
         self.stats.prompt_tokens += sum(map(len, prompts))
 
     def insert(self, admitted: Collection[Admission], sequences: Mapping[int, Sequence]) -> Drawn:

@@ -1,8 +1,46 @@
 """Settings of the HTTP servers of Covey's commands."""
 
+import asyncio
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 20.0
+"""Time in which the headers of a request must arrive."""
+
+
+class TimedProtocol(H11Protocol):
+    """A connection that is closed if the headers of a request do not arrive in time, which uvicorn does not limit."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take data, and wait for the rest of the headers, or no longer."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def server_config(app: Any, connections: int) -> uvicorn.Config:
@@ -11,7 +49,7 @@ def server_config(app: Any, connections: int) -> uvicorn.Config:
     """
     return uvicorn.Config(
         app,
-        http="h11",
+        http=TimedProtocol,
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -26,7 +26,7 @@ class Choice:
         decode: function from tokens to text.
         stops: stop strings, whose beginnings are held back.
         tokens, logps: what was drawn so far.
-        sent: text that was sent.
+        sent: number of characters that were sent.
         sent_tokens: number of tokens that were sent.
         completion: the completion once it has ended.
         calls: tool calls that it makes.
@@ -37,10 +37,12 @@ class Choice:
     stops: Sequence[str] = ()
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    sent: str = ""
+    sent: int = 0
     sent_tokens: int = 0
     completion: Completion | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
+    _held: str = ""
+    _window: slice = field(default_factory=lambda: slice(0, 0))
 
     def take(self, event: Event) -> None:
         """Take what was drawn."""
@@ -50,19 +52,35 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The text so far, up to what may still change: half a character, or the beginning of a stop string."""
-        if self.completion is not None:
-            return self.completion.text
-        text: str = self.decode(self.tokens).rstrip("\ufffd")
-        held = (n for n in range(min(self._longest, len(text)), 0, -1) if self._may_stop(text[len(text) - n :]))
-        return text[: len(text) - next(held, 0)]
+        """The text of the finished choice."""
+        assert self.completion is not None, "a choice has its text at its end"
+        return self.completion.text
 
     def advance(self) -> tuple[str, slice]:
-        """Return the text and the tokens that are new since the last call."""
-        text, start = self.text, self.sent_tokens
-        new = text[len(self.sent) :]
-        self.sent, self.sent_tokens = self.sent + new, len(self.tokens)
+        """Return the text and the tokens that are new since the last call, without what may still change: half a
+        character, or the beginning of a stop string.
+        """
+        if self.completion is None:
+            self._decode_new()
+            held = (n for n in range(min(self._longest, len(self._held)), 0, -1) if self._may_stop(self._held[-n:]))
+            end = len(self._held) - next(held, 0)
+            new, self._held = self._held[:end], self._held[end:]
+        else:
+            new = self.text[self.sent :]
+        start, self.sent, self.sent_tokens = self.sent_tokens, self.sent + len(new), len(self.tokens)
         return new, slice(start, self.sent_tokens)
+
+    def _decode_new(self) -> None:
+        """Add the text of new tokens to the text that is held, up to the last of four places where no character is cut.
+        They are decoded after those of the call before, on which a space may depend, and not after all tokens.
+        """
+        start, known = self._window.start, self.decode(self.tokens[self._window])
+        for end in range(len(self.tokens), max(self._window.stop, len(self.tokens) - 4), -1):
+            text = self.decode(self.tokens[start:end])
+            if not text.endswith("\ufffd"):
+                self._held += text[len(known) :]
+                self._window = slice(self._window.stop if known else start, end)
+                return
 
     @property
     def finish_reason(self) -> str | None:

@@ -30,8 +30,8 @@ class Weights:
     """Weights to sample with.
 
     Attributes:
-        rank: rank of the adapters; 0 for the model as it was loaded.
-        adapters: state of the adapters; None where the rank is 0.
+        rank: rank of the adapters; 0 for none.
+        adapters: state of the adapters; for rank 0 all weights, or None for those of the model as it was loaded.
     """
 
     rank: int = 0
@@ -90,7 +90,7 @@ class Lane:
     """
 
     def __init__(self, worker: RolloutWorker):
-        self.worker, self.engine = worker, worker.engine
+        self.worker, self.engine, self._base = worker, worker.engine, worker.params
         self.engine.scheduler.prefills_alone = True
         self.waiting = deque[Stream]()
         self.places: dict[int, tuple[Stream, int]] = {}
@@ -138,14 +138,15 @@ class Lane:
             self._load(self.waiting[0].weights)
         elif self.engine.unfinished and any(stream.weights is not self.weights for stream in self.waiting):
             return
-        for stream in [stream for stream in self.waiting if stream.weights is self.weights]:
+        entering = [stream for stream in self.waiting if stream.weights is self.weights]
+        # Equal prompts one after the other are prefilled once.
+        for stream in sorted(entering, key=lambda stream: stream.requests[0].prompt.tobytes()):
             self.waiting.remove(stream)
             self._add(stream)
 
     def _load(self, weights: Weights) -> None:
         self.weights = None
-        if weights.adapters is not None:
-            self.worker.update_params(weights.adapters)
+        self.worker.update_params(self._base if weights.adapters is None else weights.adapters)
         self.engine.update_weights(self.worker.sampling_params(), self.worker.version)
         self.weights = weights
 

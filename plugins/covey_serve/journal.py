@@ -4,11 +4,13 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from covey.errors import ResumeError
 
+Change = Callable[[str, bytes], tuple[str, bytes] | None]
+"""Function from kind and body of a record to those of the record in its place; None for none."""
 HEAD = struct.Struct("<III")
 """Length of the kind, length of the body, and checksum of both."""
 
@@ -24,7 +26,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None):
-        self._file = None
+        self._file, self._path = None, path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
@@ -49,13 +51,34 @@ class Journal:
         if not begun:
             self.write("begun", identity.encode())
 
-    def write(self, kind: str, body: bytes) -> None:
-        """Append a record, and wait until it is on the disk."""
+    def write(self, kind: str, body: bytes, *, flush: bool = True) -> None:
+        """Append a record, and unless not `flush` wait until it is on the disk."""
         if self._file is not None:
             data = kind.encode() + body
             self._file.write(HEAD.pack(len(kind), len(body), zlib.crc32(data)) + data)
+            if flush:
+                self.flush()
+
+    def flush(self) -> None:
+        """Wait until all records are on the disk."""
+        if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def rewrite(self, change: Change) -> None:
+        """Replace each record by what `change` makes of it. The old file stays until the new one is on the disk."""
+        if self._file is None or self._path is None:
+            return
+        made = self._path.with_suffix(".new")
+        made.unlink(missing_ok=True)  # an interrupted call may have left it
+        new = Journal(made)
+        for record in self.read():
+            if (changed := change(*record)) is not None:
+                new.write(*changed, flush=False)
+        new.flush()
+        os.replace(made, self._path)
+        self.close()
+        self._file = new._file
 
     def read(self) -> Iterator[tuple[str, bytes]]:
         """Yield the records from the beginning, then cut a last one that is not whole, which nobody was told of.
@@ -72,7 +95,7 @@ class Journal:
             data = self._file.read(kind + body) if end + HEAD.size + kind + body <= size else b""
             if zlib.crc32(data) != checksum or not data:
                 if end + HEAD.size + kind + body < size:
-                    raise ResumeError("a record of the journal is damaged", where=str(self._file.name))
+                    raise ResumeError("a record of the journal is damaged", where=str(self._path))
                 break
             end += HEAD.size + len(data)
             yield data[:kind].decode(), data[kind:]

@@ -42,7 +42,8 @@ class Answer:
         self.names = Names(service.tokenizer, bool(form.return_tokens_as_token_ids))
         self.choices = [Choice(n, service.decode, ask.stop) for n in range(len(ask.prompts) * ask.samples)]
         self.began, self._first = time.perf_counter(), True
-        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+        name = form.model or service.name
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
     @property
     def usage(self) -> Any:
@@ -111,7 +112,7 @@ class Answer:
     async def scores(self, choice: Choice, start: int = 0) -> Places:
         """Return the places of the prompt and the completion of a choice from token `start` on."""
         tokens = np.concatenate([self.prompt_of(choice), choice.tokens]).astype(np.int32)
-        known = None if len(tokens) < 2 else await self.service.scores(tokens)
+        known = None if len(tokens) < 2 else await self.service.scores(tokens, self.ask.weights)
         return Places.of_text(tokens, known, start)
 
     async def own_places(self, choice: Choice) -> Places:
@@ -324,13 +325,14 @@ class OpenAI:
         )
 
     async def models(self, request: Request) -> Response:
-        """List the model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """List the model, and the adapters that are loaded."""
+        names = [self.service.name, *self.service.adapters]
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        """Describe the model."""
+        """Describe the model, or an adapter."""
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(request.path_params["name"]))
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to tokens."""
@@ -377,12 +379,12 @@ class OpenAI:
         text = self.service.metrics.text(*self.service.device.counts())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         limit = self.service.model.config.max_positions
-        return {"id": self.service.name, "object": "model", "created": 0, "owned_by": "covey", "max_model_len": limit}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "covey", "max_model_len": limit}
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.service.name):
+        if name not in (None, "", self.service.name, *self.service.adapters):
             message = f"the model {name!r:.100} does not exist; this server has {self.service.name!r}"
             raise ApiError(message, 404, "model", "model_not_found")
 
@@ -396,6 +398,7 @@ class OpenAI:
             stop=form.stops,
             stop_ids=form.stop_token_ids or (),
             live=bool(form.stream) and live,
+            weights=self.service.adapters.get(form.model or ""),
         )
 
     async def _prompts(self, form: CompletionForm) -> list[np.ndarray]:

@@ -79,6 +79,9 @@ class Service:
         config: settings of the engines.
         limits: bounds of a request.
         origin: origin of the weights.
+
+    Attributes:
+        adapters: weights that clients have loaded, by the names under which they ask for them.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Service:
         self.origin = origin
         self.name, self.model, self.tokenizer, self.config, self.limits = name, model, tokenizer, config, limits
         self.base, self.metrics = Weights(), Metrics()
+        self.adapters: dict[str, Weights] = {}
         self._scorer = cache(self._make_scorer)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self.device = Device(self._make_worker)

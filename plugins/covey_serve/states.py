@@ -15,7 +15,7 @@ from covey.parallel.arrays import flatten
 from covey_serve.errors import ApiError
 from covey_serve.training import Trained, Trainer
 
-PATH = re.compile(r"tinker://([A-Za-z0-9:-]{1,64})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+PATH = re.compile(r"tinker://([A-Za-z0-9:-]{1,64})/(weights|sampler_weights|bases)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 
 
 class States:
@@ -45,6 +45,19 @@ class States:
         file.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
         replace_file(file, safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)}))
+
+    def keep(self, path: str, name: str) -> None:
+        """Give the present state at a path a second name, at which it stays when the first is saved again."""
+        file = self.file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        file.hardlink_to(self.file(path))
+
+    def forget(self, names: str, before: int) -> None:
+        """Remove the states whose names at this path are numbers below `before`."""
+        for file in self.file(f"{names}/0").parent.glob("*.safetensors"):
+            if int(file.stem) < before:
+                file.unlink()
 
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""

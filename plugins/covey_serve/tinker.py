@@ -8,7 +8,7 @@ depends on the time: sums are added in the order of `seq_id`, and noise follows 
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from covey.config.schema import SamplingConfig
 from covey_serve import tinker_forms as forms
-from covey_serve.body import parse, read_bytes, read_json
+from covey_serve.body import FormT, parse, read_bytes, read_json
 from covey_serve.device import Weights
 from covey_serve.errors import ApiError, as_api_error
+from covey_serve.examples import Example
 from covey_serve.journal import Journal
 from covey_serve.service import Ask, Service
+from covey_serve.shorten import Restore, sample_key, shorten, snapshot_names
 from covey_serve.states import States
-from covey_serve.training import SETTINGS, Example, Trained, Trainer
-from covey_serve.wire import array_of, gradients_output, read_request, samples_output, tokens_of
+from covey_serve.training import SETTINGS, Trained, Trainer
+from covey_serve.wire import Top, array_of, gradients_output, read_request, samples_output, tokens_of
 
 PREFIX = "/api/v1/"
 WAIT = 30.0
@@ -53,6 +55,7 @@ class Run:
         rank: rank of its adapters.
         metadata: what the client wrote about it.
         model: its weights; None before it is made. The device thread alone reads and changes it.
+        saved: numbers of the requests that saved the state and are done, from the last but one on.
         expected: number of the next request.
         early: requests that wait for earlier ones, by number.
         known: digest of each request by number.
@@ -62,6 +65,7 @@ class Run:
     rank: int
     metadata: Any = None
     model: Trained | None = None
+    saved: deque[int] = field(default_factory=partial(deque[int], maxlen=2))
     expected: int = 1
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
     known: dict[int, str] = field(default_factory=dict)
@@ -89,6 +93,8 @@ class Tinker:
             "save_weights_for_sampler": self._save_for_sampler, "load_weights": self._load,
             "create_sampling_session": self._create_sampling_session, "asample": self._sample,
         }  # fmt: skip
+        self._shortened: dict[str, Callable[[bytes], Any]] = {"restore": self._restore, "sampler": self._name_sampler}
+        self._fetched, self._old_samples, self._copied = set[str](), set[str](), set[str]()
         self._replaying = False
 
     def replay(self) -> int:
@@ -96,7 +102,7 @@ class Tinker:
         self._replaying, count = True, 0
         sizes = {name: getattr(self.service.config, name) for name in SIZES}
         for kind, body in self.journal.records(f"{self.service.origin}, {sizes}"):
-            self._kinds[kind](body)
+            (self._kinds | self._shortened)[kind](body)
             count += 1
         self._replaying = False
         return count
@@ -112,7 +118,9 @@ class Tinker:
             "get_server_capabilities": self.capabilities, "healthz": self._health,
             "training_runs/{name}": self.training_run, "samplers/{name:path}": self.sampler,
         }  # fmt: skip
+        adapters = {"load_lora_adapter": self.load_adapter, "unload_lora_adapter": self.unload_adapter}
         return [
+            *(Route(f"/v1/{path}", handler, methods=["POST"]) for path, handler in adapters.items()),
             *(Route(PREFIX + path, handler, methods=["POST"]) for path, handler in posts.items()),
             *(Route(PREFIX + path, handler) for path, handler in gets.items()),
         ]
@@ -139,8 +147,6 @@ class Tinker:
     def _create_model(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.CreateModel, _json(body))
         self._check_base(form.base_model)
-        if form.lora_config is None:
-            raise ApiError("this server trains adapters alone: lora_config is missing", param="lora_config")
         run, lora = self._new_run(form.session_id, form.model_seq_id, form.lora_config.rank), form.lora_config
         if run.id in self.runs:
             return self._promise(run.id, run.id)
@@ -181,6 +187,9 @@ class Tinker:
 
         def save(model: Trained) -> Any:
             self.states.save(path, model, moments=True)
+            if form.seq_id is not None:
+                self.states.keep(path, Restore(run.id, run.rank, None, form.seq_id).path)
+                run.saved.append(form.seq_id)
             return {"path": path, "type": "save_weights"}
 
         return self._in_order("save_weights", run, form.seq_id, body, save)
@@ -188,9 +197,7 @@ class Tinker:
     def _save_for_sampler(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.Save, _json(body))
         run = self._run(form.model_id)
-        path = f"tinker://{run.id}/sampler_weights/{form.path or f'snapshot-{form.seq_id}'}"
-        owner = run.id.partition(":")[0]
-        session = None if form.path else f"{owner}:sample:{form.sampling_session_seq_id}"
+        path, session = snapshot_names(form.model_dump())
         if session is not None:
             self.samplers[session] = path
 
@@ -205,10 +212,11 @@ class Tinker:
     def _load(self, body: bytes) -> dict[str, Any]:
         form = parse(forms.Load, _json(body))
         self.states.file(form.path)  # refuses other paths
+        self._copied.add(form.path.split("/")[2])
 
         def restore(run: Run) -> Any:
             run.model = self.states.load(form.path, moments=form.optimizer)
-            base = {"base_model": self.service.name, "is_lora": True, "lora_rank": run.model.rank}
+            base = {"base_model": self.service.name} | _lora(run.model.rank)
             return {"path": form.path, "type": "load_weights", "model_id": run.id} | base
 
         if form.model_id is not None:
@@ -241,7 +249,7 @@ class Tinker:
         if session is not None and session not in self.samplers:
             raise ApiError(f"there is no sampling session {session!r:.100}", 404)
         path = path if session is None else self.samplers[session]
-        key = f"{session}:{form.seq_id}" if session is not None else hashlib.sha256(body).hexdigest()
+        key = sample_key(form.model_dump(), body)
         name, ids = f"sample:{key}", [f"{key}:{n}" for n in range(form.num_samples)]
         if name not in self._results:
             tokens = [token for chunk in form.prompt.chunks for token in chunk.tokens]
@@ -268,12 +276,16 @@ class Tinker:
             weights=weights,
         )
         completions = [event.completion for event in await self.service.all_of(ask)]
-        logps, top, count = None, None, form.topk_prompt_logprobs
+        logps, top, sampled, count = None, None, list[Top](), form.topk_prompt_logprobs
         if (form.prompt_logprobs or count) and len(tokens) > 1:
             scores = await self.service.scores(tokens, weights)
             logps = np.append(np.float32(np.nan), scores.logps)
             top = (scores.ids[:, :count], scores.top[:, :count]) if count else None
-        return samples_output(completions, logps, top)
+        for one in completions if form.topk_sample_logprobs else ():
+            scores = await self.service.scores(np.concatenate([tokens, one.tokens]), weights)
+            chosen = slice(len(tokens) - 1, None), slice(form.topk_sample_logprobs)
+            sampled.append((scores.ids[chosen], scores.top[chosen]))
+        return samples_output(completions, sampled, logps, top)
 
     def _of(self, path: str) -> Weights:
         """Return the weights of a snapshot, which the device thread alone asks for."""
@@ -283,6 +295,22 @@ class Tinker:
             if len(self._weights) > MAX_WEIGHTS:
                 self._weights.popitem(last=False)
         return self._weights[path]
+
+    def _restore(self, body: bytes) -> None:
+        """Go on with a model whose requests before a state are not in the journal any more."""
+        kept = Restore(*json.loads(body))
+        run = self.runs[kept.id] = Run(kept.id, kept.rank, kept.metadata, expected=kept.number + 1)
+        run.saved.append(kept.number)
+
+        def load() -> None:
+            run.model = self.states.load(kept.path, moments=True)
+
+        self._promise(run.id, run.id, self.service.device.run(load))
+
+    def _name_sampler(self, body: bytes) -> None:
+        path, session = json.loads(body)
+        if session is not None:
+            self.samplers[session] = path
 
     # --- order, results
 
@@ -321,7 +349,19 @@ class Tinker:
 
     def _accept(self, kind: str, body: bytes) -> None:
         if not self._replaying:
+            self._shorten()
             self.journal.write(kind, body)
+
+    def _shorten(self) -> None:
+        """Shorten the journal where a model has been saved a second time, unless its states have been loaded: that is
+        done again from the states of then.
+        """
+        for run in self.runs.values():
+            if len(run.saved) > 1 and run.id not in self._copied:
+                kept = Restore(run.id, run.rank, run.metadata, run.saved.popleft())
+                self.journal.rewrite(shorten(kept, self._old_samples))
+                self.states.forget(f"tinker://{run.id}/bases", kept.number)
+                self._old_samples, self._fetched = self._fetched, set()
 
     def _promise(self, name: str, model: str, result: Any = None) -> dict[str, Any]:
         if result is not None:
@@ -335,7 +375,7 @@ class Tinker:
 
     async def retrieve(self, request: Request) -> Response:
         """Return the result of a request, or say that it is not there yet."""
-        form = parse(forms.Retrieve, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Retrieve, request)
         if form.request_id not in self._results:
             raise ApiError(f"there is no request {form.request_id!r:.100}", 404)
         result = self._results[form.request_id]
@@ -350,6 +390,7 @@ class Tinker:
             api = as_api_error(error)
             return JSONResponse({"error": api.message, "category": "user" if api.status < 500 else "server"})
         value = future.result()
+        self._fetched.add(form.request_id.removeprefix("sample:"))
         return Response(value, media_type="application/x-protobuf") if isinstance(value, bytes) else JSONResponse(value)
 
     # --- what there is
@@ -362,14 +403,14 @@ class Tinker:
 
     async def info(self, request: Request) -> Response:
         """Describe a model that is trained."""
-        form = parse(forms.Loose, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Loose, request)
         run, name = self._run(form.model_id or ""), self.service.name
         data = {"arch": "decoder", "model_name": name, "tokenizer_id": name}
         return JSONResponse({"type": "get_info", "model_data": data, "model_id": run.id} | _lora(run.rank))
 
     async def weights_info(self, request: Request) -> Response:
         """Describe a saved state."""
-        form = parse(forms.Loose, await read_json(request, self.service.limits.body))
+        form = await self._read(forms.Loose, request)
         rank = self.states.rank(form.tinker_path or "")
         return JSONResponse({"base_model": self.service.name} | _lora(rank))
 
@@ -387,6 +428,26 @@ class Tinker:
             raise ApiError(f"there is no sampling session {name!r:.100}", 404)
         path = self.samplers[name]
         return JSONResponse({"sampler_id": name, "base_model": self.service.name, "model_path": path})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Let clients of OpenAI's API ask for a saved state by a name."""
+        form, adapters = await self._read(forms.LoadAdapter, request), self.service.adapters
+        if form.lora_name == self.service.name or (form.lora_name in adapters and not form.load_inplace):
+            raise ApiError(f"there is a model {form.lora_name!r} already", param="lora_name")
+        self.states.file(form.lora_path)  # refuses other paths
+        loaded = self.service.device.run(lambda: self._of(form.lora_path))
+        adapters[form.lora_name] = await asyncio.wrap_future(loaded)
+        return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Forget a name of an adapter."""
+        form = await self._read(forms.UnloadAdapter, request)
+        if self.service.adapters.pop(form.lora_name, None) is None:
+            raise ApiError(f"there is no adapter {form.lora_name!r:.100}", 404, "lora_name")
+        return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' removed successfully.")
+
+    async def _read(self, form: type[FormT], request: Request) -> FormT:
+        return parse(form, await read_json(request, self.service.limits.body))
 
     async def _empty(self, request: Request) -> Response:
         return JSONResponse({})
@@ -424,7 +485,7 @@ def _json(body: bytes) -> Any:
 
 
 def _lora(rank: int) -> dict[str, Any]:
-    return {"is_lora": True, "lora_rank": rank}
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def _settings(message: Any) -> dict[str, float]:
@@ -460,8 +521,12 @@ def _examples(message: Any, service: Service) -> list[Example]:
             raise ApiError(f"datum {number} has {sorted(inputs)}; {message.loss_fn} takes {sorted(needed)}")
         if any(len(value) != len(tokens) for value in inputs.values()):
             raise ApiError(f"datum {number} has arrays that are not as long as its {len(tokens)} tokens")
+        shapes = {value.shape for value in inputs.values()}
+        if len(shapes) > 1 or (message.loss_fn != "cross_entropy" and inputs["target_tokens"].ndim > 1):
+            raise ApiError(f"datum {number} has the shapes {sorted(shapes)}; cross_entropy alone takes [n, k], twice")
         _check_tokens(tokens, service)
-        _check_tokens(inputs["target_tokens"], service)
+        for targets in inputs["target_tokens"].reshape(len(tokens), -1).T:
+            _check_tokens(targets, service)
         examples.append(Example(tokens, inputs))
     if not examples:
         raise ApiError("there is no datum", param="data")

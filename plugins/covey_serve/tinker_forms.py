@@ -19,9 +19,9 @@ class Optimizer(Form):
 
 
 class Lora(Form):
-    """Settings of new adapters."""
+    """Settings of new adapters; rank 0 trains all weights in their place."""
 
-    rank: Annotated[StrictInt, Field(ge=1, le=256)]
+    rank: Annotated[StrictInt, Field(ge=0, le=256)]
     seed: StrictInt | None = None
     train_unembed: StrictBool = True
     train_mlp: Literal[True] = True
@@ -35,7 +35,7 @@ class CreateModel(Form):
     model_seq_id: Count
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: Lora | None = None
+    lora_config: Lora = Lora(rank=0)
     optimizer_config: Optimizer = Optimizer()
     type: Literal["create_model"] = "create_model"
 
@@ -138,10 +138,25 @@ class Sample(Form):
     seq_id: Count | None = None
     prompt_logprobs: StrictBool | None = None
     topk_prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
-    topk_sample_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] | None = None
     type: Literal["sample"] = "sample"
+
+
+class LoadAdapter(Form):
+    """`load_lora_adapter`, with vLLM's names; the path is that of a saved state."""
+
+    lora_name: Name
+    lora_path: str
+    load_inplace: StrictBool = False
+
+
+class UnloadAdapter(Form):
+    """`unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None
 
 
 class Retrieve(Form):

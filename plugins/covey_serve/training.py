@@ -15,36 +15,22 @@ from jaxtyping import Array, Float
 from covey.config.schema import LoRAConfig
 from covey.losses.logprobs import token_logps
 from covey.losses.policy import RATIOS, SURROGATES
-from covey.models.decoder import Decoder
-from covey.models.dtypes import round_kernels
+from covey.models.decoder import Decoder, num_parameters
+from covey.models.dtypes import operand_type, round_kernels
 from covey.models.lora import split_trainable, with_lora
-from covey.packing.rows import Rows, pack, rows_at_a_time, scatter_to_rows, split_micro_batches, unpack
+from covey.packing.bins import compile_cost
+from covey.packing.rows import rows_at_a_time, split_micro_batches
 from covey.parallel.arrays import put_rows
 from covey.train.gradient_sums import GradientSums
 from covey.train.programs import UpdatePrograms
-from covey.types import Completion, FinishReason, Group, MetricSums
+from covey.types import MetricSums
 from covey_serve.errors import ApiError
+from covey_serve.examples import CLIPS, MAX_TOKENS, Batch, Example, join_targets, make_batch
 
-MAX_TOKENS = 2048
-"""About how many tokens are computed at a time."""
-CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {}, "importance_sampling": {}, "ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": 0.05},
 }  # fmt: skip
 """Settings of each loss, with their defaults."""
-
-
-class Batch(NamedTuple):
-    """Rows with what the losses need, each [R, M]; settings are [R, 1]."""
-
-    rows: Rows
-    weight: Any
-    advantage: Any
-    old: Any
-    mask: Any
-    low: Any
-    high: Any
-    beta: Any
 
 
 class Thresholds(NamedTuple):
@@ -56,26 +42,13 @@ class Thresholds(NamedTuple):
     delta: None = None
 
 
-@dataclass(frozen=True)
-class Example:
-    """One datum: its tokens, and arrays with a value for each.
-
-    Attributes:
-        tokens: int32 [n], the input of the model.
-        inputs: `target_tokens`, and `weights` or `logprobs` and `advantages`.
-    """
-
-    tokens: np.ndarray
-    inputs: Mapping[str, np.ndarray]
-
-
 @dataclass
 class Trained:
     """A model that a client trains.
 
     Attributes:
-        rank: rank of its adapters.
-        trainable: the adapters.
+        rank: rank of its adapters; 0 where all weights are trained.
+        trainable: the adapters, or all weights.
         moments: state of AdamW.
         sums: gradients since the last step; None for none.
     """
@@ -118,44 +91,25 @@ def loss_sum(name: str, graph: Any, params: Any, batch: Batch) -> tuple[Float[Ar
     return total, {"logps": logps}
 
 
-def make_batch(examples: Sequence[Example], settings: Mapping[str, float]) -> Batch:
-    """Lay examples out as rows: of each, the token after its last one is its last target."""
-    none = np.zeros(0, np.float32)
-    targets = [example.inputs["target_tokens"] for example in examples]
-    completions = [np.append(e.tokens[1:], t[-1:]).astype(np.int32) for e, t in zip(examples, targets, strict=True)]
-    groups = [
-        Group("", example.tokens[:1], (Completion(completion, none, none, FinishReason.STOP),))
-        for example, completion in zip(examples, completions, strict=True)
-    ]
-    rows = pack(groups, max_tokens=MAX_TOKENS)
-    rows = rows._replace(target=scatter_to_rows(rows, targets).astype(np.int32))  # ids are below 2**24
-
-    def column(name: str) -> np.ndarray:
-        return scatter_to_rows(rows, [e.inputs.get(name, np.zeros(len(e.tokens))) for e in examples])
-
-    weight, advantage, old = map(column, ("weights", "advantages", "logprobs"))
-    each = np.ones((len(rows.tokens), 1), np.float32)
-    low, high, beta = (each * settings.get(name, 1.0) for name in (*CLIPS, "beta"))
-    return Batch(rows, weight, advantage, old, (advantage != 0).astype(np.float32), low, high, beta)
-
-
 class Trainer:
-    """Gradients and updates of the adapters of all clients on one base.
+    """Gradients and updates of the adapters of all clients on one base, or of all of its weights.
 
     Args:
-        base: the model under the adapters.
+        base: the model under the adapters, which never changes.
     """
 
     def __init__(self, base: Decoder):
-        self._base = base
+        self._base, self._compile_cost = base, compile_cost(num_parameters(base), 1, base.fixed_shapes)
         self._model = cache(self._with_adapters)
+        self._frozen = cache(self._round_frozen)
         self.programs = cache(self._programs)
         self.forward = cache(self._forward)
         self._update = cache(self._make_update)
 
     def create(self, rank: int, seed: int) -> Trained:
-        """Return new adapters, which change nothing yet."""
-        trainable = split_trainable(with_lora(self._base, LoRAConfig(rank=rank), seed=seed))[1]
+        """Return new adapters, which change nothing yet; or for rank 0 all weights of the base."""
+        model = with_lora(self._base, LoRAConfig(rank=rank), seed=seed) if rank else self._base
+        trainable = split_trainable(model)[1]
         return Trained(rank, trainable, optax.adamw(0.0).init(trainable))
 
     def gradients(
@@ -164,8 +118,9 @@ class Trainer:
         """Add the gradients of a loss to the sums of a model, unless not `backward`; return the log-probs of the
         targets of each example, and the loss.
         """
-        batch, programs = make_batch(examples, settings), self.programs(model.rank, name)
-        frozen = round_kernels(split_trainable(self._model(model.rank))[2], programs.operand_type)
+        by_target = [one for example in examples for one in example.by_target()]
+        batch, unpack = make_batch(name, by_target, settings, self._compile_cost)
+        programs, frozen = self.programs(model.rank, name), self._frozen(model.rank > 0)
         sums = programs.zeros(model.trainable) if model.sums is None else model.sums
         logps, total = list[np.ndarray](), 0.0
         for part in split_micro_batches(batch, rows_at_a_time(batch.rows, None, MAX_TOKENS)):
@@ -178,8 +133,7 @@ class Trainer:
             total += float(found["loss"])
         if backward:
             model.sums = sums
-        rows = np.concatenate(logps)[: len(batch.rows.tokens)]
-        return unpack(batch.rows, rows, [len(example.tokens) for example in examples]), total
+        return join_targets(examples, unpack(np.concatenate(logps)[: len(batch.rows.tokens)])), total
 
     def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
         """Make a step of AdamW with the gradients since the last one; return their norm before it is clipped.
@@ -198,7 +152,12 @@ class Trainer:
         return float(norm)
 
     def _with_adapters(self, rank: int) -> Decoder:
-        return with_lora(self._base, LoRAConfig(rank=rank))
+        return with_lora(self._base, LoRAConfig(rank=rank)) if rank else self._base
+
+    def _round_frozen(self, has_adapters: bool) -> Any:
+        """Return the weights that are not trained, which are the same under adapters of any rank."""
+        frozen = split_trainable(self._model(int(has_adapters)))[2]
+        return round_kernels(frozen, operand_type(self._base))
 
     def _programs(self, rank: int, name: str) -> UpdatePrograms:
         return UpdatePrograms(self._model(rank), optax.identity(), partial(loss_sum, name))

@@ -36,6 +36,8 @@ MESSAGES = {
 """Fields of each message as name:number:type; a map is a list of entries, which is the same on the wire."""
 OPAQUE = "Opaque"
 """Message whose fields nobody reads here."""
+Top = tuple[np.ndarray, np.ndarray]
+"""Ids of the most likely tokens at each of n places, [n, k], and their log-probs."""
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 
 
@@ -96,11 +98,9 @@ def array_of(tensor: Any) -> np.ndarray:
         raise ApiError("a tensor is sparse or of another type than float32, int64 and int32")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     count = len(tensor.dense) // dtype.itemsize
-    if len(shape) > 1:
-        raise ApiError(f"a tensor has {len(shape)} axes; this server takes one target for each token")
-    if len(tensor.dense) % dtype.itemsize or (shape and shape[0] != count):
-        raise ApiError("a tensor has another size than its shape says")
-    array: np.ndarray = np.frombuffer(tensor.dense, dtype)
+    if len(tensor.dense) % dtype.itemsize or len(shape) > 2 or (shape and np.prod(shape) != count):
+        raise ApiError("a tensor has another size than its shape says, or more than two axes")
+    array: np.ndarray = np.frombuffer(tensor.dense, dtype).reshape(shape or count)
     return array
 
 
@@ -117,32 +117,39 @@ def tokens_of(chunks: Any) -> np.ndarray:
 
 
 def gradients_output(logps: list[np.ndarray], metrics: dict[str, float]) -> bytes:
-    """Return the result of a request for gradients: the log-probs of each datum."""
+    """Return the result of a request for gradients: the log-probs of each datum, [n] or [n, k]."""
     output = CLASSES["Output"](loss_fn_output_type="ArrayRecord")
-    record = output.loss_fn_outputs.add(num_datums=len(logps))
-    offsets = np.cumsum([0, *(4 * len(one) for one in logps)]).astype("<i8")
-    value = CLASSES["Batched"](data=np.concatenate(logps).astype("<f4").tobytes(), offsets=offsets.tobytes(), dtype=1)
-    record.fields.add(key="logprobs", value=value)
+    for one in logps:
+        data, ends = one.astype("<f4").tobytes(), np.array([0, 4 * one.size], "<i8").tobytes()
+        value = CLASSES["Batched"](data=data, offsets=ends, dtype=1, trailing_shape=one.shape[1:])
+        output.loss_fn_outputs.add(num_datums=1).fields.add(key="logprobs", value=value)
     for name, number in metrics.items():
         output.metrics.add(key=name, value=number)
     return bytes(output.SerializeToString())
 
 
-def samples_output(completions: list[Any], prompt_logps: np.ndarray | None, top: Any | None) -> bytes:
-    """Return the result of a request for samples. `top` has the most likely tokens [n, k] at each token of the prompt
-    but the first.
+def samples_output(
+    completions: list[Any], sampled_top: list[Top], prompt_logps: np.ndarray | None, top: Top | None
+) -> bytes:
+    """Return the result of a request for samples. `sampled_top` has the most likely tokens at each token of each
+    completion, or is empty, and `top` at each token of the prompt but the first.
     """
     output = CLASSES["Samples"]()
     for one in completions:
         reason = int(one.finish.was_cut)
         tokens, logps = one.tokens.astype("<i4").tobytes(), one.logps.astype("<f4").tobytes()
         output.sequences.add(stop_reason=reason, tokens=tokens, logprobs=logps)
+    for sequence, likely in zip(output.sequences, sampled_top, strict=False):
+        _put_top(sequence.topk_sampled_logprobs, likely)
     if prompt_logps is not None:
         output.prompt_logprobs = prompt_logps.astype("<f4").tobytes()
     if top is not None:  # the first token has none: the API's mark for that
         fills = zip(top, (0, -99999.0), strict=True)
         ids, logps = (np.pad(x, ((1, 0), (0, 0)), constant_values=fill) for x, fill in fills)
-        output.topk_prompt_logprobs.token_ids = ids.astype("<i4").tobytes()
-        output.topk_prompt_logprobs.logprobs = logps.astype("<f4").tobytes()
-        output.topk_prompt_logprobs.length, output.topk_prompt_logprobs.k = ids.shape
+        _put_top(output.topk_prompt_logprobs, (ids, logps))
     return bytes(output.SerializeToString())
+
+
+def _put_top(message: Any, top: Top) -> None:
+    message.token_ids, message.logprobs = top[0].astype("<i4").tobytes(), top[1].astype("<f4").tobytes()
+    message.length, message.k = top[0].shape

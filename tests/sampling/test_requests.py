@@ -355,3 +355,19 @@ def test_prompts_prefilled_alone_have_numbers_that_depend_on_no_other_request(en
         for one, other in zip(own, among, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.logps.tolist() == other.logps.tolist()
+
+
+def test_a_prompt_that_was_prefilled_last_is_not_prefilled_again(engine: Engine) -> None:
+    engine.scheduler.prefills_alone = True
+    try:
+        alone = [generate(engine, [Request(PROMPT, index=n)])[0][0] for n in range(3)]
+        engine.configure(engine.config)
+        together = generate(engine, [Request(PROMPT, index=n) for n in range(3)])
+        assert engine.stats.prompt_tokens <= len(PROMPT)
+    finally:
+        engine.scheduler.prefills_alone = False
+    for one, (other,) in zip(alone, together, strict=True):
+        same(one, other)
+    engine.update_weights(scaled(0.7))
+    assert generate(engine, [Request(PROMPT)])[0][0].logps.tolist() != alone[0].logps.tolist()
+    engine.update_weights(PARAMS)

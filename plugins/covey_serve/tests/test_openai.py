@@ -15,6 +15,7 @@ from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.sequence import SampledTokens
 from covey.types import Completion, FinishReason
 from covey_serve.app import make_app
+from covey_serve.choices import Choice
 from covey_serve.device import Event
 from covey_serve.service import Service
 
@@ -174,6 +175,27 @@ def test_a_stop_string_ends_a_text_and_never_shows(complete: Callable[..., Any])
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
     streamed = chunks(complete(**fields, stream=True).text)
     assert "".join(part["choices"][0]["text"] for part in streamed) == choice["text"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_stream_decodes_each_token_a_few_times_and_never_half_a_character(size: int) -> None:
+    """Tokens are bytes; each event brings `size` more, as chunks of decode steps do."""
+    whole, decoded = "für 10 € \U0001f600 <sto p> " * 12 + "<stop>", 0
+
+    def decode(tokens: np.ndarray) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return bytes(tokens.tolist()).decode(errors="replace")
+
+    tokens = np.frombuffer(whole.encode(), np.uint8).astype(np.int32)
+    choice, texts, none = Choice(0, decode, ["<stop>"]), list[str](), np.zeros(len(tokens), np.float32)
+    for end in range(size, len(tokens), size):
+        choice.take(Event(0, 0, SampledTokens(tokens[:end], none[:end], none[:end])))
+        texts.append(choice.advance()[0])
+    assert "<stop>" not in "".join(texts)
+    assert whole.startswith("".join(texts))
+    assert len("".join(texts)) > len(whole) - 20
+    assert decoded < 12 * len(tokens)
 
 
 def test_one_answer_has_all_prompts_and_choices_in_order(complete: Callable[..., Any]) -> None:

@@ -1,19 +1,26 @@
 """Who may ask the server, and how the command refuses what would let others in."""
 
 import asyncio
+import json
 import stat
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
-from covey_serve import body
+from covey_report import http
+from covey_report.http import server_config
+from covey_serve import body, remote_chat
 from covey_serve.app import make_app
 from covey_serve.errors import ApiError
 from covey_serve.metrics import Metrics
@@ -99,6 +106,74 @@ def test_the_help_of_the_command_needs_no_server() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.count("\n  covey serve ") == 3
     assert "--key-file" in shown
+
+
+def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a second request; a body and an answer may take longer."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(0.3)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def read(port: int, *parts: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.5)
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        return answer
+
+    async def check(listener: Any) -> tuple[bytes, ...]:
+        server = uvicorn.Server(server_config(app, 10))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        port, whole = listener.getsockname()[1], b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n"
+        requests = ([b"POST / HT"], [], [whole, b"x", b"GET / HTTP/1.1\r\nhost"])
+        found = await asyncio.gather(*(read(port, *parts) for parts in requests))
+        server.should_exit = True
+        await serving
+        return tuple(found)
+
+    monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
+    with listen("127.0.0.1", 0) as listener:
+        slow, silent, second = asyncio.run(check(listener))
+    assert slow == silent == b""
+    assert second.endswith(b"ok")
+
+
+def test_a_chat_with_a_server_sends_all_that_was_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({"data": [{"id": "mine"}]})
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            text = f"answer \x1b[31m{len(asked)}"
+            self.answer({"choices": [{"message": {"content": text}}]}, 400 if len(asked) > 2 else 200)
+
+        def answer(self, value: Any, status: int = 200) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(value).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    asked = list[Any]()
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        lines = iter(["one", "two", "three"])
+        monkeypatch.setattr("builtins.input", lambda _: next(lines))
+        with pytest.raises(CoveyError, match=r"refuses \(400\)"):
+            remote_chat.chat(f"http://127.0.0.1:{server.server_port}/", "", RolloutConfig(temperature=0.5))
+        server.shutdown()
+    assert [one["role"] for one in asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert (asked[0]["model"], asked[0]["temperature"]) == ("mine", 0.5)
+    assert "answer" in (shown := capsys.readouterr().out)
+    assert "\x1b" not in shown  # a model's control characters do not reach the terminal
 
 
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ def datum(seed: int, n: int = 4) -> Any:
 
 
 def logprobs(body: bytes) -> np.ndarray:
-    output = CLASSES["Output"].FromString(body)
-    return np.frombuffer(output.loss_fn_outputs[0].fields[0].value.data, "<f4")
+    records = CLASSES["Output"].FromString(body).loss_fn_outputs
+    return np.concatenate([np.frombuffer(record.fields[0].value.data, "<f4") for record in records])
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_samples_are_of_their_snapshot_and_depend_on_their_number(
         client.step(number + 1)
     later = client.snapshot(8, 2)
     same = {"sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 4}}
-    same |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    same |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
     found = [client.result(client.sample(name, 5, **same)) for name in (base, first, later)]
     parsed = [CLASSES["Samples"].FromString(body) for body in found]
     tokens = [[one.tokens for one in each.sequences] for each in parsed]
@@ -201,6 +201,32 @@ def test_samples_are_of_their_snapshot_and_depend_on_their_number(
     top = parsed[0].topk_prompt_logprobs
     assert (top.length, top.k) == (3, 2)
     assert np.frombuffer(top.logprobs, "<f4")[:2].tolist() == [-99999.0] * 2  # nothing comes before the first token
+    for one in (one for each in parsed for one in each.sequences):
+        drawn, likely = np.frombuffer(one.tokens, "<i4"), one.topk_sampled_logprobs
+        assert (likely.length, likely.k) == (len(drawn), 3)
+        ids = np.frombuffer(likely.token_ids, "<i4").reshape(-1, 3)
+        logps = np.frombuffer(likely.logprobs, "<f4").reshape(-1, 3)
+        at = ids == drawn[:, None]
+        np.testing.assert_allclose(logps[at], np.frombuffer(one.logprobs, "<f4")[at.any(1)], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_saved_and_sampled_and_the_base_stays(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin(rank=0)
+    assert client.post("get_info", model_id=RUN, type="get_info")["is_lora"] is False
+    base = client.sampler(0, base_model="tiny")
+    params = {"sampling_params": {"max_tokens": 6, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 4}}
+    first = client.result(client.sample(base, 0, **params))
+    for number in (1, 3):
+        client.gradients(number, [datum(1)])
+        client.step(number + 1)
+    tuned = client.result(client.sample(client.snapshot(5, 1), 0, **params))
+    assert tuned != first
+    assert client.result(client.sample(base, 1, **params)) == first
+    path = client.save(6, "end")["path"]
+    load = {"session_id": "session-1", "model_seq_id": 1, "path": path, "optimizer": True}
+    assert client.result(client.post("load_weights", **load))["is_lora"] is False
 
 
 def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) -> None:
@@ -225,6 +251,38 @@ def test_a_saved_state_is_loaded_with_its_moments(serve: Callable[..., Client]) 
     assert (made["model_id"], made["lora_rank"]) == ("session-1:train:1", 2)
     assert client.post("get_info", model_id="session-1:train:1", type="get_info")["lora_rank"] == 2
     assert client.post("weights_info", tinker_path=path)["lora_rank"] == 2
+
+
+@pytest.mark.slow
+def test_a_saved_state_is_a_model_of_the_other_api(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    for number in (1, 3):
+        client.gradients(number, [datum(1)])
+        client.step(number + 1)
+    path = client.save(5, "end")["path"]
+
+    def ask(model: str) -> Any:
+        fields = {"model": model, "prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0}
+        return client.http.post("/v1/completions", json=fields).json()
+
+    def change(what: str, **fields: str) -> int:
+        return client.http.post(f"/v1/{what}_lora_adapter", json=fields).status_code
+
+    base = ask("tiny")
+    assert change("load", lora_name="mine", lora_path="../x") == change("load", lora_name="tiny", lora_path=path) == 400
+    assert change("load", lora_name="mine", lora_path=path) == 200
+    assert [model["id"] for model in client.http.get("/v1/models").json()["data"]] == ["tiny", "mine"]
+    mine = ask("mine")
+    assert mine["model"] == "mine"
+    prompt = [answer["choices"][0]["logprobs"]["token_logprobs"][1:3] for answer in (base, mine)]
+    assert prompt[0] != prompt[1]
+    samples = {"sampling_params": {"max_tokens": 4, "temperature": 0.0, "top_k": -1, "top_p": 1.0}}
+    drawn = CLASSES["Samples"].FromString(client.result(client.sample(client.snapshot(6, 0), 0, **samples)))
+    logps = mine["choices"][0]["logprobs"]["token_logprobs"][3:]
+    np.testing.assert_allclose(np.frombuffer(drawn.sequences[0].logprobs, "<f4"), logps, atol=1e-4)
+    assert (change("unload", lora_name="mine"), change("unload", lora_name="mine")) == (200, 404)
+    assert ask("mine")["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -292,3 +350,53 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal").write_bytes(data)
     with closing(Journal(tmp_path / "journal")) as journal, pytest.raises(ResumeError, match="journal is damaged"):
         read()
+
+
+@pytest.mark.slow
+def test_a_journal_is_shortened_at_a_save_and_a_server_goes_on_from_it(
+    serve: Callable[..., Client], tmp_path: Path
+) -> None:
+    """Ten times two steps and a save under one name; killed before the last one. The other model is saved once."""
+
+    def ask(client: Client, first: int, last: int) -> Any:
+        drawn = None
+        for turn in range(first, last):
+            number = 5 * turn + 1
+            for step in (number, number + 2):
+                client.gradients(step, [datum(step)])
+                client.result(client.step(step + 1))
+            client.save(number + 4, "latest")
+            if turn % 3 == 0:
+                drawn = client.result(client.sample(client.sampler(turn, base_model="tiny"), 0))
+        return drawn
+
+    def size(folder: str) -> int:
+        return (tmp_path / folder / "journal").stat().st_size
+
+    whole, killed = serve("whole"), serve("killed")
+    for client in (whole, killed):
+        client.begin()
+    ask(whole, 0, 10)
+    ask(killed, 0, 3)
+    before = size("killed")
+    ask(killed, 3, 9)
+    assert size("killed") < 1.5 * before  # two turns of requests, whatever came before
+    assert len(list((tmp_path / "killed" / "states").glob("*/bases/*"))) == 2
+    killed.gradients(46, [datum(46)])
+    killed.result(killed.step(47))
+    killed.tinker.journal.close()
+    again = serve("killed")
+    assert again.tinker.runs[RUN].expected == 48
+    again.gradients(48, [datum(48)])
+    again.result(again.step(49))
+    again.save(50, "latest")
+    assert again.state("latest") == whole.state("latest")
+    assert "another request" in again.gradients(46, [datum(1)])["error"]["message"]
+    drawn = again.result(again.sample(again.sampler(6, base_model="tiny"), 0))
+    assert drawn == whole.result(whole.sample("session-1:sample:6", 0))
+    path = again.save(51, "end")["path"]
+    again.result(again.post("load_weights", session_id="session-1", model_seq_id=1, path=path, optimizer=True))
+    again.save(52, "end")
+    again.save(53, "end")
+    again.tinker.journal.close()
+    assert serve("killed").state("end") == again.state("end")  # what was loaded is saved once more before
