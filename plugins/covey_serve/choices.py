@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from covey.losses.top_logps import TopLogps
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 from covey_serve.device import Event
+from covey_serve.top_logps import TopLogps
 
 LOWEST = -9999.0
 """Stands for the log-prob of what is impossible: JSON has no infinity."""

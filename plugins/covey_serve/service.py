@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from covey.config.schema import LoRAConfig, RolloutConfig, SamplingConfig
-from covey.losses.top_logps import TopLogps, TopScorer
 from covey.models.decoder import Decoder
 from covey.models.lora import with_lora
 from covey.rl.rollout_worker import RolloutWorker, stop_conditions
@@ -25,6 +24,7 @@ from covey_serve.device import Device, Event, Stream, Weights
 from covey_serve.errors import ApiError
 from covey_serve.forms import MAX_TOP
 from covey_serve.metrics import Metrics
+from covey_serve.top_logps import TopLogps, TopScorer
 
 
 @dataclass(frozen=True)

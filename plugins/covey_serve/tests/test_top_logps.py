@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from covey.losses.top_logps import TopScorer
+from covey_serve.top_logps import TopScorer
 
 
 @pytest.mark.parametrize(("length", "count"), [(2, 3), (70, 400)])
