@@ -275,7 +275,8 @@ class Tinker:
             stop_ids=[one for one in stop if isinstance(one, int)],
             weights=weights,
         )
-        completions = [event.completion for event in await self.service.all_of(ask)]
+        ended = (event.completion for event in await self.service.all_of(ask))
+        completions = [one for one in ended if one is not None]
         logps, top, sampled, count = None, None, list[Top](), form.topk_prompt_logprobs
         if (form.prompt_logprobs or count) and len(tokens) > 1:
             scores = await self.service.scores(tokens, weights)

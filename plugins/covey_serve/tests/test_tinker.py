@@ -66,8 +66,10 @@ class Client:
         made = self.result(self.post("create_model", **fields, optimizer_config={"type": "adamw"}, type="create_model"))
         assert made["model_id"] == f"{session}:train:0"
 
-    def gradients(self, number: int, data: list[Any], loss: str = "importance_sampling", **more: Any) -> Any:
-        message = CLASSES["Request"](model_id=RUN, seq_id=number, loss_fn=loss, **more)
+    def gradients(
+        self, number: int, data: list[Any], loss: str = "importance_sampling", run: str = RUN, **more: Any
+    ) -> Any:
+        message = CLASSES["Request"](model_id=run, seq_id=number, loss_fn=loss, **more)
         for tokens, targets, inputs in data:
             datum = message.data.add()
             datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
@@ -400,3 +402,40 @@ def test_a_journal_is_shortened_at_a_save_and_a_server_goes_on_from_it(
     again.save(53, "end")
     again.tinker.journal.close()
     assert serve("killed").state("end") == again.state("end")  # what was loaded is saved once more before
+
+
+@pytest.mark.slow
+def test_two_clients_with_adapters_of_two_ranks_have_the_bits_that_each_has_alone(
+    serve: Callable[..., Client],
+) -> None:
+    """One rank after the other, and both at once with their requests in turn: log-probs, samples and states."""
+
+    def begin(client: Client, model: int, rank: int) -> None:
+        fields = {"session_id": "session-1", "model_seq_id": model, "base_model": "tiny"}
+        client.result(client.post("create_model", **fields, lora_config={"rank": rank, "seed": rank}))
+
+    def turn(client: Client, model: int, number: int) -> list[Any]:
+        run = f"session-1:train:{model}"
+        gradients = client.gradients(number, [datum(number + model)], run=run)
+        step = client.post("optim_step", model_id=run, seq_id=number + 1, adam_params=ADAM)
+        fields = {"model_id": run, "seq_id": number + 2, "sampling_session_seq_id": 10 * number + model}
+        sampler = client.result(client.post("save_weights_for_sampler", **fields))["sampling_session_id"]
+        return [gradients, step, client.sample(sampler, 0)]
+
+    def end(client: Client, model: int) -> bytes:
+        run = f"session-1:train:{model}"
+        saved = client.result(client.post("save_weights", model_id=run, seq_id=10, path="end"))["path"]
+        return client.tinker.states.file(saved).read_bytes()
+
+    apart, together = serve("apart"), serve("together")
+    wanted: dict[int, list[Any]] = {}
+    for client in (apart, together):
+        client.post("create_session", tags=[], sdk_version="0.38.0")
+        for model, rank in enumerate((4, 16)):
+            begin(client, model, rank)
+    for model in (0, 1):
+        wanted[model] = [apart.result(p) for number in (1, 4, 7) for p in turn(apart, model, number)]
+    promises = [(model, turn(together, model, number)) for number in (1, 4, 7) for model in (1, 0)]
+    for model in (0, 1):
+        assert [together.result(p) for owner, each in promises if owner == model for p in each] == wanted[model]
+        assert end(together, model) == end(apart, model)
