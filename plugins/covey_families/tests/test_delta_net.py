@@ -176,6 +176,14 @@ def score_alone(sequence: np.ndarray, first: int) -> np.ndarray:
     return np.asarray(alone(padded))[at - 1, sequence[at]]
 
 
+def test_new_heads_keep_a_fifth_of_their_state_or_more_at_a_token() -> None:
+    """A·softplus(Δ) is between 0.00001 and 1.6, and so is different for each head."""
+    layer = MODEL.layers[0].delta
+    kept = np.exp(-np.exp(layer.a_log[...]) * np.logaddexp(0, layer.dt_bias[...]))
+    assert ((kept > 0.2) & (kept < 1)).all()
+    assert len(set(kept.tolist())) == len(kept)
+
+
 @pytest.mark.slow
 def test_completions_in_rows_have_the_log_probs_that_they_have_alone() -> None:
     """Groups with one prompt share rows; some are split, some are shorter than the convolution."""
