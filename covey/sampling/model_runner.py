@@ -18,7 +18,7 @@ from covey.models.decoder import Decoder
 from covey.parallel import mesh_of, processes
 from covey.parallel.arrays import sharding_of
 from covey.sampling import programs
-from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, append_size, keep_rows, put_slot, take_slot
+from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, SlotState, append_size, keep_rows, put_slot, take_slot
 from covey.sampling.logits import TracedSamplingParams
 from covey.sampling.programs import Drawn, Slots
 from covey.sampling.scheduler import Admission
@@ -264,6 +264,20 @@ class ModelRunner:
         then.
         """
         self.cache = self.programs.put(self.cache, cache, np.int32(slot))
+
+    def take_states(self, slot: int) -> list[LayerCache]:
+        """Return a copy of the states of a slot, without keys and values, for `put_states`."""
+        copy: list[LayerCache] = self.programs.take(self._states(), np.int32(slot))
+        return copy
+
+    def put_states(self, slot: int, states: list[LayerCache]) -> None:
+        """Restore the states of a slot, whose keys and values stay: those of later tokens are written over."""
+        written = self.programs.put(self._states(), states, np.int32(slot))
+        self.cache = [new or old for new, old in zip(written, self.cache, strict=True)]
+
+    def _states(self) -> list[LayerCache]:
+        """Return the cache of layers with a state, and no blocks of the other layers."""
+        return [blocks if any(isinstance(x, SlotState) for x in blocks) else [] for blocks in self.cache]
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
         """Give slots the content of the slots at `indices`, and room for `cache_length` tokens; new slots are free."""

@@ -184,7 +184,7 @@ def decayed(params: PyTree) -> PyTree:
 def param_group(path: tuple[Any, ...], leaf: jax.Array) -> str:
     """Return the group, one of `PARAM_GROUPS`, of the parameter at a key path; adapters count as matrices."""
     *modules, name = dotted_path(path).split(".")
-    if leaf.ndim < 2 or name in ("bias", "scale"):
+    if leaf.ndim < 2 or name.rsplit("_", 1)[-1] in ("bias", "scale", "log"):  # dt_bias and a_log of delta nets
         return VECTOR
     if name != "embedding":
         return MATRIX

@@ -37,6 +37,8 @@ class TurnSequence(Sequence):
         response: what goes into the cache before the next token is drawn; None for nothing.
         swapped: content of its slot while it has none; None otherwise.
         is_ahead: whether its slot has taken tokens after the end of the turn, which a stop condition found later.
+        states: states after the prompt and after the last response, with the number of tokens that they have seen, in
+            the order of these; None before the first chunk. Empty where layers have none.
     """
 
     def __init__(self, responder: Responder, *arguments: Any):
@@ -46,6 +48,7 @@ class TurnSequence(Sequence):
         self.response: Any = None
         self.swapped: Any = None
         self._mask, self.is_ahead = np.empty(self.limit, bool), False
+        self.states: list[tuple[int, Any]] | None = None
 
     @property
     def length(self) -> int:
@@ -280,16 +283,17 @@ class Turns:
     def begin_chunk(self, active: Mapping[int, Any]) -> None:
         """Count a chunk of decode steps, before which the responses of the sequences in slots go into the cache."""
         self._chunks += 1
-        resumed = {
-            slot: one for slot, one in active.items() if isinstance(one, TurnSequence) and one.response is not None
-        }
+        turns = {slot: one for slot, one in active.items() if isinstance(one, TurnSequence)}
+        self._keep_states({slot: one for slot, one in turns.items() if one.states is None})
+        resumed = {slot: one for slot, one in turns.items() if one.response is not None}
         pieces, rows = dict[int, tuple[int, np.ndarray]](), empty_slots(len(self._engine.runner.slots.token))
         for slot, one in resumed.items():
             response, length, tokens = one.response, one.length - 1, one.tokens
             # Without a branch, the last token that was drawn is not in the cache either.
             start = response.kept if isinstance(response, NewBranch) else length - len(response)
             if self._engine.has_state and (one.is_ahead or isinstance(response, NewBranch)):
-                pieces[slot] = 0, one.sequence[:length]  # a state cannot drop tokens: it is made from the first one
+                start = self._rewind(slot, one, start)
+                pieces[slot] = start, one.sequence[start:length]
             elif start < length:
                 pieces[slot] = start, tokens[start - length - 1 : -1]
             state = Slots(one.key, length, tokens[-1], len(tokens), True, one.turn_end)
@@ -297,7 +301,22 @@ class Turns:
                 array[slot] = value
             one.response = None
         self._engine.runner.append(pieces)
+        self._keep_states(resumed)
         self._engine.runner.put_rows(resumed, rows)
+
+    def _keep_states(self, sequences: Mapping[int, TurnSequence]) -> None:
+        """Keep the states of slots whose last token, or whose first drawn one, is not in them yet."""
+        for slot, one in sequences.items() if self._engine.has_state else ():
+            seen = len(one.prompt) if one.states is None else one.length - 1
+            one.states = [*(one.states or [])[:1], (seen, self._engine.runner.take_states(slot))]
+
+    def _rewind(self, slot: int, one: TurnSequence, end: int) -> int:
+        """Restore the last states of a slot that have seen at most `end` tokens. Return how many; 0 for no states."""
+        one.states = [kept for kept in one.states or [] if kept[0] <= end]
+        seen, states = one.states[-1] if one.states else (0, None)
+        if states is not None:
+            self._engine.runner.put_states(slot, states)
+        return seen
 
     def drop(self, request: int) -> None:
         """Forget the turns of a request: nobody waits for their responses."""

@@ -57,7 +57,7 @@ def test_delta_nets_are_trained_without_a_loop_over_tokens(name: str) -> None:
 
     pieces = num_pieces(512, PIECE, has_branches=False)
     config = ModelConfig(
-        1024, 256, 512, 4, 2, 2, 128, rotary_dim=32, attention_gate=True, tie_embeddings=True,
+        1024, 256, 512, 4, 2, 2, 128, family="qwen3_5_text", rotary_dim=32, attention_gate=True, tie_embeddings=True,
         mixers=("delta_net", "delta_net", "delta_net", "attention"), kind_settings=DeltaSettings(4, 4, 64, 64),
     )  # fmt: skip
     loops = {one.loops for one in Program(compiled_gradients(config, name, 16, 512)).instructions}

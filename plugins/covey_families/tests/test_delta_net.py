@@ -213,6 +213,14 @@ def score_alone(sequence: np.ndarray, first: int) -> np.ndarray:
     return np.asarray(alone(padded))[at - 1, sequence[at]]
 
 
+def test_new_heads_keep_a_fifth_of_their_state_or_more_at_a_token() -> None:
+    """A·softplus(Δ) is between 0.00001 and 1.6, and so is different for each head."""
+    layer = MODEL.layers[0].delta
+    kept = np.exp(-np.exp(layer.a_log[...]) * np.logaddexp(0, layer.dt_bias[...]))
+    assert ((kept > 0.2) & (kept < 1)).all()
+    assert len(set(kept.tolist())) == len(kept)
+
+
 @pytest.mark.slow
 def test_completions_in_rows_have_the_log_probs_that_they_have_alone() -> None:
     """Groups with one prompt share rows; some are split, some are shorter than the convolution."""
@@ -301,12 +309,15 @@ class Rewriting:
     pause_id = answer_lag = max_num_seqs = turn_limit = None
     is_async = False
 
+    def __init__(self, kept: int):
+        self.kept = kept
+
     def answer(self, turn: Turn) -> Any:
         number = turn.ending.reason == FinishReason.STOP_STRING and len(turn.tokens)
         if number > 40:
             return None
         tokens = np.array([4, 5, 6], np.int32)
-        return NewBranch(len(turn.tokens), tokens) if number < 20 else tokens
+        return NewBranch(self.kept, tokens) if number < 20 else tokens
 
 
 def eleventh(tokens: np.ndarray, _: int) -> Ending | None:
@@ -315,12 +326,18 @@ def eleventh(tokens: np.ndarray, _: int) -> Ending | None:
 
 
 @pytest.mark.slow
-def test_a_state_that_is_ahead_of_a_turn_or_of_a_fork_is_made_anew() -> None:
+@pytest.mark.parametrize(("kept", "appended"), [(11, 13 + 28), (23, 2 + 28), (30, 9 + 28)])
+def test_a_branch_and_a_turn_go_on_from_the_last_state_before_them(kept: int, appended: int) -> None:
+    """A branch drops tokens of the prompt, the whole turn, or a part of it; then two turns end before tokens that their
+    slot has taken already, and are appended again. What comes before the last kept state is not.
+    """
     prompt = np.arange(1, 24, dtype=np.int32)
     config = RolloutConfig(max_new_tokens=64, decode_chunk=4, slots=2, seed=5)
-    request = Request(prompt, 3, 0, step=4, stop_conditions=(eleventh,), responder=Rewriting())
-    (drawn,) = generate(Engine(MODEL, (), config), [request])
+    request = Request(prompt, 3, 0, step=4, stop_conditions=(eleventh,), responder=Rewriting(kept))
+    engine = Engine(MODEL, (), config)
+    (drawn,) = generate(engine, [request])
     assert [len(c.branches or ()) for c in drawn] == [1, 1, 1]
+    assert engine.stats.appended_tokens == 3 * appended
     rows = pack([Group("", prompt, tuple(drawn))], 256)
     found = unpack(rows, np.asarray(score(PARAMS, rows)), [len(c.tokens) for c in drawn])
     for got, want in zip(found, drawn, strict=True):

@@ -29,6 +29,7 @@ from covey.models.quantised import QuantisationFormat, quantise_tensors
 from covey.parallel import flatten, make_mesh
 from covey.parallel.arrays import build_for_devices, place_model
 from covey.sampling.engine import Engine, Request, generate
+from covey.train.optimizers import param_group
 from covey_families.qwen3_5 import TEXT_PART
 
 HERE = Path(__file__).parent
@@ -64,6 +65,11 @@ def load(number: int) -> Decoder:
     abstract = abstract_decoder(config)
     converted = ((path, families.convert_layout(path, x)) for path, x in parts.items())
     return fill_parameters(abstract, converted, make_put(abstract, None))
+
+
+def groups_of(model: Decoder) -> Any:
+    """The group of each parameter in an optimizer, which stacks of layers do not change."""
+    return jax.tree_util.tree_map_with_path(param_group, nnx.state(model))
 
 
 def logits(model: Decoder, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -148,6 +154,9 @@ def test_adapters_and_stacks_and_quantised_bases_have_the_projections_of_both_ki
     assert {f"delta.{name}_proj.lora.a" for name in "qkvzbao"} | {"attn.q_proj.lora.a"} <= names
     stacked = stack_layers(build_for_devices(nnx.merge(*nnx.split(load(0))), "tpu"))
     assert stacked.stacked == (3, 1)
+    groups = [jax.tree.leaves_with_path(groups_of(x)) for x in (stacked, load(0))]
+    assert len(groups[1]) > len(groups[0])
+    assert {(str(path[-2:]), group) for path, group in groups[0]} == {(str(p[-2:]), group) for p, group in groups[1]}
     for one, other in zip(*(jax.tree.leaves(nnx.state(x)) for x in (unstack_layers(stacked), load(0))), strict=True):
         np.testing.assert_array_equal(one, other)
     config, fmt = families.read_config(MODELS[0]["config"]), QuantisationFormat("int8", 64)
