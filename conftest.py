@@ -379,7 +379,7 @@ def logits() -> Callable[..., np.ndarray]:
 
 @pytest.fixture
 def decoder() -> Callable[..., Any]:
-    """`decoder(lora=0, **switches)`: always the same random weights; adapters with a B that is not zero."""
+    """`decoder(lora=0, layers=2, **switches)`: always the same random weights; adapters with a B that is not zero."""
     from flax import nnx
 
     from covey.config.schema import LoRAConfig
@@ -392,8 +392,9 @@ def decoder() -> Callable[..., Any]:
         tie_embeddings=True, windows=(None, 6), final_softcap=30.0,
     )  # fmt: skip
 
-    def make(lora: int = 0, **switches: Any) -> Decoder:
-        model = Decoder(config, rngs=nnx.Rngs(0), **switches)
+    def make(lora: int = 0, layers: int = 2, **switches: Any) -> Decoder:
+        cut = dataclasses.replace(config, num_layers=layers, windows=(None, 6)[:layers])
+        model = Decoder(cut, rngs=nnx.Rngs(0), **switches)
         if lora:
             model = with_lora(model, LoRAConfig(rank=lora))
             noise = np.random.default_rng(5)
