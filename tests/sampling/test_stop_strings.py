@@ -108,7 +108,7 @@ CONFIG = RolloutConfig(max_prompt_length=16, max_new_tokens=9, slots=4, decode_c
 TOKENIZER = a_tokenizer("bytes")
 MODEL = Decoder(
     ModelConfig(
-        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4,
         num_kv_heads=2, head_dim=8, max_positions=64,
     ),
     rngs=nnx.Rngs(0),
