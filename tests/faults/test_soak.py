@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from tests.one_layer import ONE_LAYER
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = str(ONE_LAYER)
+TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
 SMALL = [
     "data.train_fraction=0.1", "training.prompts_per_step=4", "grpo.num_generations=2", "rollout.slots=8",
     "evaluation.prompts=4", "training.max_tokens_per_micro_batch=256", "training.off_policy_steps=1",

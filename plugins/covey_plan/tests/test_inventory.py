@@ -5,6 +5,7 @@ accelerators on virtual CPU devices, without their kernels.
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,8 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.sampling import cache, programs
 from covey_plan.plan import inventory, policy_programs
 from covey_report.token_values import TokenValuesWriter
-from tests.one_layer import ONE_LAYER
 
-TINY = str(ONE_LAYER)
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
     f"model.source={TINY}", "model.lora.rank=4", "data.task=arithmetic", "data.path=null", "rewards=[number_only]",
     "rollout.max_prompt_length=24", "rollout.max_new_tokens=8", "rollout.slots=8", "training.row_length=64",

@@ -35,9 +35,8 @@ from covey_plan.roofline import Rates, phase_time
 from covey_plan.schedule import Timeline
 from covey_plan.topologies import Places
 from covey_plan.work import GRID_STEP, CacheReads, Call, Phase, Sizes, cache_reads, step_phases, weights_in_products
-from tests.one_layer import ONE_LAYER
 
-TINY = str(ONE_LAYER)
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SETTINGS = [
     f"model.source={TINY}", "training.row_length=64", "training.max_tokens_per_micro_batch=64",
     "rollout.max_prompt_length=24", "rollout.max_new_tokens=8", "rollout.slots=4", "grpo.num_generations=4",

@@ -13,9 +13,8 @@ from covey.parallel.arrays import place_model
 from covey.parallel.programs import abstract
 from covey.recipes.load_model import abstract_for, load_source
 from covey_plan.plan import policy_programs, supervised_programs
-from tests.one_layer import ONE_LAYER
 
-TINY = str(ONE_LAYER)
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 TOOLS = ["envs.tools=[calculator]"]
 
 
