@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from covey.cli import main as cli
-from tests.one_layer import ONE_LAYER
 
-TINY = str(ONE_LAYER)
+TINY = str(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SETTINGS = ["--model.source", TINY, "--max-prompt-length", "400", "--max-new-tokens", "4", "--rollout.slots", "8"]
 SETTINGS += ["--num-generations", "2", "--prompts-per-step", "2", "--max-steps", "1", "--evaluation.prompts", "2"]
 
