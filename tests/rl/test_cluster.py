@@ -304,7 +304,7 @@ def test_an_update_that_is_left_out_counts_as_a_step(decoder: Callable) -> None:
         learning_rate=0.02, schedule="linear", b1=0.0, b2=0.0, eps=1e-30, weight_decay=0.0, max_grad_norm=0.0
     )
     settings = config(max_steps=3, actor_optimizer=signs, skip_nonfinite=1)
-    actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3))
+    actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3, targets=("q_proj", "up_proj")))
     made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=settings)
     states, rates = [], []
 
