@@ -69,12 +69,19 @@ KEPT = 150.0
 ALIKE = {
     "small runs": (
         "faults/test_folder_faults", "faults/test_kill_faults", "faults/test_number_faults", "faults/test_run_faults",
-        "run/test_quantised_run", "run/test_run", "../plugins/covey_formats/tests/test_export_run",
+        "run/test_load_model", "run/test_quantised_run", "run/test_run", "run/test_sft_run",
+        "../plugins/covey_formats/tests/test_export_run",
     ),
-    "learners": ("run/test_learners", "run/test_off_policy"),
+    "learners": (
+        "run/test_learners", "run/test_off_policy", "run/test_settings", "../plugins/covey_envs/tests/test_guess",
+    ),
+    "learning": ("rl/test_learning", "../plugins/covey_plan/tests/test_agreement"),
+    "episodes": (
+        "../plugins/covey_envs/tests/test_off_policy_episodes", "../plugins/covey_envs/tests/test_training",
+    ),
 }  # fmt: skip
-"""Files whose runs have one model and the same sizes, those of `faults/small_run.txt` or of `run/test_learners.py`: one
-worker runs them all, and they share the programs of `shared_programs`.
+"""Files whose runs have one model and the same sizes, as those of `faults/small_run.txt` or of `run/test_learners.py`:
+one worker runs them all, and they share the programs of `shared_programs`.
 """
 TOGETHER = {os.path.normpath(f"tests/{name}.py"): group for group, names in ALIKE.items() for name in names}
 forgotten = [time.monotonic()]
@@ -92,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 LONG = (
     "small runs", "plugins/covey_hosts/tests/test_processes.py", "tests/e2e/test_tiny.py", "tests/test_benchmarks.py",
-    "tests/rl/test_cluster.py", "tests/rl/test_learning.py", "tests/rl/test_invariance.py", "learners",
+    "tests/rl/test_cluster.py", "learning", "tests/rl/test_invariance.py", "learners",
     "tests/docs/test_blocks.py",
 )  # fmt: skip
 """Files of more than 30 seconds of processor time."""
@@ -124,12 +131,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten_behind_files() -> Iterator[None]:
+def forgotten_behind_files(request: pytest.FixtureRequest) -> Iterator[None]:
     """What JAX keeps of their programs. Late in a suite its caches would be full, so that it compiles over and over,
-    and the collector would look through all of it again and again: three quarters of the time.
+    and the collector would look through all of it again and again: three quarters of the time. Files that share their
+    programs keep them.
     """
     yield
-    if time.monotonic() < forgotten[-1] + KEPT:
+    if request.node.nodeid in TOGETHER or time.monotonic() < forgotten[-1] + KEPT:
         return
     forgotten[:] = [time.monotonic()]
     if "jax" in sys.modules:
@@ -379,7 +387,7 @@ def logits() -> Callable[..., np.ndarray]:
 
 @pytest.fixture
 def decoder() -> Callable[..., Any]:
-    """`decoder(lora=0, **switches)`: always the same random weights; adapters with a B that is not zero."""
+    """`decoder(lora=0, layers=2, **switches)`: always the same random weights; adapters with a B that is not zero."""
     from flax import nnx
 
     from covey.config.schema import LoRAConfig
@@ -392,8 +400,9 @@ def decoder() -> Callable[..., Any]:
         tie_embeddings=True, windows=(None, 6), final_softcap=30.0,
     )  # fmt: skip
 
-    def make(lora: int = 0, **switches: Any) -> Decoder:
-        model = Decoder(config, rngs=nnx.Rngs(0), **switches)
+    def make(lora: int = 0, layers: int = 2, **switches: Any) -> Decoder:
+        cut = dataclasses.replace(config, num_layers=layers, windows=(None, 6)[:layers])
+        model = Decoder(cut, rngs=nnx.Rngs(0), **switches)
         if lora:
             model = with_lora(model, LoRAConfig(rank=lora))
             noise = np.random.default_rng(5)

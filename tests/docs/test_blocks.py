@@ -16,9 +16,10 @@ import pytest
 
 from covey.cli.main import main
 from covey.config import recipe
+from tests.one_layer import ONE_LAYER
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "tests" / "parity" / "golden" / "tiny-llama"
+TINY = ONE_LAYER
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 

@@ -25,9 +25,10 @@ from covey.monitor.writer import MetricsWriter
 from covey.run import loop
 from covey.run.saved_run import SavedRun
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 SMALL_RUN = Path(__file__).with_name("small_run.txt").read_text(encoding="utf-8").split()
 SETTINGS = [
     f"model.source={TINY}",
@@ -346,7 +347,8 @@ def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_them(
     monkeypatch.setattr(os, "fsync", noted)
     recipes.train(ready(), out)
     assert {step for step, _ in found} == {2, 4}
-    assert all(rows == {"metrics.jsonl": step, "samples.jsonl": step} for step, rows in found)
+    assert all(rows.keys() == {"metrics.jsonl", "samples.jsonl"} for _, rows in found)
+    assert all(min(rows.values()) >= step for step, rows in found)  # the next step may be quicker than the save
 
 
 # --- a run that is finished, and what may change in one

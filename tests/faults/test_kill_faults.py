@@ -25,9 +25,10 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.errors import ResumeError
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 KILLS = int(os.environ.get("COVEY_KILLS", "0"))
 STEPS = 6
 SETTINGS = [

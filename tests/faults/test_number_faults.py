@@ -19,8 +19,9 @@ from covey.models.loading.weights import load
 from covey.sampling.scheduler import check_length
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = ONE_LAYER
 SHORT = ("data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}")
 LONG = ("rollout.max_prompt_length=400",)
 """Prompts of 330 tokens, behind which no completion of these tests ends by chance."""

@@ -30,9 +30,10 @@ from covey.monitor.writer import MetricsWriter
 from covey.run.saved_run import SavedRun
 from covey.run.signals import SIGNALS
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = str(REPOSITORY / "tests" / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 SMALL_RUN = Path(__file__).with_name("small_run.txt").read_text(encoding="utf-8").split()
 LETTERS = ["data.task=jsonl", f"data.path={REPOSITORY / 'tests' / 'letters.jsonl'}"]
 SETTINGS = [f"model.source={TINY}", *LETTERS, *SMALL_RUN]

@@ -89,7 +89,7 @@ def test_truncated_and_greedy_draws_are_repeated(config: SamplingConfig) -> None
     weight, hidden, keys = arrays(301)
     params = SamplingParams.from_config(config)
     logits = jnp.einsum("rmd,vd->rmv", hidden, weight, precision="highest").reshape(R * M, -1)
-    drawn = np.asarray(draw(logits, jnp.asarray(keys.reshape(-1, 2)), params)[0]).reshape(R, M)
+    drawn = np.asarray(jax.jit(draw, static_argnums=2)(logits, keys.reshape(-1, 2), params)[0]).reshape(R, M)
     target, right = with_some_wrong(drawn, 301)
     agreed = jax.jit(partial(redraw, HEAD, params))(weight, hidden, target, jnp.int32(COUNT), keys)
     assert np.array_equal(agreed[:, :COUNT], right[:, :COUNT])

@@ -43,7 +43,7 @@ def toy_parts(*batches: list[float]) -> list[MicroBatch]:
 
 @pytest.fixture
 def toy(decoder: Callable[..., Decoder]) -> Iterator[Trainer]:
-    return Trainer(decoder(), optax.sgd(0.0), toy_loss)
+    return Trainer(decoder(layers=1), optax.sgd(0.0), toy_loss)
 
 
 def test_sums_and_denominators_are_added_up_and_divided_once(toy: Trainer) -> None:
@@ -81,7 +81,7 @@ def test_a_step_without_a_token_in_its_loss_changes_nothing(toy: Trainer) -> Non
 
 
 def test_grad_norm_is_before_the_clip(decoder: Callable) -> None:
-    clipped = Trainer(decoder(), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)), toy_loss)
+    clipped = Trainer(decoder(layers=1), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)), toy_loss)
     before = float(jax.tree.leaves(clipped.trainable)[0][0, 0])
     assert clipped.update(toy_parts([4.0, 4.0]))["grad_norm"] == pytest.approx(4.0)
     assert float(jax.tree.leaves(clipped.trainable)[0][0, 0]) == pytest.approx(before - 0.5, abs=1e-5)
@@ -90,7 +90,7 @@ def test_grad_norm_is_before_the_clip(decoder: Callable) -> None:
 @pytest.mark.slow
 def test_what_is_trained_is_taken_over_and_the_rest_is_only_read(decoder: Callable) -> None:
     """Buffers of trainable arrays are reused at each update, so the arrays that came in are gone."""
-    model = decoder(4)
+    model = decoder(4, layers=1)
     given, base = flatten(nnx.state(model, nnx.LoRAParam)), flatten(nnx.state(model, nnx.Param))
     base = {name: x for name, x in base.items() if ".lora." not in name}
     trainer = Trainer(model, optax.sgd(0.1), lambda g, p, b: (jnp.sum(jax.tree.leaves(p)[0]), {}))

@@ -62,6 +62,12 @@ def learn(made: RLCluster, **settings: Any) -> list[StepRecord]:
 
 
 @pytest.fixture
+def decoder(decoder: Callable[..., Decoder]) -> Callable[..., Decoder]:
+    """The room's tiny decoder, of one layer if not told otherwise: it is half of what is compiled."""
+    return partial(decoder, layers=1)
+
+
+@pytest.fixture
 def cluster(decoder: Callable[..., Decoder]) -> Callable[..., RLCluster]:
     """`cluster(lora=0, meshes={}, models={}, **settings)`: prepared for GRPO, around the room's tiny decoder."""
 
@@ -298,7 +304,7 @@ def test_an_update_that_is_left_out_counts_as_a_step(decoder: Callable) -> None:
         learning_rate=0.02, schedule="linear", b1=0.0, b2=0.0, eps=1e-30, weight_decay=0.0, max_grad_norm=0.0
     )
     settings = config(max_steps=3, actor_optimizer=signs, skip_nonfinite=1)
-    actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3))
+    actor = with_lora(decoder(), LoRAConfig(rank=4, dropout=0.3, targets=("q_proj", "up_proj")))
     made = RLCluster(actor=actor, tokenizer=TOKENIZER, cluster_config=settings)
     states, rates = [], []
 
@@ -508,13 +514,13 @@ def momentum_cluster(actor: Decoder, mesh: Any) -> RLCluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_stacks_are_lent_while_the_rollout_samples(
-    cluster: Callable[..., RLCluster], monkeypatch: pytest.MonkeyPatch, lora: int
+    cluster: Callable[..., RLCluster], decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, lora: int
 ) -> None:
     """Whoever shares them has shapes meanwhile, and no second copy is in memory; behind a rollout, even one that fails,
     they are there again, bit for bit.
     """
     monkeypatch.setattr("covey.parallel.arrays.platform_of", lambda place: "gpu")
-    made = cluster(lora)
+    made = cluster(models={"actor": decoder(lora, layers=2)})
     assert made.trainer is not None
     sharing = [made.trainer, made.rollout, *([made.inference] if lora else [])]
     states = lambda: [flatten(one.params) for one in sharing]  # noqa: E731
@@ -547,10 +553,10 @@ def test_stacks_of_layers_train_as_a_list_does(decoder: Callable, step: Any, mon
     """
     rows, lengths, inputs = step
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
-    listed = momentum_cluster(decoder(), mesh)
+    listed = momentum_cluster(decoder(layers=2), mesh)
     assert mesh_of(listed.state()["params"]) == make_mesh((2, 2))
     monkeypatch.setattr("covey.parallel.arrays.platform_of", lambda place: "gpu")
-    stacked = momentum_cluster(decoder(), mesh)
+    stacked = momentum_cluster(decoder(layers=2), mesh)
     assert stacked.trainer is not None
     kernels = [x.shape for name, x in flatten(stacked.trainer.params).items() if name.endswith("q_proj.kernel")]
     assert kernels == [(2, 32, 32)]

@@ -2,6 +2,7 @@
 
 from itertools import zip_longest
 
+import jax
 import numpy as np
 import pytest
 from scipy.special import softmax  # comes with jax
@@ -79,7 +80,8 @@ def test_the_mass_that_was_kept_is_that_of_the_tokens_left_to_draw_from() -> Non
     """By the sampler's own draws, from 3 of 20 tokens; what a tool put there was not drawn and does not count."""
     logits = np.random.RandomState(0).normal(size=(6, 20)).astype(np.float32)
     keys = np.arange(12, dtype=np.uint32).reshape(6, 2)
-    tokens, logps, sampler_logps = map(np.asarray, draw(logits, keys, SamplingParams(0.7, top_k=3)))
+    compiled = jax.jit(draw, static_argnums=2)
+    tokens, logps, sampler_logps = map(np.asarray, compiled(logits, keys, SamplingParams(0.7, top_k=3)))
     chances = np.sort(softmax(logits / 0.7, axis=-1), axis=-1)[:, -3:].sum(-1)
     drawn = np.array([True, True, False, True, True, True])
     all_drawn, by_tool = (Completion(tokens, logps, sampler_logps, FinishReason.STOP, mask=m) for m in (None, drawn))

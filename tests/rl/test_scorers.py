@@ -61,7 +61,7 @@ def golden_pairs() -> tuple[list[np.ndarray], list[np.ndarray], Any]:
 @pytest.fixture
 def critic(decoder: Callable[..., Decoder]) -> ValueModel:
     """The room's tiny decoder under a random head."""
-    model = make_value_model(decoder(remat=False))
+    model = make_value_model(decoder(layers=1, remat=False))
     model.score[...] = jnp.asarray(np.random.default_rng(7).normal(size=32), jnp.float32)
     return model
 
@@ -124,22 +124,22 @@ def test_tokens_that_the_reward_model_does_not_have_are_refused(critic: ValueMod
 
 @pytest.mark.slow
 def test_slices_of_any_size_give_the_same(decoder: Callable, critic: ValueModel, rows: Rows) -> None:
-    worker = InferenceWorker({Role.REFERENCE: decoder(remat=False), Role.CRITIC: critic}, temperature=0.7)
+    worker = InferenceWorker({Role.REFERENCE: decoder(layers=1, remat=False), Role.CRITIC: critic}, temperature=0.7)
     for compute in (partial(worker.scores, role) for role in (Role.REFERENCE, Role.CRITIC)):
         wanted = compute(rows, LENGTHS, len(rows.tokens))
         assert [len(x) for x in wanted] == LENGTHS
         for size in (1, 2):
             for one, other in zip(compute(rows, LENGTHS, size), wanted, strict=True):
                 assert one.dtype == np.float32
-                # Each of the two is rounded in two layers of sums of up to 64 terms.
-                roundings, size = 2 * 2 * 64, max(float(np.abs(x).max()) for x in wanted)
+                # Each of the two is rounded in one layer of sums of up to 64 terms.
+                roundings, size = 2 * 64, max(float(np.abs(x).max()) for x in wanted)
                 np.testing.assert_allclose(one, other, rtol=0, atol=roundings * 2.0**-24 * size)
 
 
 @pytest.mark.slow
 def test_log_probs_are_taken_at_the_rollouts_temperature(decoder: Callable, rows: Rows) -> None:
     """Trap: those at 1 compared with those at the rollout's."""
-    model = decoder(remat=False)
+    model = decoder(layers=1, remat=False)
     _, params = nnx.split(model)
     got = InferenceWorker({"reference": model}, 0.5).scores("reference", rows, LENGTHS, 2)
     wanted, cold = (RowScorer.of_logps(model, t)(params, rows, LENGTHS, 2)[0] for t in (0.5, 1.0))
@@ -150,7 +150,7 @@ def test_log_probs_are_taken_at_the_rollouts_temperature(decoder: Callable, rows
 @pytest.mark.slow
 def test_new_weights_count_from_the_next_call(decoder: Callable, rows: Rows) -> None:
     """All of them, or those alone that training changes."""
-    adapted = with_lora(make_value_model(decoder(remat=False)), LoRAConfig(rank=2))
+    adapted = with_lora(make_value_model(decoder(layers=1, remat=False)), LoRAConfig(rank=2))
     worker = InferenceWorker({Role.CRITIC: adapted})
     assert not np.concatenate(worker.scores("critic", rows, LENGTHS, 2)).any()
     _, trained, _ = split_trainable(adapted)

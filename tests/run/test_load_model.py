@@ -32,8 +32,9 @@ from covey.run.folder import EVERY_STEP
 from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 from covey.types import Completion, FinishReason, Group
+from tests.one_layer import ONE_LAYER
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 LETTERS = ["data.task=jsonl", f"data.path={Path(__file__).parents[1] / 'letters.jsonl'}"]
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -341,7 +342,7 @@ def test_a_run_is_opened_and_resumed_without_the_folder_that_it_began_with(
     shutil.copytree(TINY, tmp_path / "base")
     shutil.copy(LETTERS[1].partition("=")[2], tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
-    small = (Path(TINY).parents[2] / "faults" / "small_run.txt").read_text().split()
+    small = (Path(__file__).parents[1] / "faults" / "small_run.txt").read_text().split()
     given = ["model.source=base", *small, "data.task=jsonl", "data.path=rows.jsonl", "grpo.beta=0"]
     recipes.train(recipe.load("quickstart", [*given, "training.max_steps=2"]), Path("out"))
     learnt = arrays(recipes.open_model("out")[0])

@@ -26,9 +26,10 @@ from covey.models.lora import projections, with_lora
 from covey.monitor.writer import MetricsWriter
 from covey.run.settings import settings_of
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
 TESTS = Path(__file__).parents[1]
-TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 SETTINGS = [
     *(TESTS / "faults" / "small_run.txt").read_text().split(),
     "training.max_steps=6",

@@ -30,8 +30,9 @@ from covey.recipes.load_model import load_source
 from covey.recipes.use import answer_examples, answering_worker, select_answerable
 from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
+from tests.one_layer import ONE_LAYER
 
-TINY = str(Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 LETTERS = str(Path(__file__).parents[1] / "letters.jsonl")
 SETTINGS = [
     "name=tiny",

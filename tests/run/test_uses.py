@@ -31,11 +31,12 @@ from covey.sampling.engine import Request
 from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
+from tests.one_layer import ONE_LAYER
 
 EXPORTING = [import_module("covey_formats.export")] if find_spec("covey_formats") else []
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
 TESTS = Path(__file__).parents[1]
-TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 READER = Tokenizer.from_folder(TINY)
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"

@@ -1,5 +1,6 @@
 """The sampler's claims: nothing about a sample depends on how it was scheduled, and its log-probs are the trainer's."""
 
+import functools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,8 +36,15 @@ def build() -> Decoder:
     return model
 
 
-MODEL = build()
-SHARED = Engine(MODEL, STOPS, RolloutConfig())  # one for all, so that its programs are compiled once
+@functools.cache
+def model_of_all() -> Decoder:
+    return build()
+
+
+@functools.cache
+def shared() -> Engine:
+    """One for all, so that its programs are compiled once."""
+    return Engine(model_of_all(), STOPS, RolloutConfig())
 
 
 def requests(samples: int = 3, step: int = 0) -> list[Request]:
@@ -47,8 +55,8 @@ def requests(samples: int = 3, step: int = 0) -> list[Request]:
 
 def sample(wanted: list[Request], **settings: object) -> list[list[Completion]]:
     base = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 100, "top_p": 0.98, "slots": 32}
-    SHARED.configure(RolloutConfig(**{**base, **settings}))  # type: ignore[arg-type]
-    return generate(SHARED, wanted)
+    shared().configure(RolloutConfig(**{**base, **settings}))  # type: ignore[arg-type]
+    return generate(shared(), wanted)
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:
@@ -67,7 +75,7 @@ def same(a: list[list[Completion]], b: list[list[Completion]]) -> None:
 def test_samples_do_not_depend_on_slots_chunks_or_order() -> None:
     base = sample(requests())
     same(base, sample(requests(), slots=4, decode_chunk=3))
-    assert SHARED.stats.prompt_tokens == sum(len(r.prompt) for r in requests())  # once for all samples of a prompt
+    assert shared().stats.prompt_tokens == sum(len(r.prompt) for r in requests())  # once for all samples of a prompt
     backwards = sample(requests()[::-1], slots=8, decode_chunk=1)
     same(base, backwards[::-1])
     same([base[3]], sample([requests()[3]]))  # drawn alone
@@ -100,8 +108,8 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
 @jax.jit
 def plain_logits(tokens: np.ndarray) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = MODEL(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
-    return MODEL.logits(hidden)[0]
+    hidden, _ = model_of_all()(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
+    return model_of_all().logits(hidden)[0]
 
 
 def logits_at(prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -160,7 +168,7 @@ def test_noise_differs_by_step_prompt_and_sample_and_repeats_by_seed() -> None:
 def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
     """The trap: a batch that waits for its slowest row."""
     stops = range(0, 300, 15)  # many, so that lengths are ragged
-    engine = Engine(MODEL, stops, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
+    engine = Engine(model_of_all(), stops, RolloutConfig(max_new_tokens=64, slots=8, decode_chunk=4, temperature=1.5))
     groups = generate(engine, requests(8))
     lengths = np.array([len(c.tokens) for group in groups for c in group])
     padded = sum(int(lengths[i : i + 8].max()) for i in range(0, len(lengths), 8)) * 8
@@ -172,7 +180,7 @@ def test_finished_slots_are_refilled_before_the_batch_is_done() -> None:
 def test_few_programs_are_compiled_and_attention_covers_the_live_length_only() -> None:
     """The trap: attention over the whole cache. Buffers follow the longest live sample, not the maxima."""
     seen: list[int] = []
-    engine = Engine(MODEL, STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
+    engine = Engine(model_of_all(), STOPS, RolloutConfig(max_prompt_length=4096, max_new_tokens=8, slots=8))
     inner = engine.programs.decode
 
     def noted(params: Any, cache: list[LayerCache], *args: Any, **settings: Any) -> Any:
@@ -220,14 +228,14 @@ def test_a_cache_too_small_for_prompt_and_answer_is_an_error() -> None:
 def test_a_slot_of_the_cache_is_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come in few lengths, so that few programs are compiled; 94 tokens would have 128."""
     made: list[int] = []
-    build = SHARED.programs.empty_cache
+    build = shared().programs.empty_cache
 
     def noted(*args: Any) -> list[LayerCache]:
         cache = build(*args)
         made.extend(sum(block.length for block in blocks) for blocks in cache)
         return cache
 
-    monkeypatch.setattr(SHARED.programs, "empty_cache", noted)
+    monkeypatch.setattr(shared().programs, "empty_cache", noted)
     tall = [Request(np.arange(n, dtype=np.int32), 1, i, 0) for i, n in enumerate((5, 40, 70))]
     limited = sample(tall, kv_cache_size=94, decode_chunk=32)
     assert max(made) == 94

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special, stats  # comes with jax
+from scipy import special  # comes with jax
 
 from covey.sampling.logits import (
     SamplingParams,
@@ -27,6 +27,7 @@ from covey.sampling.logits import (
 DRAWS, WORDS = 20_000, 300
 LOWEST = np.finfo(np.float32).min
 jitted_threshold = jax.jit(nucleus_threshold)
+jitted_truncate, jitted_draw = jax.jit(truncate), jax.jit(draw, static_argnums=2)
 FAST = {"xla_backend_optimization_level": 1}
 fast_draw = jax.jit(draw, static_argnums=2, compiler_options=FAST)
 fast_draw_traced = jax.jit(draw, compiler_options=FAST)
@@ -83,6 +84,8 @@ def test_draws_follow_the_truncated_distribution(sampling_params: SamplingParams
     if rest < 5:
         observed, wanted = observed[:-1], wanted[:-1]
         wanted = list(np.array(wanted) * sum(observed) / sum(wanted))
+    from scipy import stats  # late: it takes as long as all other imports of this file
+
     assert stats.chisquare(observed, wanted).pvalue > 1e-3
     np.testing.assert_allclose(np.asarray(sampler_logp), np.log(expected[np.asarray(token)]), atol=1e-4)
 
@@ -114,8 +117,8 @@ def test_what_min_p_keeps_is_never_empty_and_within_what_it_was_given(
 ) -> None:
     top_k, top_p = others
     scaled = jnp.asarray([logits]) / temperature
-    before = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p).of_rows(1)))[0]
-    after = np.asarray(truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p).of_rows(1)))[0]
+    before = np.asarray(jitted_truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p).of_rows(1)))[0]
+    after = np.asarray(jitted_truncate(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p).of_rows(1)))[0]
     kept = after > LOWEST
     assert kept[np.argmax(logits)]
     assert not (kept & (before == LOWEST)).any()
@@ -128,7 +131,7 @@ def test_what_min_p_keeps_is_never_empty_and_within_what_it_was_given(
 def test_min_p_worked_by_hand() -> None:
     """0.5, 0.3 and 0.2: with 0.5 only what has at least 0.25 is kept, of the full distribution's log-probs."""
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]] * 64))
-    token, logp, sampler_logp = draw(logits, keys_of(64), SamplingParams(min_p=0.5))
+    token, logp, sampler_logp = jitted_draw(logits, keys_of(64), SamplingParams(min_p=0.5))
     assert set(token.tolist()) == {0, 1}
     np.testing.assert_allclose(np.exp(logp), np.array([0.5, 0.3])[token], rtol=1e-6)
     np.testing.assert_allclose(np.exp(sampler_logp), np.array([0.625, 0.375])[token], rtol=1e-6)
@@ -138,14 +141,14 @@ def test_min_p_worked_by_hand() -> None:
 def test_logps_are_of_the_untruncated_distribution_at_the_temperature() -> None:
     """What the trainer recomputes: comparing it with log-probs at temperature 1 would be wrong (a trap)."""
     logits = np.random.default_rng(0).normal(size=(64, 300)).astype(np.float32)
-    token, logp, _ = draw(jnp.asarray(logits), keys_of(64), SamplingParams(0.6, 0.8, 20))
+    token, logp, _ = jitted_draw(jnp.asarray(logits), keys_of(64), SamplingParams(0.6, 0.8, 20))
     want = jax.nn.log_softmax(jnp.asarray(logits) / 0.6)[jnp.arange(64), token]
     np.testing.assert_allclose(logp, want, atol=1e-5)
 
 
 def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
     logits = jnp.array([[0.0, 3.0, 1.0], [5.0, 5.0, -1.0]])
-    token, logp, sampler_logp = draw(logits, keys_of(2), SamplingParams(temperature=0.0))
+    token, logp, sampler_logp = jitted_draw(logits, keys_of(2), SamplingParams(temperature=0.0))
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits)[jnp.arange(2), token], atol=1e-6)
     assert sampler_logp.tolist() == [0.0, 0.0]
@@ -156,7 +159,7 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
 )
 def test_kth_largest_is_exact_ties_included(size: int, k: int) -> None:
     values = np.random.default_rng(k).normal(size=(30, size)).round(1).astype(np.float32)
-    kept = np.asarray(truncate(jnp.asarray(values), SamplingParams(top_k=k).of_rows(30)))
+    kept = np.asarray(jitted_truncate(jnp.asarray(values), SamplingParams(top_k=k).of_rows(30)))
     assert np.array_equal(np.min(kept, 1, where=kept > LOWEST, initial=np.inf), np.sort(values, axis=1)[:, -k])
 
 
@@ -225,6 +228,8 @@ def test_two_distributions_differ_as_rarely_as_the_formula_says() -> None:
     total, total_blocks = (np.abs(a - b).sum() / 2 for a, b in ((p, q), of_blocks))
     assert total < wanted < 2 * total_blocks / (1 + total_blocks) + 2 * total
     differing = int((np.asarray(drawn[0]) != np.asarray(drawn[1])).sum())
+    from scipy import stats
+
     assert stats.binomtest(differing, DRAWS, wanted).pvalue > 1e-3
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats  # comes with jax
 
 from covey.sampling import logits as noise
 
@@ -54,6 +53,8 @@ def test_no_bits_make_a_number_of_zero_or_infinity() -> None:
 
 
 def test_numbers_are_exponential_and_independent() -> None:
+    from scipy import stats  # comes with jax; late, for it takes long
+
     keys = noise.token_keys(noise.sample_keys(1, ROWS)[:, None], np.arange(64))
     of_block, of_place = map(np.asarray, numbers(keys.reshape(-1, 2), 8, 8))
     assert stats.kstest(of_block.ravel(), "expon").pvalue > 1e-3

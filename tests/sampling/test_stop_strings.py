@@ -105,15 +105,21 @@ def test_ends_known_beforehand(strings: list[str], words: list[str], text: str, 
 
 CONFIG = RolloutConfig(max_prompt_length=16, max_new_tokens=9, slots=4, decode_chunk=4, stop=("b\n", "é"))
 TOKENIZER = a_tokenizer("bytes")
-MODEL = Decoder(
-    ModelConfig(
-        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, max_positions=64,
-    ),
-    rngs=nnx.Rngs(0),
-)  # fmt: skip
-SHARED = {shapes: Engine(MODEL, TOKENIZER.stop_ids, CONFIG, shapes) for shapes in (True, False)}
 CONDITION = StopStrings(CONFIG.stop, TOKENIZER.decode)
+
+
+@cache
+def model() -> Decoder:
+    config = ModelConfig(
+        vocab_size=TOKENIZER.vocab_size, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=64,
+    )  # fmt: skip
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+@cache
+def shared(fixed_shapes: bool) -> Engine:
+    return Engine(model(), TOKENIZER.stop_ids, CONFIG, fixed_shapes)
 
 
 def requests(**settings: Any) -> list[Request]:
@@ -125,7 +131,7 @@ def requests(**settings: Any) -> list[Request]:
 def sample(
     wanted: list[Request], *, shapes: bool = False, runs_ahead: bool = False, **settings: Any
 ) -> list[Completion]:
-    engine = SHARED[shapes]
+    engine = shared(shapes)
     engine.runs_ahead = runs_ahead
     engine.configure(replace(CONFIG, **settings))
     drawn = [one for group in generate(engine, wanted) for one in group]
@@ -174,7 +180,7 @@ def test_it_depends_on_no_chunk_slot_or_order(ended: list[Completion], how: dict
 def test_an_engine_whose_settings_have_stop_strings_wants_conditions() -> None:
     with pytest.raises(CoveyError, match=r"rollout.stop is \['b\\n', 'é'\](.|\n)*StopStrings"):
         sample(requests())
-    SHARED[False].reset()
+    shared(False).reset()
 
 
 # --- in a rollout
@@ -187,7 +193,7 @@ def test_stop_is_a_list_of_strings_that_are_not_empty(value: Any) -> None:
 
 
 def test_reward_functions_see_the_text_before_the_string_and_a_prompt_ends_nothing() -> None:
-    worker = RolloutWorker(MODEL, TOKENIZER, CONFIG)
+    worker = RolloutWorker(model(), TOKENIZER, CONFIG)
     prompt = "".join(["é"] * 3)
     (group,) = worker.generate([prompt], 32)
     assert len(group.prompt_tokens)

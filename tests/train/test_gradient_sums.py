@@ -104,7 +104,8 @@ def test_devices_add_the_gradients_of_adapters_once_a_step() -> None:
     """Rows divided over `data`: a micro-batch exchanges only scalars, and the sums of the step are those of one
     device, under dropout too.
     """
-    adapted = with_lora(Decoder(CONFIG, rngs=nnx.Rngs(0)), LoRAConfig(rank=2, dropout=0.5))
+    adapters = LoRAConfig(rank=2, dropout=0.5, targets=("q_proj", "up_proj"))  # each has noise to compile
+    adapted = with_lora(Decoder(CONFIG, rngs=nnx.Rngs(0)), adapters)
     for _, node in nnx.iter_graph(adapted):
         if isinstance(node, LoRA):
             node.b[...] = 0.1 * jax.random.normal(jax.random.key(node.noise[1]), node.b.shape)

@@ -3,7 +3,7 @@ such layers, packed and alone.
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -68,17 +68,22 @@ def spans_of(before: np.ndarray) -> tuple[Spans, np.ndarray]:
     return Spans(jnp.asarray(starts, jnp.int32)[None], jnp.asarray(ends, jnp.int32)[None]), positions.astype(np.int32)
 
 
-def oracle(before: np.ndarray, q: Any, k: Any, v: Any, log_decay: Any, gate: Any) -> jax.Array:
-    """The definition of the rule, token by token."""
-    states, out = [], []
-    for t, parent in enumerate(before):
-        state = (states[parent] if parent >= 0 else jnp.zeros((HEADS, KEYS, VALUES))) * jnp.exp(log_decay[t])[
-            :, None, None
-        ]
+def oracle(before: jax.Array, q: Any, k: Any, v: Any, log_decay: Any, gate: Any) -> jax.Array:
+    """The definition of the rule, token by token. The state before the first token is the last row, always zero."""
+
+    def step(states: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = states[before[t]] * jnp.exp(log_decay[t])[:, None, None]
         delta = gate[t][:, None] * (v[t] - (state * k[t][:, :, None]).sum(1))
-        states.append(state + k[t][:, :, None] * delta[:, None])
-        out.append((states[-1] * q[t][:, :, None]).sum(1))
-    return jnp.stack(out)
+        state += k[t][:, :, None] * delta[:, None]
+        return states.at[t].set(state), (state * q[t][:, :, None]).sum(1)
+
+    return jax.lax.scan(step, jnp.zeros((TIME + 1, HEADS, KEYS, VALUES)), jnp.arange(TIME))[1]
+
+
+@jax.jit
+def oracle_gradient(before: jax.Array, arrays: list[jax.Array]) -> Any:
+    """Return the sum of the sines of the oracle's numbers, those numbers, and the gradient."""
+    return jax.value_and_grad(lambda arrays: (jnp.sin(out := oracle(before, *arrays)).sum(), out), has_aux=True)(arrays)
 
 
 def random_tokens() -> list[np.ndarray]:
@@ -111,8 +116,7 @@ def test_pieces_of_three_sizes_equal_the_oracle_over_any_tree(before: np.ndarray
     """Values and gradients; no size divides the number of tokens, and a sequence may fork at any of them."""
     arrays = random_tokens()
     with jax.enable_x64(True):
-        total = lambda arrays: (jnp.sin(out := oracle(before, *arrays)).sum(), out)  # noqa: E731
-        (_, want), gradient = jax.value_and_grad(total, has_aux=True)([jnp.asarray(x, jnp.float64) for x in arrays])
+        (_, want), gradient = oracle_gradient(before, [jnp.asarray(x, jnp.float64) for x in arrays])
         want, gradient = np.asarray(want), [np.asarray(x) for x in gradient]
     spans, positions = spans_of(before)
     assert positions.max() < TIME
@@ -190,32 +194,39 @@ def groups_of(shapes: list[tuple[int, list[int]]]) -> list[Group]:
     ]
 
 
-MODEL = Decoder(CONFIG, rngs=nnx.Rngs(0))
-GRAPH, PARAMS = nnx.split(MODEL)
+@cache
+def model() -> Decoder:
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+@cache
+def split() -> tuple[Any, Any]:
+    """Return the model's graph and its parameters."""
+    return nnx.split(model())
 
 
 @jax.jit
 def score(params: Any, rows: Rows) -> jax.Array:
-    return token_logps(GRAPH, params, rows, 1.0).logps
+    return token_logps(split()[0], params, rows, 1.0).logps
 
 
 @jax.jit
-def alone(tokens: jax.Array) -> jax.Array:
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = MODEL(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
-    return jax.nn.log_softmax(MODEL.logits(hidden))[0]
+def alone(params: Any, tokens: jax.Array) -> jax.Array:
+    positions, decoder = jnp.arange(tokens.shape[1])[None], nnx.merge(split()[0], params)
+    hidden, _ = decoder(tokens, positions, causal_attention(jnp.ones(tokens.shape, bool), positions))
+    return jax.nn.log_softmax(decoder.logits(hidden))[0]
 
 
 def score_alone(sequence: np.ndarray, first: int) -> np.ndarray:
     padded = np.zeros((1, 192), np.int32)
     padded[0, : len(sequence)] = sequence
     at = np.arange(first, len(sequence))
-    return np.asarray(alone(padded))[at - 1, sequence[at]]
+    return np.asarray(alone(split()[1], padded))[at - 1, sequence[at]]
 
 
 def test_new_heads_keep_a_fifth_of_their_state_or_more_at_a_token() -> None:
     """A·softplus(Δ) is between 0.00001 and 1.6, and so is different for each head."""
-    layer = MODEL.layers[0].delta
+    layer = model().layers[0].delta
     kept = np.exp(-np.exp(layer.a_log[...]) * np.logaddexp(0, layer.dt_bias[...]))
     assert ((kept > 0.2) & (kept < 1)).all()
     assert len(set(kept.tolist())) == len(kept)
@@ -227,7 +238,7 @@ def test_completions_in_rows_have_the_log_probs_that_they_have_alone() -> None:
     groups = groups_of([(30, [40, 50, 3, 1, 70]), (5, [9, 9, 2]), (1, [1, 2]), (90, [20, 30])])
     lengths = [len(c.tokens) for group in groups for c in group.completions]
     rows = pack(groups, 128)
-    found = np.concatenate(unpack(rows, np.asarray(score(PARAMS, rows)), lengths))
+    found = np.concatenate(unpack(rows, np.asarray(score(split()[1], rows)), lengths))
     want = [
         score_alone(np.concatenate([g.prompt_tokens, c.tokens]), len(g.prompt_tokens))
         for g in groups
@@ -244,7 +255,7 @@ def test_branches_go_on_from_the_state_of_their_fork() -> None:
     branched = completion(rng, 60, (Branch(25, 33), Branch(40, 12)))
     plain = completion(rng, 30, ())
     rows = pack([Group("", prompt, (branched, plain))], 128)
-    found, other = unpack(rows, np.asarray(score(PARAMS, rows)), [60, 30])
+    found, other = unpack(rows, np.asarray(score(split()[1], rows)), [60, 30])
     t = branched.tokens
     first = np.concatenate([prompt, t[:25]])
     second = np.concatenate([first[:33], t[25:40]])
@@ -263,7 +274,7 @@ def test_the_gradient_of_a_step_is_the_same_packed_and_dense_and_in_any_micro_ba
     @jax.jit
     def gradient(params: Any, rows: Rows, inputs: LossInputs) -> Any:
         def loss(params: Any) -> jax.Array:
-            scores = token_logps(GRAPH, params, rows, 1.0)
+            scores = token_logps(split()[0], params, rows, 1.0)
             return policy_loss(
                 algorithm_of(GRPOConfig("grpo")), scores.logps, scores.entropy, rows.segment_ids, inputs
             )[0]
@@ -276,7 +287,7 @@ def test_the_gradient_of_a_step_is_the_same_packed_and_dense_and_in_any_micro_ba
         ones = [np.ones(n, np.float32) for n in (lengths if order > 0 else reordered(lengths))]
         beta = np.zeros((len(rows.tokens), 1), np.float32)
         inputs = LossInputs(advantage, scatter_to_rows(rows, ones), np.zeros_like(advantage), beta)
-        parts = [gradient(PARAMS, *part) for part in split_micro_batches((rows, inputs), size)]
+        parts = [gradient(split()[1], *part) for part in split_micro_batches((rows, inputs), size)]
         return jax.tree.map(lambda *x: sum(x), *parts)
 
     def reordered(x: list[Any]) -> list[Any]:
@@ -294,11 +305,13 @@ def test_a_sampler_draws_from_the_distribution_that_training_computes() -> None:
     """Samples of two prompts share slots; a prompt is prefilled once, and its state copied."""
     prompts = [np.arange(1, 30, dtype=np.int32), np.arange(7, 9, dtype=np.int32)]
     config = RolloutConfig(max_new_tokens=40, decode_chunk=7, slots=4, seed=5)
-    drawn = generate(Engine(MODEL, (3, 8), config), [Request(prompt, 5, i, step=4) for i, prompt in enumerate(prompts)])
+    drawn = generate(
+        Engine(model(), (3, 8), config), [Request(prompt, 5, i, step=4) for i, prompt in enumerate(prompts)]
+    )
     groups = [Group("", prompt, tuple(each)) for prompt, each in zip(prompts, drawn, strict=True)]
     rows, completions = pack(groups, 128), [c for each in drawn for c in each]
     assert len({len(c.tokens) for c in completions}) > 2
-    found = unpack(rows, np.asarray(score(PARAMS, rows)), [len(c.tokens) for c in completions])
+    found = unpack(rows, np.asarray(score(split()[1], rows)), [len(c.tokens) for c in completions])
     for got, want in zip(found, completions, strict=True):
         np.testing.assert_allclose(got, want.logps, atol=1e-5)
 
@@ -334,12 +347,12 @@ def test_a_branch_and_a_turn_go_on_from_the_last_state_before_them(kept: int, ap
     prompt = np.arange(1, 24, dtype=np.int32)
     config = RolloutConfig(max_new_tokens=64, decode_chunk=4, slots=2, seed=5)
     request = Request(prompt, 3, 0, step=4, stop_conditions=(eleventh,), responder=Rewriting(kept))
-    engine = Engine(MODEL, (), config)
+    engine = Engine(model(), (), config)
     (drawn,) = generate(engine, [request])
     assert [len(c.branches or ()) for c in drawn] == [1, 1, 1]
     assert engine.stats.appended_tokens == 3 * appended
     rows = pack([Group("", prompt, tuple(drawn))], 256)
-    found = unpack(rows, np.asarray(score(PARAMS, rows)), [len(c.tokens) for c in drawn])
+    found = unpack(rows, np.asarray(score(split()[1], rows)), [len(c.tokens) for c in drawn])
     for got, want in zip(found, drawn, strict=True):
         assert want.mask is not None
         assert 0 < want.mask.sum() < len(want.mask)

@@ -21,9 +21,10 @@ from covey.models.export.files import causal_logits
 from covey.models.loading import weights
 from covey.models.lora import has_lora, projections
 from covey_formats.peft_reader import load_adapter
+from tests.one_layer import ONE_LAYER
 
 TESTS = Path(__file__).parents[3] / "tests"
-TINY = str(TESTS / "parity" / "golden" / "tiny-llama")
+TINY = str(ONE_LAYER)
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
     *(TESTS / "faults" / "small_run.txt").read_text().split(),

@@ -30,7 +30,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from safetensors.numpy import load, load_file, save_file
+from safetensors.numpy import load
 
 import covey
 from covey import (
@@ -68,7 +68,6 @@ from covey.train.checkpoint import Checkpointer
 from covey.types import Group
 from covey_hosts.order import OrderError
 
-GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 OWN = (*CLOCKS, "waste/")
 """Metrics that say how the work was done, not what came of it."""
 SETTINGS = [
@@ -458,13 +457,9 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of one layer: little to compile, in each process anew."""
-    folder = tmp_path_factory.mktemp("model") / "one"
-    shutil.copytree(GOLDEN, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.npz"))
-    config = json.loads((GOLDEN / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    tensors = {name: x for part in GOLDEN.glob("*.safetensors") for name, x in load_file(part).items()}
-    save_file({name: x for name, x in tensors.items() if ".layers.1." not in name}, folder / "model.safetensors")
-    return str(folder)
+    from tests.one_layer import ONE_LAYER  # late: the processes that this file starts write none
+
+    return str(shutil.copytree(ONE_LAYER, tmp_path_factory.mktemp("model") / "one"))
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from covey_plan.agreement import token_agreement
 from tests.rl.test_learning import STOPS, Run, decoder
 from tests.sampling.test_logits import both_draw
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPTS = [np.arange(3, 8), np.arange(50, 60), np.array([299])]
 
 
@@ -115,7 +117,6 @@ def logits_of(model: Decoder, tokens: np.ndarray) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_programs")
 def test_a_run_measures_it_before_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with several updates on a batch; and it falls where the rollout does not get the new weights."""
     made = Run(steps=4, num_iterations=2).train(2)
