@@ -42,7 +42,7 @@ from covey.types import Message, Prompt
 
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
-    "<eos>", "</s>",
+    "<turn|>", "<|tool_response>", "<eos>", "</s>",
 )  # fmt: skip
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 ToolSchema = Mapping[str, Any]
