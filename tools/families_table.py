@@ -6,8 +6,8 @@ python -m tools.families_table --print   # print it
 
 from pathlib import Path
 
-from covey.models.families import FAMILIES
-from covey.models.loading.hf_config import TEXT_PARTS
+from covey.models.families import FAMILIES, INSTALLED, find_family
+from covey.models.loading.hf_config import text_part, whole_kinds
 from covey_formats.models import HEADINGS, rows
 from tools.written_part import with_part, write
 
@@ -16,8 +16,11 @@ FILE = Path(__file__).parents[1] / "docs" / "models.md"
 
 def table() -> str:
     """Return the table of families."""
-    types = {kind: [kind, *(whole for whole, part in TEXT_PARTS.items() if part.kind == kind)] for kind in FAMILIES}
-    rows = [f"| {FAMILIES[kind].name} | {', '.join(f'`{one}`' for one in all_of)} |" for kind, all_of in types.items()]
+    kinds = [*FAMILIES, *(name for name in INSTALLED.names() if name not in FAMILIES)]
+    wholes = {whole: part.kind for whole in whole_kinds() if (part := text_part({"model_type": whole}))}
+    types = {kind: [kind, *(whole for whole, part in wholes.items() if part == kind)] for kind in kinds}
+    names = {kind: family.name for kind in kinds if (family := find_family(kind))}
+    rows = [f"| {names[kind]} | {', '.join(f'`{one}`' for one in all_of)} |" for kind, all_of in types.items()]
     return "\n".join(["| family | `model_type` in `config.json` |", "|---|---|", *rows])
 
 

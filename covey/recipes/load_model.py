@@ -19,7 +19,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import AnyRecipe, Recipe, RecipeT, SFTRecipe, chain_of_runs, is_run
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions
-from covey.errors import WeightsError
+from covey.errors import RecipeError, WeightsError
 from covey.files import folder_below, has_file, require_entry
 from covey.models import scratch
 from covey.models.config import ModelConfig
@@ -40,6 +40,8 @@ from covey.text.tokenizer import Tokenizer
 from covey.train.checkpoint import Checkpointer
 
 log = logging.getLogger(__name__)
+SWITCH = "enable_thinking"
+"""Variable of chat templates that says whether the model reasons before it answers."""
 
 
 def open_model(
@@ -102,7 +104,23 @@ def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
         model = nnx.eval_shape(adapted, model)
     if options.lora.rank:
         model = nnx.eval_shape(partial(with_lora, config=options.lora, seed=seed), model)
-    return model, tokenizer
+    return model, _with_thinking(tokenizer, options)
+
+
+def _with_thinking(tokenizer: Tokenizer, options: ModelOptions) -> Tokenizer:
+    """Return the tokenizer, whose chat template gets the switch of `options`.
+
+    Raises:
+        RecipeError: the template has no such switch.
+    """
+    if options.thinking != "default" and SWITCH not in (tokenizer.chat_template or ""):
+        raise RecipeError(
+            f"model.thinking is {options.thinking}, and the model's chat template has no variable {SWITCH}",
+            want="default",
+            where="model.thinking",
+        )
+    tokenizer.variables = {} if options.thinking == "default" else {SWITCH: options.thinking == "on"}
+    return tokenizer
 
 
 def _settings_of(source: str) -> tuple[ModelConfig, Tokenizer]:
@@ -205,7 +223,7 @@ def load_source(
         origin = f"{origin} with the adapter sha256 {reader.adapter_digest(options.adapter)[:16]}"
     model = with_lora(model, options.lora, seed=seed) if options.lora.rank else model
     # Arrays made after the weights, such as adapters, come onto the mesh too.
-    return model if mesh is None else place_model(model, mesh), tokenizer, origin
+    return model if mesh is None else place_model(model, mesh), _with_thinking(tokenizer, options), origin
 
 
 def decoder_options(options: ModelOptions) -> dict[str, Any]:
@@ -273,4 +291,4 @@ def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[D
     if base:
         check_same_weights(extra.get("base") or require_entry(extra, "model", str), base, folder)
     nnx.replace_by_pure_dict(trained, held["params"])
-    return nnx.merge(graph, trained, rest), tokenizer, origin
+    return nnx.merge(graph, trained, rest), _with_thinking(tokenizer, options), origin

@@ -42,7 +42,7 @@ from covey.types import Message, Prompt
 
 END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
-    "<eos>", "</s>",
+    "<turn|>", "<|tool_response>", "<eos>", "</s>",
 )  # fmt: skip
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 ToolSchema = Mapping[str, Any]
@@ -69,6 +69,9 @@ class Tokenizer:
         named: texts of special tokens by the name under which a template may write them, as `pad_token`.
         rows: number of tokens that the model embeds. A published tokenizer may have more, as for images: a text that
             needs one is refused.
+
+    Attributes:
+        variables: variables that the chat template gets in every rendering.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Tokenizer:
         ends = {i for i, text in self._special.items() if text in END_TOKENS and i < self._rows}
         self.stop_ids: tuple[int, ...] = tuple(sorted({eos_id, *stop_ids, *ends}))
         self.pad_id = self._choose_pad_id(pad_id)
-        self.max_remembered = MAX_REMEMBERED
+        self.max_remembered, self.variables = MAX_REMEMBERED, dict[str, Any]()
         self._remembered: dict[Any, np.ndarray] = {}
         self._num_remembered = 0
 
@@ -330,7 +333,7 @@ class Tokenizer:
             name: self._mark_token(token, mark)
             for name, token in ({"bos_token": self.bos_id, "eos_token": self.eos_id} | ids).items()
         }
-        context = {**special, "add_generation_prompt": add_generation_prompt, **variables}
+        context = {**special, "add_generation_prompt": add_generation_prompt, **self.variables, **variables}
         controls = list(self._controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:

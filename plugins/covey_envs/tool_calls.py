@@ -7,6 +7,7 @@
     mistral_args  [TOOL_CALLS]add[ARGS]{"a": 1}                                     Mistral Small 3.2, Ministral 3
     qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
                                                                                     Qwen3-Coder, Qwen 3.5, Nemotron 3
+    gemma4        <|tool_call>call:add{a:1,unit:<|"|>foot<|"|>}<tool_call|>         Gemma 4
 
 A chat template that lists the tools says which of them its model knows. For one that has no place for tools the system
 message lists them, as the family's own documentation does. The text of a model is not trusted.
@@ -24,12 +25,13 @@ from covey.errors import RecipeError
 from covey_envs.schemas import Schema
 
 TOOLS = re.compile(r"\btools\b")
-REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
 """Marks before and after a model's reasoning. The first may stand in the prompt."""
-BEGIN = re.compile(r"\s*+(<think>|\[THINK\])")
+BEGIN = re.compile(r"\s*+(<think>|\[THINK\]|<\|channel>)")
 TAG = re.compile(r"</think>|\[/THINK\]|(<tool_call>)")
 CONTROL = re.compile(r"</think>|\[/THINK\]|(\[TOOL_CALLS\])")
 FIRST = re.compile(r"</think>|\[/THINK\]|((?:\A|(?<=</think>)|(?<=\[/THINK\]))(?!<\|eo[tm]_id\|>|</s>))")
+GEMMA = re.compile(r"<channel\|>|(<\|tool_call>)")
 """Patterns of the end of reasoning, or of the beginning of calls, which is a group."""
 TOKEN = re.compile(
     r'"(?:[^"\\\n]|\\.)*+(?:"\s*+(?:[,:}\]]|\Z)|\Z)|\\.'
@@ -43,6 +45,13 @@ PARAMETER = re.compile(r"<parameter=([^<>\s]++)>\n?")
 VALUE_END = re.compile(r"\n?</parameter>\s*+(?:(?=<parameter=)|(</function>)\s*+(?:</tool_call>|\Z))")
 ELEMENT_END = re.compile(r"\s*+(?:</tool_call>|\Z)")
 NEXT_ELEMENT = re.compile(r"<tool_call>\s*+<function=")
+QUOTE = '<|"|>'
+"""Mark before and after a text in Gemma 4's calls. Nothing in the text is escaped."""
+GEMMA_MARK = re.compile(r'<\|"\|>|(<tool_call\|>|<turn\|>|<\|tool_response>|<channel\|>|<eos>)')
+"""Pattern of `QUOTE`, or of a mark that ends a call, which is a group."""
+GEMMA_WORD = re.compile(r'[^{}\[\],:"]++')
+"""Pattern of what stands between the marks of JSON: a key without quotes, a number or a word."""
+GEMMA_CALL = re.compile(r"\s*+call:([^\s{}]++)(?=\{)")
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,8 @@ def choose_format(name: ToolFormat, template: str | None) -> CallFormat:
 
 def _find_form(template: str) -> ToolFormat | None:
     """Find the form in which a chat template writes calls, in time linear in its length; None if it is not known."""
+    if "<|tool_call>call:" in template:
+        return "gemma4"
     if "[TOOL_CALLS]" in template:
         return "mistral_args" if "[ARGS]" in template.partition("[TOOL_CALLS]")[2] else "mistral"
     tools = TOOLS.search(template)
@@ -214,6 +225,49 @@ def _element(text: str, start: int) -> tuple[Call, int]:
     if not text.startswith("</function>", position):
         return Call(function[1], error=ELEMENT), start
     return Call(function[1], arguments, as_text=True), position + len("</function>")
+
+
+def _end_of_gemma(text: str, start: int) -> int:
+    """Return the position of the first mark after a call that is not in a text.
+
+    >>> _end_of_gemma('call:f{a:<|"|><tool_call|><|"|>}<tool_call|>', 0)
+    32
+    """
+    first, is_text = len(text), False
+    for mark in GEMMA_MARK.finditer(text, start):
+        if mark[1] is None:
+            first, is_text = len(text), not is_text
+        elif not is_text:
+            return mark.start()
+        else:
+            first = min(first, mark.start())
+    return first  # of a text without an end
+
+
+def _gemma(body: str) -> list[Call]:
+    """Read `call:NAME{key:value,…}`: JSON but for its keys and its texts."""
+    if (call := GEMMA_CALL.match(body)) is None:
+        return [Call(error="a call is call:NAME and its arguments, {KEY:VALUE,…}")]
+    try:
+        return [_call({"name": call[1], "arguments": read_json(_gemma_as_json(body[call.end() :]))})]
+    except ValueError as error:
+        return [Call(call[1], error=f"the arguments are {error}")]
+
+
+def _gemma_as_json(text: str) -> str:
+    """Convert arguments to JSON: every second part between quotes is a text.
+
+    >>> _gemma_as_json('{a:[1,None],b:<|"|>x<|"|>}')
+    '{"a":[1,null],"b":"x"}'
+    """
+    parts = enumerate(text.split(QUOTE))
+    return "".join(json.dumps(part) if number % 2 else GEMMA_WORD.sub(_word, part) for number, part in parts)
+
+
+def _word(word: re.Match[str]) -> str:
+    """Quote a key, and convert Python's word for null."""
+    text, is_key = word[0].strip(), word.string.startswith(":", word.end())
+    return json.dumps(text) if text and is_key else {"None": "null"}.get(text, word[0])
 
 
 def _bare(text: str) -> list[Call]:
@@ -346,5 +400,8 @@ FORMATS: dict[str, CallFormat] = {
     ),
     "qwen3_coder": CallFormat(
         "qwen3_coder", partial(_parse, opening=TAG, end_of=_end_of_element, read=_elements), None
+    ),
+    "gemma4": CallFormat(
+        "gemma4", partial(_parse, opening=GEMMA, end_of=_end_of_gemma, read=_gemma), None, turn_has_calls=True
     ),
 }

@@ -11,8 +11,8 @@ from covey.display import echo, make_console
 from covey.monitor.formats import size
 from covey_formats.catalogue import MODELS, KnownModel, memory_of
 
-HEADINGS = ("source", "family", "weights", "licence", "template", "tools", "status", "train all", "LoRA")
-LEFT_OUT = ("family", "template", "tools", "licence", "LoRA", "status")
+HEADINGS = ("source", "family", "weights", "licence", "template", "tools", "thinking", "status", "train all", "LoRA")
+LEFT_OUT = ("family", "thinking", "template", "tools", "licence", "LoRA", "status")
 """Columns that a narrow terminal does not show, the least important first; --json has all."""
 GAP = 2
 RIGHT = ("weights", "train all", "LoRA")
@@ -46,6 +46,7 @@ def rows() -> list[tuple[str, ...]]:
             m.licence,
             m.template,
             m.tools,
+            m.thinking,
             m.status,
             *map(size, memory_of(m.parameters)),
         )
@@ -63,9 +64,10 @@ def size_of(parameters: int) -> str:
 
 
 def _family(model: KnownModel) -> str:
-    from covey.models.families import FAMILIES  # late: it needs NumPy
+    from covey.models.families import find_family  # late: it needs NumPy
 
-    return FAMILIES[model.kind].name.partition(" (")[0]
+    family = find_family(model.kind)
+    return family.name.partition(" (")[0] if family else model.kind
 
 
 def _facts(model: KnownModel) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def _look_at(source: str) -> dict[str, Any]:
     from covey.config.schema import ModelOptions
     from covey.models.decoder import num_parameters
     from covey.models.families import find_family
-    from covey.recipes.load_model import abstract_for
+    from covey.recipes.load_model import SWITCH, abstract_for
 
     model, tokenizer = abstract_for(AnyRecipe(model=ModelOptions(source=source)), "cpu")
     family, parameters, template = find_family(model.config.family), num_parameters(model), tokenizer.chat_template
@@ -124,5 +126,6 @@ def _look_at(source: str) -> dict[str, Any]:
         "positions": model.config.max_positions,
         "template": "a chat template" if template else "none: prompts are plain text",
         "tools": "in the template" if re.search(r"\btools\b", template or "") else "not in the template",
+        "thinking": "model.thinking switches it" if SWITCH in (template or "") else "no switch in the template",
         "memory": f"at least {full} to train all weights in float32, {lora} for adapters on a base in bfloat16",
     }

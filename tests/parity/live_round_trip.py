@@ -1,7 +1,7 @@
 """Round trips against transformers and PEFT, live: what we export they load, and what they save we load.
 
 Run by `make parity`, in an environment with the extra `[parity]`; it needs Covey and torch together and writes nothing
-into the repository. For each family of `make_golden.FAMILIES`, with its tiny random model:
+into the repository. For each family of `make_golden.FAMILIES` and of `covey_families`, with its tiny random model:
 
     hf         transformers → ours → export hf → transformers; with the source's config.json, with one of our own, and
                with no window in any layer
@@ -14,11 +14,13 @@ Logits agree to 1e-4 in float32, or the script ends with an error. Words on its 
 """
 
 import json
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,6 +56,11 @@ from covey_formats.peft_reader import load_adapter  # noqa: E402
 
 LIMIT = 1e-4
 GGUF = ("llama", "qwen2", "qwen3")
+PACKAGE = HERE.parents[1] / "plugins" / "covey_families" / "tests"
+QWEN3_5 = SimpleNamespace(**runpy.run_path(str(PACKAGE / "make_golden.py")))
+QWEN3_5_CONFIGS = json.loads((PACKAGE / "golden.json").read_text())
+GEMMA4 = json.loads((PACKAGE / "golden" / "gemma4.json").read_text())
+OF_PACKAGES = [f"qwen3_5-{number}" for number in range(len(QWEN3_5_CONFIGS))] + [f"gemma4-{name}" for name in GEMMA4]
 Result = tuple[str, float]
 
 
@@ -72,14 +79,27 @@ def apart(ours: np.ndarray, others: np.ndarray) -> float:
 
 def source(name: str, folder: Path) -> Path:
     """The family's tiny model as transformers saves it, with a tokenizer of 64 words."""
-    config = make_golden.config_of(name)
+    config = make_golden.config_of(name) if name in make_golden.FAMILIES else of_package(name)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    for key, value in model.state_dict().items():
-        value.copy_(torch.from_numpy(make_golden.weight(key, tuple(value.shape))))
+    state = {key: value for key, value in model.state_dict().items() if value is not None}
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    drawn = QWEN3_5.weights_of(shapes) if name.startswith("qwen3_5") else {}
+    for key, value in state.items():
+        # Scales of layers are near 1.
+        own = make_golden.weight(key, shapes[key]) + key.endswith("layer_scalar")
+        value.copy_(torch.from_numpy(drawn.get(key, own)))
     model.save_pretrained(folder)
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(make_golden.SMALL["vocab_size"])}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), eos_token="w1").save_pretrained(folder)
     return folder
+
+
+def of_package(name: str) -> Any:
+    """Return the config of a tiny model of `covey_families`, `qwen3_5-0` or `gemma4-e2b`."""
+    family, _, number = name.partition("-")
+    described = QWEN3_5_CONFIGS[int(number)] if family == "qwen3_5" else GEMMA4[number]
+    fields = described["config"] | {"vocab_size": make_golden.SMALL["vocab_size"]}
+    return AutoConfig.for_model(**fields)
 
 
 def load_theirs(folder: Path, **options: Any) -> Any:
@@ -95,7 +115,7 @@ def round_trips(name: str, room: Path) -> Iterator[Result]:
     yield "hf", apart(ours, theirs(load_theirs(room / "hf")))
     write_hf(loaded.model, loaded.tokenizer, room / "anew")
     yield "hf, config anew", apart(ours, theirs(load_theirs(room / "anew")))
-    if loaded.config.windows is not None:
+    if loaded.config.windows is not None and loaded.config.mixers is None:
         wide = without_windows(loaded.model)
         write_hf(wide, loaded.tokenizer, room / "wide")
         yield "hf, no windows", apart(causal_logits(wide, tokens()), theirs(load_theirs(room / "wide")))
@@ -193,6 +213,7 @@ def same_tokens(ours: Any, folder: Path) -> None:
 TARGETS: dict[str, Any] = {
     "nanochat": ["q_proj", "fc2"],
     "phi3": ["qkv_proj", "gate_up_proj"],
+    "qwen3_5": ["in_proj_qkv", "out_proj", "q_proj", "down_proj"],
     "gemma3": r".*language_model.*\.(q_proj|down_proj)",
 }
 """Modules that an adapter of PEFT is on, where they are not q_proj and down_proj."""
@@ -200,7 +221,7 @@ TARGETS: dict[str, Any] = {
 
 def main() -> int:
     worst = 0.0
-    for name in sys.argv[1:] or make_golden.FAMILIES:
+    for name in sys.argv[1:] or [*make_golden.FAMILIES, *OF_PACKAGES]:
         with tempfile.TemporaryDirectory() as room:
             results = list(round_trips(name, Path(room)))
         if name in GGUF:

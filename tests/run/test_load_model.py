@@ -16,7 +16,7 @@ from flax import nnx
 
 from covey import recipes
 from covey.config import recipe
-from covey.config.recipe import Recipe, SFTRecipe
+from covey.config.recipe import AnyRecipe, Recipe, SFTRecipe
 from covey.config.schema import LoRAConfig, MeshConfig, ModelOptions, RolloutConfig
 from covey.errors import RecipeError, ResumeError, WeightsError
 from covey.models.decoder import Decoder
@@ -25,7 +25,7 @@ from covey.models.lora import split_trainable
 from covey.parallel import flatten, make_mesh, mesh_of
 from covey.recipes import use as using
 from covey.recipes.build import role_meshes
-from covey.recipes.load_model import available_mesh, check_same_weights, load_source
+from covey.recipes.load_model import abstract_for, available_mesh, check_same_weights, load_source
 from covey.rl.learner import Learner
 from covey.rl.roles import Role
 from covey.run.folder import EVERY_STEP
@@ -356,3 +356,21 @@ def test_a_run_is_opened_and_resumed_without_the_folder_that_it_began_with(
     assert {name: x.tobytes() for name, x in arrays(model).items()} == {n: x.tobytes() for n, x in learnt.items()}
     summary = recipes.resume(Path("../out"), ["training.max_steps=3"])
     assert summary["steps"] == 3
+
+
+THINKS = "{{ messages[0].content }}:{{ 'answer' if enable_thinking is defined and not enable_thinking else 'think' }}"
+
+
+@pytest.mark.parametrize(("thinking", "end"), [("default", "think"), ("on", "think"), ("off", "answer")])
+def test_a_setting_says_whether_the_chat_template_lets_the_model_think(tmp_path: Path, thinking: Any, end: str) -> None:
+    folder, chat = shutil.copytree(TINY, tmp_path / "model"), [{"role": "user", "content": "Hi"}]
+    (folder / "chat_template.jinja").write_text(THINKS)
+    options = ModelOptions(source=str(folder), thinking=thinking)
+    loaded = load_source(options, str(folder))[1], abstract_for(AnyRecipe(model=options), "cpu")[1]
+    for tokenizer in loaded:
+        assert tokenizer.render(chat) == f"Hi:{end}"
+        assert tokenizer.decode(tokenizer.encode_prompt(chat)).endswith(f":{end}")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    if thinking != "default":
+        with pytest.raises(RecipeError, match=f"model.thinking is {thinking}, and the model's chat template has no"):
+            load_source(options, str(folder))

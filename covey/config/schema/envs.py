@@ -21,7 +21,7 @@ from covey.config.base import (
 from covey.config.schema.rewards import OnRewardError
 
 PythonEngine = Literal["auto", "child", "wasm"]
-ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral", "mistral_args", "qwen3_coder"]
+ToolFormat = Literal["auto", "hermes", "smollm", "llama", "mistral", "mistral_args", "qwen3_coder", "gemma4"]
 
 
 class EnvsConfig(Config, section="envs", on_resume="report"):
@@ -43,7 +43,8 @@ class EnvsConfig(Config, section="envs", on_resume="report"):
     tool_format: ToolFormat = setting("auto", on_resume="refuse")
     """Form in which the model writes calls: that of its chat template (auto), <tool_call> with a JSON object (hermes,
     also Qwen's) or a list (smollm), bare JSON (llama), a list behind [TOOL_CALLS] (mistral), a name and [ARGS] behind
-    it (mistral_args), or <tool_call> with <function=NAME> and <parameter=KEY> (qwen3_coder).
+    it (mistral_args), <tool_call> with <function=NAME> and <parameter=KEY> (qwen3_coder), or <|tool_call> with
+    call:NAME{KEY:VALUE} (gemma4).
     """
     python_engine: PythonEngine = setting("auto", on_resume="refuse")
     """Engine of the tool python: a process that Landlock and seccomp lock in (child), CPython as WebAssembly, which

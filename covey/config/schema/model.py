@@ -116,6 +116,10 @@ class ModelOptions(Config, section="model", on_resume="refuse"):
     """Folder of a PEFT adapter (adapter_config.json), which is put on the model and trained on; lora.rank is then 0,
     since the adapter has its own.
     """
+    thinking: Literal["default", "on", "off"] = "default"
+    """Variable enable_thinking of chat templates that have it (Qwen3, Qwen3.5, SmolLM3, Gemma 4); default leaves the
+    choice to the template.
+    """
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
 

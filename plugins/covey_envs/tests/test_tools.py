@@ -282,7 +282,8 @@ def test_what_is_no_call_becomes_an_error_for_the_model(form: str, text: str) ->
 
 
 MARKS = (
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "</s>", "<|eot_id|>", "<think>", "</think>", "[THINK]",
+    "<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>",
+    "[TOOL_CALLS]", "[ARGS]", "</s>", "<|eot_id|>", "<think>", "</think>", "[THINK]",
     "[/THINK]", "<|python_tag|>", "<function=f>", "</function>", "<parameter=b>", "</parameter>", "}; {", '"', "\\",
     "\n", "{",
 )  # fmt: skip
@@ -360,7 +361,7 @@ def test_a_call_that_cannot_be_read_ends_where_its_form_ends(form: str, text: st
 HOSTILE = (
     *MARKS, "<tool_call></tool_call>", "[TOOL_CALLS]f[ARGS]", '<tool_call>{"a": "', '"\\"', '\\"', ";{", " ", OPEN,
     "<think></think>", "<tool_call></think>", "<tool_call><function=f>", f"{OPEN}</tool_call>", "</parameter>\n",
-    "<parameter=a></parameter>", '[TOOL_CALLS]f[ARGS]{"a":"',
+    "<parameter=a></parameter>", '[TOOL_CALLS]f[ARGS]{"a":"', '<|"|>', "<|tool_call>call:f{", '{a:<|"|>', "{ ", ",a",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.models.decoder import abstract_decoder, num_parameters
-from covey.models.families import FAMILIES, read_config
+from covey.models.families import FAMILIES, INSTALLED, read_config
 from covey.models.loading.sources import NAMED_MODELS
 from covey.models.scratch import SCRATCH_MODELS, scratch_names
 from covey_formats.catalogue import MODELS, memory_of
@@ -27,7 +27,7 @@ SHAPES = {
 
 def test_every_family_and_every_name_is_in_the_table() -> None:
     sources = {model.source for model in MODELS}
-    assert {model.kind for model in MODELS} == set(FAMILIES)
+    assert {model.kind for model in MODELS} == {*FAMILIES, *INSTALLED.names()}
     assert {*scratch_names(), *NAMED_MODELS} <= sources
     assert len(sources) == len(MODELS)
 
