@@ -158,10 +158,11 @@ def test_a_check_for_which_the_minutes_do_not_suffice_is_not_finished(
     """It is no fault, unless a row is beyond its bound; the next call repeats it."""
     rows = (Row("difference", measured, 2.0, bound=True),)
     write(by_name("8B"), tmp_path, Outcome(ERROR, rows, NOT_AT_END))
-    (tmp_path / "log").write_text("")
+    (tmp_path / "log").write_text("compiling\n  the first step\n")
     outcome = command.outcome_of(by_name("8B"), tmp_path, None, tmp_path / "log", time.monotonic(), NOT_FINISHED)
     assert (outcome.status, outcome.rows, outcome.is_final) == (status, rows, False)
     assert outcome.fails is (status == FAILED)
+    assert ("compiling" in outcome.message) is (status == FAILED)
 
 
 def test_each_row_is_written_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

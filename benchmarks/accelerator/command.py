@@ -125,7 +125,8 @@ def outcome_of(check: Check, folder: Path, code: int | None, log: Path, began: f
         return outcome
     how = f"took too long and was ended after {seconds:.0f} s" if code is None else f"ended with {code}"
     status = ERROR if code is not None else FAILED if any(row.fails for row in outcome.rows) else late
-    return replace(outcome, status=status, message=f"its process {how}: {_tail(log)}")
+    told = _tail(log).splitlines()[-1:] if status == NOT_FINISHED else [_tail(log)]
+    return replace(outcome, status=status, message=f"its process {how}: {''.join(told).strip()}")
 
 
 def start(name: str, folder: Path, limit: float) -> tuple[int | None, Path]:
