@@ -15,7 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.accelerator import attention, checks, command, restart, timetable
 from benchmarks.accelerator.__main__ import NOT_AT_END, run, write
 from benchmarks.accelerator.checks import ALONE, BESIDE, CHECKS, PREPARED, Check, Context
-from benchmarks.accelerator.results import ERROR, FAILED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
+from benchmarks.accelerator.results import ERROR, FAILED, NOT_FINISHED, NOT_TRIED, PASSED, NotTriedError, Outcome, Row
 from benchmarks.accelerator.timetable import Timetable
 from benchmarks.common import with_python_path
 from covey.config import recipe
@@ -146,9 +146,23 @@ def test_a_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert [outcome.message for outcome in outcomes] == [
         "its process ended with -9: the driver is gone",
         "its process ended with 1: the driver is gone",
-        "its process took too long and was ended: the driver is gone",
+        "its process took too long and was ended after 0 s: the driver is gone",
     ]
     assert [[row.what for row in outcome.rows] for outcome in outcomes] == [[], [], ["rollout"]]
+
+
+@pytest.mark.parametrize(("measured", "status"), [(1.0, NOT_FINISHED), (3.0, FAILED)])
+def test_a_check_for_which_the_minutes_do_not_suffice_is_not_finished(
+    measured: float, status: str, tmp_path: Path
+) -> None:
+    """It is no fault, unless a row is beyond its bound; the next call repeats it."""
+    rows = (Row("difference", measured, 2.0, bound=True),)
+    write(by_name("8B"), tmp_path, Outcome(ERROR, rows, NOT_AT_END))
+    (tmp_path / "log").write_text("compiling\n  the first step\n")
+    outcome = command.outcome_of(by_name("8B"), tmp_path, None, tmp_path / "log", time.monotonic(), NOT_FINISHED)
+    assert (outcome.status, outcome.rows, outcome.is_final) == (status, rows, False)
+    assert outcome.fails is (status == FAILED)
+    assert ("compiling" in outcome.message) is (status == FAILED)
 
 
 def test_each_row_is_written_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.accelerator.__main__ import DESCRIBE
 from benchmarks.accelerator.checks import CHECKS, Check
-from benchmarks.accelerator.results import ERROR, NOT_TRIED, PASSED, Outcome, Results
+from benchmarks.accelerator.results import ERROR, FAILED, NOT_FINISHED, NOT_TRIED, PASSED, Outcome, Results
 from benchmarks.accelerator.timetable import Running, Timetable
 from benchmarks.common import Settings, with_python_path
 from covey.display import make_console
@@ -80,7 +80,7 @@ def _make_within(
     def ended(one: Running) -> None:
         console.print(f"{time.monotonic() - began:4.0f} s  [bold]{one.check.name}[/]")
         code = None if one.was_ended else one.process.returncode
-        keep(one.check, outcome_of(one.check, folder, code, one.log, one.began))
+        keep(one.check, outcome_of(one.check, folder, code, one.log, one.began, late=NOT_FINISHED))
 
     Timetable(folder, minutes, start, ended, began).make(checks)
 
@@ -111,17 +111,22 @@ def make(check: Check, folder: Path) -> Outcome:
     return outcome_of(check, folder, code, log, began)
 
 
-def outcome_of(check: Check, folder: Path, code: int | None, log: Path, began: float) -> Outcome:
+def outcome_of(check: Check, folder: Path, code: int | None, log: Path, began: float, late: str = ERROR) -> Outcome:
     """Return the outcome of a check whose process ended with `code`, None if it was ended because it took too long. A
     check that did not come to its end has the rows that it had measured.
+
+    Args:
+        late: status of a check that took too long, unless one of its rows fails.
     """
     path, seconds = folder / f"{check.file_name}.json", round(time.monotonic() - began, 1)
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"status": ERROR, "rows": []}
     outcome = replace(Outcome.from_json(values), seconds=seconds)
     if code == 0 and path.exists():
         return outcome
-    how = "took too long and was ended" if code is None else f"ended with {code}"
-    return replace(outcome, status=ERROR, message=f"its process {how}: {_tail(log)}")
+    how = f"took too long and was ended after {seconds:.0f} s" if code is None else f"ended with {code}"
+    status = ERROR if code is not None else FAILED if any(row.fails for row in outcome.rows) else late
+    told = _tail(log).splitlines()[-1:] if status == NOT_FINISHED else [_tail(log)]
+    return replace(outcome, status=status, message=f"its process {how}: {''.join(told).strip()}")
 
 
 def start(name: str, folder: Path, limit: float) -> tuple[int | None, Path]:
@@ -174,7 +179,7 @@ def _show_start(console: Console, identity: Mapping[str, Any], finished: int, pe
 
 
 def _show_outcome(console: Console, outcome: Outcome) -> None:
-    colours = {PASSED: "green", NOT_TRIED: "yellow"}
+    colours = {PASSED: "green", NOT_TRIED: "yellow", NOT_FINISHED: "yellow"}
     status = f"[{colours.get(outcome.status, 'red')}]{outcome.status}[/] in {outcome.seconds:.0f} s"
     console.print(f"  {status}")
     if outcome.message:
@@ -187,4 +192,4 @@ def _show_end(console: Console, results: Results, path: Path) -> int:
     console.print("Lines for benchmarks/RESULTS.md:")
     print(results.markdown())
     console.print(f"{path}: please send us this file in an issue", soft_wrap=True)
-    return int(any(not outcome.is_final for outcome in results.checks.values()))
+    return int(any(outcome.fails for outcome in results.checks.values()))

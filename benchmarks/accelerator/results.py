@@ -16,7 +16,7 @@ from covey.monitor.writer import strict_json
 SCHEMA = 1
 """Version of the JSON file."""
 TITLES = ("check", "quantity", "expected", "measured", "ratio")
-PASSED, FAILED, ERROR, NOT_TRIED = "passed", "failed", "error", "not tried"
+PASSED, FAILED, ERROR, NOT_TRIED, NOT_FINISHED = "passed", "failed", "error", "not tried", "not finished"
 
 
 class NotTriedError(Exception):
@@ -62,8 +62,9 @@ class Outcome:
     """Result of a check.
 
     Attributes:
-        status: `PASSED`, `FAILED` (a row is beyond its bound), `ERROR` (an exception) or `NOT_TRIED`.
-        message: reason of an error, or why the check was not tried.
+        status: `PASSED`, `FAILED` (a row is beyond its bound), `ERROR` (an exception), `NOT_TRIED`, or `NOT_FINISHED`
+            (the minutes were over).
+        message: reason of an error, or why the check was not tried or not finished.
     """
 
     status: str
@@ -87,6 +88,11 @@ class Outcome:
     def is_final(self) -> bool:
         """Whether a second call skips the check."""
         return self.status in (PASSED, NOT_TRIED)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the check found a fault."""
+        return self.status in (FAILED, ERROR)
 
 
 @dataclass
@@ -139,7 +145,7 @@ class Results:
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         for name, outcome in self.checks.items():
-            if outcome.status in (ERROR, NOT_TRIED):
+            if outcome.status in (ERROR, NOT_TRIED, NOT_FINISHED):
                 yield name, f"{outcome.status}: {outcome.message.splitlines()[0]}", "", "", ""
             first = name
             for row in outcome.rows:
