@@ -26,7 +26,9 @@ from covey.parallel.arrays import DEFAULT_RULES, num_row_shards, row_sharding
 from covey.registry import offered
 
 KERNELS = ("tpu", "cuda")
-"""Platforms whose attention is a kernel, which a package offers (`covey.attention`); others attend blockwise."""
+"""Platforms whose attention is a kernel, which a package offers (`covey.attention`); others attend blockwise, and so do
+layers whose heads are wider than the kernel's `MAX_WIDTH`.
+"""
 ROW_MULTIPLE = 128
 """Kernels run on rows whose length is a multiple of this; others are padded."""
 
@@ -38,9 +40,20 @@ def span_attention(model: Decoder, spans: Spans, positions: Int[Array, "B T"], *
         model: the decoder that will call it, on its platform; its sliding windows are measured in `positions`.
         interpret: run a kernel as an ordinary program, on any platform: for tests.
     """
-    if model.platform in KERNELS:
-        kernel = offered("covey.attention", model.platform)
-        return _each_shape(model, lambda *shape: _kernel_attention(kernel, model, spans, positions, interpret, *shape))
+    if model.platform not in KERNELS:
+        return _blockwise(model, spans, positions)
+    kernel = offered("covey.attention", model.platform)
+
+    def make(kv_heads: int, width: int) -> Attend:
+        if width > kernel.MAX_WIDTH:
+            return _blockwise(model, spans, positions)
+        return _kernel_attention(kernel, model, spans, positions, interpret, kv_heads, width)
+
+    return _each_shape(model, make)
+
+
+def _blockwise(model: Decoder, spans: Spans, positions: Int[Array, "B T"]) -> Attend:
+    """Return attention block by block, as XLA's products."""
     windows = distinct_windows(model.config.windows)
     per_window = _stack([spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows])
 

@@ -44,6 +44,8 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
     "<turn|>", "<|tool_response>", "<eos>", "</s>",
 )  # fmt: skip
+REASONING_ENDS = ("</think>", "[/THINK]", "<channel|>")
+"""Marks after a model's reasoning."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 ToolSchema = Mapping[str, Any]
 """JSON Schema of a tool, as chat templates take it."""
@@ -233,12 +235,26 @@ class Tokenizer:
 
         def written(chat: Sequence[Message]) -> str:
             asked, whole = self._render(chat[:-1], True, mark), finished(chat)
+            self._check_reasoning(chat[-1]["content"], whole)
             # The template may render a finished turn differently from its generation prompt: then learn the content.
             return whole.removeprefix(asked) if whole.startswith(asked) else chat[-1]["content"]
 
         return self._through_stop(
             self._encode_guarded(written, chat, mark), lambda: self._encode_guarded(finished, chat, mark)
         )
+
+    def _check_reasoning(self, answer: str, shown: str) -> None:
+        """Refuse an answer whose reasoning would not be learnt: the chat template leaves it out, or its marks are
+        control tokens, which text in messages never becomes.
+        """
+        for end in REASONING_ENDS:
+            last_words = re.split("[]>]", answer.partition(end)[0])[-1].strip()
+            if end in answer and (last_words not in shown or end in self._control_ids):
+                raise DataError(
+                    f"the reasoning before {end} in an answer cannot be learnt through the model's chat template",
+                    want="an answer without reasoning",
+                    fix="give prompt and completion as text, in the form in which the model writes them",
+                )
 
     def encode_turn(
         self,

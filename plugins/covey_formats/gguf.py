@@ -115,6 +115,7 @@ def _read_config(fields: Metadata, tensors: Mapping[str, Any]) -> ModelConfig:
         raise WeightsError(
             f"GGUF architecture {arch!r} is not supported{why}",
             want="one of: " + ", ".join(ARCHITECTURES),
+            fix=f"load the Hugging Face folder of the model: {FOLDERS[arch]}" if arch in FOLDERS else "",
             where=fields.where,
         )
     heads, hidden = fields.count(f"{arch}.attention.head_count"), fields.count(f"{arch}.embedding_length")
@@ -252,6 +253,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3": {**_GEMMA, "qk_norm": True},
 }
 """Architecture → switches of its config. In llama.cpp every fourth layer of SmolLM3 does not rotate; no key says so."""
+
+FOLDERS = {"qwen35": "hf:Qwen/Qwen3.5-4B", "gemma4": "hf:google/gemma-4-E4B-it"}
+"""Architectures that are read from folders alone → an example."""
 
 FAMILY_NAMES = {"gemma3": "gemma3_text"}
 """Architectures that we call by another name, which is that of Hugging Face."""

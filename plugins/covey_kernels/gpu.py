@@ -47,6 +47,10 @@ class Tables(NamedTuple):
     dkv: Lists
 
 
+MAX_WIDTH = 256
+"""Widest heads. The sums of 128 queries with heads of 512 would take all registers of a multiprocessor."""
+
+
 def block_sizes(width: int) -> KernelSizes:
     """Return the sizes of blocks for heads of `width`: the largest whose registers do not spill on a H100."""
     keys = 64 if width <= 128 else 32

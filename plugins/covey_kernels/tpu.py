@@ -28,6 +28,8 @@ LONG_ROW = 4096
 MAX_STEP = 16 * 128 * 128
 """Largest number of scores in a step of the grid; with it, a step's arrays fit into vector memory."""
 VMEM_BYTES = 32 * 2**20
+MAX_WIDTH = 512
+"""Widest heads that were tried."""
 
 
 class Tables(NamedTuple):

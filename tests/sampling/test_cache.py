@@ -71,7 +71,14 @@ def decoded(model: Any, blocks: list[Block], window: int | None, softcap: float 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "width", "window", "softcap"),
-    [("tpu", 128, None, None), ("tpu", 80, 20, 5.0), ("cuda", 128, 60, None), ("cuda", 80, None, 5.0)],
+    [
+        ("tpu", 128, None, None),
+        ("tpu", 80, 20, 5.0),
+        ("tpu", 512, None, None),
+        ("cuda", 128, 60, None),
+        ("cuda", 80, None, 5.0),
+        ("cuda", 512, None, None),
+    ],
 )
 def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int | None, softcap: float | None) -> None:
     got, want = (

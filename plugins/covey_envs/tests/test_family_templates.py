@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from covey.errors import DataError
 from covey.text.tokenizer import Tokenizer
 from covey_envs.tool_calls import FORMATS, choose_format
 
@@ -224,6 +225,12 @@ def test_what_is_learnt_from_an_answer_begins_where_the_prompt_ends() -> None:
         assert shown == f"{learnt}<|im_end|>"
     gemma = tokenizer_of("gemma")
     assert gemma.decode(gemma.encode_completion([USER], "5"), skip_special=False) == "5<turn|>"
+    with pytest.raises(DataError, match=r"the reasoning before <channel\|> in an answer cannot be learnt"):
+        gemma.encode_completion([USER], "<|channel>thought\nHm<channel|>5")
+    turn = "<|turn>user\n2 + 3?<turn|>\n<|turn>model\n"
+    ids = gemma.encode_completion(turn, "<|channel>thought\nHm<channel|>5<turn|>")
+    assert gemma.decode(ids, skip_special=False) == "<|channel>thought\nHm<channel|>5<turn|>"
+    assert gemma.inner.token_to_id("<channel|>") in ids
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -239,6 +239,8 @@ def test_other_architectures_are_those_of_their_folders(name: str, arch: str, me
         ("phi3", {"extra": "rope_factors_long.weight"}, "RoPE scaling 'longrope' is not supported"),
         ("phi3", {"cut": "self_attn.qkv_proj"}, r"attn_qkv.weight has shape \[60, 32\]\n  wanted: \[64, 32\]"),
         ("gemma3n", {}, "GGUF architecture 'gemma3n' is not supported"),
+        ("gemma4", {}, r"GGUF architecture 'gemma4' is not supported(.|\n)*hf:google/gemma-4-E4B-it"),
+        ("qwen35", {}, r"GGUF architecture 'qwen35' is not supported(.|\n)*hf:Qwen/Qwen3.5-4B"),
     ],
 )
 def test_what_newer_families_cannot_have_is_refused(arch: str, changes: dict, told: str, tmp_path: Path):

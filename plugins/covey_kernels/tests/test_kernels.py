@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +150,7 @@ def values_and_gradients(
         ((8, 2, 80), 2, None, 50.0, (32, 16)),
         ((7, 1, 96), 2, 40, None, (16, 32)),
         ((4, 4, 16), 4, 17, 30.0, (32, 32)),
+        ((2, 1, 512), 2, None, None, (32, 32)),
     ],
 )
 def test_values_and_gradients_are_those_of_plain_attention(
@@ -258,6 +259,21 @@ def traced(platform: str, of: Callable[..., Any], dtype: str = "float32") -> lis
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_a_layer_computed_again_does_not_attend_again(platform: str, dtype: str) -> None:
     assert traced(platform, jax.grad, dtype) == ["forward", "dq", "dkv"]
+
+
+@pytest.mark.parametrize(("platform", "names"), [("tpu", ["forward"] * 2), ("cuda", ["forward"])])
+def test_heads_too_wide_for_a_kernel_attend_without_it(platform: str, names: list[str]) -> None:
+    """Gemma 4: heads of 256 with a window, of 512 without. On GPUs the latter attend blockwise."""
+    config = replace(CONFIG, windows=(9, None), layer_heads=((2, 256), (2, 512)))
+
+    def attended(k: jax.Array, wide: jax.Array) -> jax.Array:
+        model: Any = SimpleNamespace(config=config, platform=platform, mesh=AbstractMesh((), ()))
+        attend, q = span_attention(model, TREES.spans, TREES.positions), jnp.repeat(k, 2, axis=2)
+        return attend(q, k, k, None, window=9)[0].sum() + attend(jnp.repeat(wide, 2, axis=2), wide, wide, None)[0].sum()
+
+    shapes = [jax.ShapeDtypeStruct((4, 96, 2, width), jnp.float32) for width in (256, 512)]
+    found = [name.removeprefix("tree_attention_") for name in kernels(jax.make_jaxpr(attended)(*shapes).jaxpr)]
+    assert found == names
 
 
 def test_the_platform_chooses_the_implementation() -> None:
