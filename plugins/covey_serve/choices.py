@@ -52,9 +52,8 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The text of the finished choice."""
-        assert self.completion is not None, "a choice has its text at its end"
-        return self.completion.text
+        """The text of the finished choice; none of one for which nothing is drawn."""
+        return "" if self.completion is None else self.completion.text
 
     def advance(self) -> tuple[str, slice]:
         """Return the text and the tokens that are new since the last call, without what may still change: half a

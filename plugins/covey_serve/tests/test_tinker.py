@@ -383,7 +383,8 @@ def test_a_journal_is_shortened_at_a_save_and_a_server_goes_on_from_it(
     before = size("killed")
     ask(killed, 3, 9)
     assert size("killed") < 1.5 * before  # two turns of requests, whatever came before
-    assert len(list((tmp_path / "killed" / "states").glob("*/bases/*"))) == 2
+    bases = list((tmp_path / "killed" / "states").glob("*/bases/*"))
+    assert len(bases) == 3  # the last save shortens the journal at the next request
     killed.gradients(46, [datum(46)])
     killed.result(killed.step(47))
     killed.tinker.journal.close()
