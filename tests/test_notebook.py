@@ -49,6 +49,7 @@ def execute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 @pytest.mark.usefixtures("small_scratch")
 @pytest.mark.filterwarnings("ignore")  # those of the packages that run notebooks
 def test_the_notebook_runs(execute: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("covey_report")
     monkeypatch.setitem(sys.modules, "pandas", None)  # nothing of Covey installs it
     outputs = {source: execute(source) for source in ("".join(cell["source"]) for cell in CELLS)}
     training, steps, names = (

@@ -47,6 +47,7 @@ def test_a_comparison_names_what_differs_and_what_is_missing(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_recording_of_programs_names_the_one_that_changed():
+    pytest.importorskip("covey_kernels")
     settings = ("training.row_length=32",)
     here, there = (RECORD["lowered"]("sft-tiny", settings, platform) for platform in ("cpu", "tpu"))
     assert here.keys() == there.keys() == {"loss", "gradients", "apply"}

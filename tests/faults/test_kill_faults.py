@@ -54,7 +54,6 @@ WAYS = {
 
 TALK = """
 import random, time
-from covey import Step
 
 class Talk:
     def __init__(self, row):
@@ -64,6 +63,8 @@ class Talk:
         return self.prompt
 
     def step(self, reply):
+        from covey import Step  # late: covey_envs has it
+
         time.sleep(random.random() / 20)
         self.left -= 1
         return Step(str(len(reply)), float(len(reply) % 3), not self.left)

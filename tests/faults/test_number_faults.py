@@ -119,6 +119,7 @@ def test_groups_of_equal_rewards_have_no_gradient_and_the_run_says_so(place: Pat
 @slow
 def test_one_new_token_is_told_as_that(place: Path, capsys: Any) -> None:
     """Nothing can be right in it, so all is scored 0."""
+    pytest.importorskip("covey_report")
     trained(place / "run", "rewards=judges:long", "rollout.max_new_tokens=1", "training.max_steps=5", data=LONG)
     told = " ".join(capsys.readouterr().out.split())
     assert "completions were cut off at 1 token: 100 %" in told
@@ -129,6 +130,7 @@ def test_one_new_token_is_told_as_that(place: Path, capsys: Any) -> None:
 @slow
 def test_a_learning_rate_that_ruins_the_model_is_told_as_that(place: Path, capsys: Any) -> None:
     """It writes varied text until the first updates, and then a few tokens over and over."""
+    pytest.importorskip("covey_report")
     optimizer = ("learning_rate=1", "warmup_ratio=0", "schedule=constant")
     wild = [f"training.actor_optimizer.{setting}" for setting in optimizer]
     more = ("rewards=judges:varied", "rollout.max_new_tokens=12", "training.max_steps=10", "seed=3")

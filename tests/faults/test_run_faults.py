@@ -93,6 +93,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_signal_ends_the_step_saves_and_leaves(tmp_path: Path, straight: Path, at_step: Any, capsys: Any) -> None:
     """With a code of its own and the command that goes on; gone on with, the run is the one never stopped."""
+    pytest.importorskip("covey_report")
     stopped = tmp_path / "stopped"
     words, before = ["quickstart", "--out", str(stopped), *SETTINGS], {n: signal.getsignal(n) for n in SIGNALS}
     for step, number in enumerate(SIGNALS, 2):

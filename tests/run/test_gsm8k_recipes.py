@@ -158,6 +158,7 @@ def test_gsm8k_gemma2_goes_through_the_whole_notebook(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    pytest.importorskip("covey_trackers")
     model, out = checkpoint("gemma2", layers=1, words=TAGS), tmp_path / "out"
     flags = ["--model", model, "--data", problems, "--out", out, "--steps", 3, "--test-batches", 1]
     flags += ["--max-prompt-length", 400, "--max-new-tokens", 12]
@@ -229,6 +230,7 @@ class Board:
 def test_gsm8k_nanochat_runs_and_goes_on(
     tmp_path: Path, problems: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("covey_envs")
     board = Board()
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     settings = [

@@ -143,6 +143,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOLearne
 
 @pytest.mark.slow
 def test_the_folder_has_what_a_run_of_a_command_has(straight: tuple[Path, GRPOLearner]) -> None:
+    pytest.importorskip("covey_status")
     out, one = straight
     files = {"recipe.yaml", METRICS, SAMPLES, "summary.json", "before.jsonl", "after.jsonl", "heartbeat.json"}
     assert files <= {path.name for path in out.iterdir()}

@@ -81,6 +81,7 @@ def decoded(model: Any, blocks: list[Block], window: int | None, softcap: float 
     ],
 )
 def test_kernels_attend_to_what_blocks_do(platform: str, width: int, window: int | None, softcap: float | None) -> None:
+    pytest.importorskip("covey_kernels")
     got, want = (
         decoded(model, filled(CacheLayout.of(model), width), window, softcap)
         for model in (model_of(platform, width), model_of("cpu", width))
@@ -117,6 +118,7 @@ def test_prompts_are_inserted_into_their_slots_alone(mesh: tuple[int, int] | Non
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_devices_of_a_mesh_attend_with_their_slots_and_heads(platform: str) -> None:
+    pytest.importorskip("covey_kernels")
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     model = model_of(platform, 64, mesh.abstract_mesh)
     sharded = jax.device_put(
@@ -132,6 +134,7 @@ def test_devices_of_a_mesh_attend_with_their_slots_and_heads(platform: str) -> N
 @pytest.mark.parametrize(("platform", "width"), [("tpu", 80), ("tpu", 128), ("cuda", 80)])
 def test_a_position_behind_the_end_is_not_written(platform: str, width: int) -> None:
     """A slot that waits for a tool may be full while others are decoded, and goes on later."""
+    pytest.importorskip("covey_kernels")
     model = model_of(platform, width)
     (block,) = filled(CacheLayout.of(model), width)
     attend = decode_attention(model, jnp.array([3, TIME, 200, TIME + 1]), jnp.full(SLOTS, False), interpret=True)

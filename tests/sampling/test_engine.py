@@ -89,6 +89,7 @@ def test_kernels_give_the_same_samples_with_one_decode_program(
     """As on an accelerator, with its kernels run as ordinary programs: slots are refilled, and nothing is resized. On a
     mesh, devices have parts of the heads and of the vocabulary, and each draws for its slots.
     """
+    pytest.importorskip("covey_kernels")
     monkeypatch.setattr(programs, "decode_attention", partial(programs.decode_attention, interpret=True))
     monkeypatch.setattr(cache, "span_attention", partial(cache.span_attention, interpret=True))
     model = build()

