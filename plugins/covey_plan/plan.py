@@ -29,6 +29,7 @@ from covey.recipes.load_model import abstract_for
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout
 from covey.rl.roles import ClusterConfig, Role
+from covey.sampling.cache import Block
 from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
 from covey.sft.learner import SFTLearner
@@ -366,7 +367,8 @@ def _sampling_sizes(run: RLPrograms, platform: str) -> dict[str, Any]:
     """Return the sizes of the weights and of the cache on the devices with which one process samples."""
     mesh = run.config.mesh(Role.ROLLOUT)
     count, copies = (1, 1) if mesh is None else (mesh.size, mesh.shape.get("data", 1))
-    block = next(program for program in run.called() if program.name == "decode").args[1][0][0]
+    cache = next(program for program in run.called() if program.name == "decode").args[1]
+    block = next(block for blocks in cache for block in blocks if isinstance(block, Block))  # a layer may have a state
     held: tuple[int, ...] = block.keys.sharding.shard_shape(block.keys.shape) if mesh else block.keys.shape
     return {
         "sampled": float(nbytes(run.cluster.rollout.params) * count),

@@ -56,3 +56,17 @@ def test_a_killed_run_is_the_run_that_was_never_killed(tmp_path: Path, monkeypat
     steps = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     assert [step["sampling/token_agreement"] for step in steps] == [1.0] * 4
     assert min(step["grad_norm"] for step in steps) > 0
+
+
+@pytest.mark.slow
+def test_a_model_whose_first_layer_has_a_state_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    from benchmarks.small_models import write_model
+
+    write_model(tmp_path / "model", "qwen3.5", width=32)
+    words = ["arithmetic-tiny", *SETTINGS[:-2], "--model.source", str(tmp_path / "model")]
+    assert main(["plan", *words, "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert {"rollout", "update"} <= {phase["name"] for phase in phases}
