@@ -44,8 +44,8 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|assistant_end|>",
     "<turn|>", "<|tool_response>", "<eos>", "</s>",
 )  # fmt: skip
-REASONING_ENDS = ("</think>", "[/THINK]", "<channel|>")
-"""Marks after a model's reasoning."""
+REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
+"""Marks before and after a model's reasoning. The first may stand in the prompt."""
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<unk>")
 ToolSchema = Mapping[str, Any]
 """JSON Schema of a tool, as chat templates take it."""
@@ -247,7 +247,7 @@ class Tokenizer:
         """Refuse an answer whose reasoning would not be learnt: the chat template leaves it out, or its marks are
         control tokens, which text in messages never becomes.
         """
-        for end in REASONING_ENDS:
+        for end in REASONING.values():
             last_words = re.split("[]>]", answer.partition(end)[0])[-1].strip()
             if end in answer and (last_words not in shown or end in self._control_ids):
                 raise DataError(

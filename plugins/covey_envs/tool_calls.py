@@ -22,11 +22,10 @@ from typing import Any
 
 from covey.config.schema.envs import ToolFormat
 from covey.errors import RecipeError
+from covey.text.tokenizer import REASONING
 from covey_envs.schemas import Schema
 
 TOOLS = re.compile(r"\btools\b")
-REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
-"""Marks before and after a model's reasoning. The first may stand in the prompt."""
 BEGIN = re.compile(r"\s*+(<think>|\[THINK\]|<\|channel>)")
 TAG = re.compile(r"</think>|\[/THINK\]|(<tool_call>)")
 CONTROL = re.compile(r"</think>|\[/THINK\]|(\[TOOL_CALLS\])")
