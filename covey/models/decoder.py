@@ -30,8 +30,8 @@ from covey.models.layers import (
     LoRA,
     RMSNorm,
     Rope,
+    apply_joint,
     apply_softcap,
-    apply_together,
     look_up,
     rope_frequencies,
     rope_tables,
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, rope: Rope, attend: Attend, cache: Any, window: Any) -> tuple[Array, Any]:
         c = self.config
-        q, k, v = apply_together((self.q_proj, self.k_proj, self.v_proj), x, c.head_dim)
+        q, k, v = apply_joint(self, x, c.head_dim)
         q, gate = _split_gate(q) if c.attention_gate else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalise(self.q_norm, q), self._normalise(self.k_norm, k)

@@ -353,6 +353,11 @@ def apply_together(
     return [out.reshape(*x.shape[:-1], -1, width) for out in outs]
 
 
+def apply_joint(module: Any, x: Float[Array, "... n_in"], width: int | None = None) -> list[Float[Array, "..."]]:
+    """Return the projections of `x` that a module names in `joint`, in this order; see `apply_together`."""
+    return apply_together([getattr(module, name) for name in module.joint], x, width)
+
+
 def _apply_kernels(linears: Sequence[Linear], x: Array, axes: Sequence[Axes], quantised: bool) -> Sequence[Array]:
     """Return the product of `x` with the kernel of each of `linears`, with these axes for n_out."""
     if quantised:
@@ -493,7 +498,7 @@ class MLP(nnx.Module):
         act = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             return self.down_proj(act(self.up_proj(x)))
-        up, gate = apply_together((self.up_proj, self.gate_proj), x)
+        up, gate = apply_joint(self, x)
         return self.down_proj(act(gate) * up)
 
 

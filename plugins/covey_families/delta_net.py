@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.config import ModelConfig
-from covey.models.layers import Linear, RMSNorm, apply_together
+from covey.models.layers import Linear, RMSNorm, apply_joint
 from covey.models.recurrence import Order
 from covey.models.spans import Spans
 from covey_families import delta_rule
@@ -73,7 +73,7 @@ class DeltaNet(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], rope: Any, attend: Any, cache: Any, window: Any) -> tuple[Array, Any]:
         """Return the mixed tokens, and the state after them where there is a cache. Positions play no role."""
-        *qkv, z, write, rate = apply_together([getattr(self, name) for name in self.joint], x)
+        *qkv, z, write, rate = apply_joint(self, x)
         rate = jax.nn.softplus(rate.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * rate
         inputs = Inputs(self._by_head(*qkv), log_decay, jax.nn.sigmoid(write.astype(jnp.float32)))

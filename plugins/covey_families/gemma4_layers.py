@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from covey.models.attention import Attend, SharedKeys
 from covey.models.config import ModelConfig
 from covey.models.decoder import Embedding
-from covey.models.layers import ACTIVATIONS, MLP, Linear, RMSNorm, Rope, apply_together, rotate
+from covey.models.layers import ACTIVATIONS, MLP, Linear, RMSNorm, Rope, apply_joint, rotate
 from covey_families.gemma4 import heads_of, projected
 
 
@@ -47,7 +47,7 @@ class LocalAttention(nnx.Module):
         return self.o_proj.from_heads(mixed), SharedKeys(k, v, cache)
 
     def _project(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T N W"]]:
-        return apply_together([getattr(self, name) for name in self.joint], x, self.width)
+        return apply_joint(self, x, self.width)
 
 
 class GlobalAttention(LocalAttention):
