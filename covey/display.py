@@ -8,12 +8,14 @@ The package reports through the loggers of its modules, below `covey`; a command
 
 import errno
 import html
+import io
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from covey.errors import RecipeError
@@ -47,6 +49,17 @@ def printable(text: str, keep: str = "") -> str:
 def echo(text: str, keep: str = "", file: TextIO | None = None) -> None:
     """Print `text` as `printable` returns it, to standard output when `file` is not given."""
     print(printable(text, keep), file=file, flush=True)
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield the lines that somebody types at a prompt, without white space around them, up to an empty one or the end
+    of the input. Invalid bytes are read as U+FFFD.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    with suppress(EOFError):
+        while text := input("> ").strip():
+            yield text
 
 
 def make_console(wrap: bool = False, **options: Any) -> "Console":

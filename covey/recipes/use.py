@@ -1,7 +1,6 @@
 """Use a model or a finished run: evaluate, generate, chat."""
 
 import dataclasses
-import io
 import logging
 import sys
 import zlib
@@ -17,7 +16,7 @@ from covey.config.schema import RolloutConfig
 from covey.config.schema.envs import metric_name
 from covey.data import sources as data_source
 from covey.data.rows import Row
-from covey.display import echo, show_log
+from covey.display import echo, show_log, typed_lines
 from covey.errors import DataError
 from covey.monitor.progress import Progress
 from covey.parallel import processes
@@ -130,10 +129,8 @@ def chat(source: str, rollout: RolloutConfig) -> None:
     limit = max(1, model.config.max_positions - rollout.max_new_tokens)
     worker = RolloutWorker(model, tokenizer, dataclasses.replace(rollout, max_prompt_length=limit))
     messages: list[dict[str, str]] = []
-    if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are read as U+FFFD instead of raising
-        sys.stdin.reconfigure(errors="replace")
     print(f"{'Say something' if tokenizer.chat_template else TEXT_ONLY}; an empty line ends the chat.", flush=True)
-    while text := _read_line():
+    for text in typed_lines():
         try:
             messages = _reply(worker, messages, text, limit)
         except DataError as error:
@@ -176,13 +173,6 @@ def _mesh_of(source: str) -> Mesh | None:
 
 def _as_chat(tokenizer: Tokenizer, text: str) -> Any:
     return [{"role": "user", "content": text}] if tokenizer.chat_template else text
-
-
-def _read_line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
 
 
 def _echo(text: str) -> None:

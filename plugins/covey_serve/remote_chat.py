@@ -7,7 +7,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 
 from covey.config.schema import RolloutConfig
-from covey.display import echo
+from covey.display import echo, typed_lines
 from covey.errors import CoveyError
 
 SECONDS = 600.0
@@ -30,7 +30,7 @@ def chat(address: str, model: str, options: RolloutConfig) -> None:
     fields["model"] = model or _ask(f"{base}/models")["data"][0]["id"]
     messages: list[dict[str, str]] = []
     echo(f"You talk to {fields['model']}; an empty line ends the chat.")
-    while text := _read_line():
+    for text in typed_lines():
         messages.append({"role": "user", "content": text})
         asked = fields | {"messages": messages, "seed": options.seed + len(messages) // 2}
         answer = _ask(f"{base}/chat/completions", asked)["choices"][0]["message"]["content"]
@@ -51,10 +51,3 @@ def _ask(url: str, fields: dict[str, Any] | None = None) -> Any:
         raise CoveyError(f"the server refuses ({error.code}): {error.read(2000).decode(errors='replace')}") from error
     except (URLError, ValueError, TimeoutError) as error:
         raise CoveyError(f"{url} does not answer: {error}", fix="the address that covey serve prints") from error
-
-
-def _read_line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
