@@ -134,6 +134,7 @@ def test_without_a_command_the_log_is_that_of_the_program(caplog: pytest.LogCapt
 
 
 def test_a_recipe_is_printed_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("covey_shell")
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("name: x\n# \x1b[2J \x9b31m \u202e\n", encoding="utf-8")
     assert main(["recipes", "r.yaml"]) == 0
