@@ -38,7 +38,6 @@ from covey.rl.helpers import make_completion_mask as make_completion_mask
 from covey.rl.helpers import pad_to_length as pad_to_length
 from covey.rl.helpers import selective_log_softmax as selective_log_softmax
 from covey.rl.learner import Learner as Learner
-from covey.rl.ppo import PPOLearner as PPOLearner
 from covey.rl.roles import ClusterConfig as ClusterConfig
 from covey.rl.roles import Role as Role
 from covey.sampling.engine import Engine as Engine
@@ -54,6 +53,7 @@ from covey_envs.runner import EnvironmentRunner as EnvironmentRunner
 from covey_envs.schemas import json_schema as json_schema
 from covey_envs.trl import TrlFactory as TrlFactory
 from covey_formats.peft import write_peft as write_peft
+from covey_ppo.learner import PPOLearner as PPOLearner
 from covey_trackers.trackers import Tracked as Tracked
 from covey_trackers.trackers import Trackers as Trackers
 

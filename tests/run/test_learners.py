@@ -26,10 +26,10 @@ from covey import (
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
+    Learner,
     LoRAConfig,
     OptimizerConfig,
     PPOConfig,
-    PPOLearner,
     RewardRunner,
     RewardSafetyConfig,
     RLCluster,
@@ -108,7 +108,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 
-def weights(of: GRPOLearner | PPOLearner) -> list[np.ndarray]:
+def weights(of: Learner) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(of.cluster.state())]
 
 
@@ -246,8 +246,9 @@ def test_a_finished_run_gives_its_weights_to_a_new_learner(straight: tuple[Path,
 @pytest.mark.slow
 def test_a_run_of_ppo_keeps_its_critic(tmp_path: Path) -> None:
     """The second learner makes a critic of its own, which the checkpoint's replaces."""
+    kind = pytest.importorskip("covey_ppo.learner").PPOLearner
     one, again = (
-        PPOLearner(
+        kind(
             rl_cluster=cluster_of(2, 0, "scratch:guess-tiny@1", 0),
             reward_fns=length,
             ppo_config=PPOConfig(num_generations=2),
