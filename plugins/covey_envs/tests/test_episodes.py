@@ -19,7 +19,6 @@ from covey import EnvironmentRunner, Step
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError, RecipeError
-from covey.rl.metrics import episode_metrics
 from covey.rl.step_data import table_of
 from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
@@ -27,6 +26,7 @@ from covey.sampling.sequence import Ending
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason, Group
 from covey_envs.episodes import Episodes
+from covey_envs.metrics import episode_metrics
 
 TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
