@@ -40,7 +40,7 @@ def test_a_folder_with_one_of_two_files_names_the_other(tmp_path: Path) -> None:
     for name in ("main_train.csv", "socratic_train.csv"):
         (tmp_path / name).touch()
     with pytest.raises(DataError, match=r"no main_test\.csv, only: main_train\.csv, socratic_train\.csv"):
-        load_data(DataConfig(task="gsm8k", path=str(tmp_path)))
+        load_data(DataConfig(task="jsonl", path=str(tmp_path)))
 
 
 FILE_MISTAKES = {
