@@ -335,7 +335,7 @@ def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.Mo
     said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
     before = np.concatenate([play.episodes.encode_prompt(ASK), said])
     rendered = np.append(before, more) if more else before[:-2]
-    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: False)
+    monkeypatch.setattr("covey_envs.episodes.keeps_history", lambda *_, **__: False)
     monkeypatch.setattr(Episodes, "encode_prompt", lambda *_: rendered)
     branch = play.episodes.answer(Turn(Sample(0, 0), said, 100, STOPPED)).result(10)
     assert isinstance(branch, NewBranch)
@@ -348,7 +348,7 @@ def test_a_rewritten_history_is_warned_of_once_by_the_first_sample_of_a_row(
 ) -> None:
     """Rendering takes time, and the samples of a row are alike."""
     asked = []
-    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: bool(asked.append(True)))
+    monkeypatch.setattr("covey_envs.episodes.keeps_history", lambda *_, **__: bool(asked.append(True)))
     play = Play(samples=2, turns=9)
     said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
     for number, count_of_warnings in ((1, 0), (0, 1)):
