@@ -29,15 +29,7 @@ from covey.rewards.scoring import RewardRunner as RewardRunner
 from covey.rewards.scoring import score as score
 from covey.rl.cluster import RLCluster as RLCluster
 from covey.rl.grpo import GRPOLearner as GRPOLearner
-from covey.rl.helpers import build_positions_from_mask as build_positions_from_mask
-from covey.rl.helpers import compute_advantages as compute_advantages
-from covey.rl.helpers import get_per_token_logps as get_per_token_logps
-from covey.rl.helpers import make_causal_attn_mask as make_causal_attn_mask
-from covey.rl.helpers import make_completion_mask as make_completion_mask
-from covey.rl.helpers import pad_to_length as pad_to_length
-from covey.rl.helpers import selective_log_softmax as selective_log_softmax
 from covey.rl.learner import Learner as Learner
-from covey.rl.ppo import PPOLearner as PPOLearner
 from covey.rl.roles import ClusterConfig as ClusterConfig
 from covey.rl.roles import Role as Role
 from covey.sampling.engine import Engine as Engine
@@ -54,6 +46,14 @@ from covey_envs.schemas import json_schema as json_schema
 from covey_envs.trl import TrlFactory as TrlFactory
 from covey_formats.hf import write_hf as write_hf
 from covey_formats.peft import write_peft as write_peft
+from covey_functions.padded import build_positions_from_mask as build_positions_from_mask
+from covey_functions.padded import compute_advantages as compute_advantages
+from covey_functions.padded import get_per_token_logps as get_per_token_logps
+from covey_functions.padded import make_causal_attn_mask as make_causal_attn_mask
+from covey_functions.padded import make_completion_mask as make_completion_mask
+from covey_functions.padded import pad_to_length as pad_to_length
+from covey_functions.padded import selective_log_softmax as selective_log_softmax
+from covey_ppo.learner import PPOLearner as PPOLearner
 from covey_trackers.trackers import Tracked as Tracked
 from covey_trackers.trackers import Trackers as Trackers
 

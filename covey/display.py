@@ -7,7 +7,6 @@ The package reports through the loggers of its modules, below `covey`; a command
 """
 
 import errno
-import html
 import io
 import logging
 import os
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD", re.I)
 """Pattern of the names of environment variables whose values are secret."""
-LINK = re.compile(r"://|www\.|@", re.I)
-"""Pattern of words that Markdown turns into links without link syntax (GitHub's autolinks, `user@host` included)."""
 UNLIMITED = 100_000
 """Width of a line that nothing wraps, in columns."""
 BESIDE = " + "
@@ -114,24 +111,6 @@ class _CallbackHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         show = self._warning if record.levelno >= logging.WARNING else self._info
         show(record.getMessage())
-
-
-def escape_markdown(text: str) -> str:
-    """Escape `text` as one line of literal Markdown: it forms no tag, table cell, heading or link. An address, which
-    Markdown would turn into a link, becomes inline code.
-
-    >>> escape_markdown("a|b `c`\\n<img src=x> at https://x.example")
-    'a\\\\|b \\\\`c\\\\`\\\\\\\\n&lt;img src=x&gt; at `https://x.example`'
-    """
-    parts = re.split(r"([^\s<>`*|\\\[\]]+)", printable(text).strip())
-    shown = "".join(
-        f"`{part}`" if LINK.search(part) else re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(part, quote=False))
-        for part in parts
-    )
-    # A mark at the start of the line would begin a heading, list, rule or block.
-    return re.sub(
-        r"^([#+=~-]|\d+(?=[.)]))", lambda mark: f"{mark[0]}\\" if mark[0].isdigit() else f"\\{mark[0]}", shown
-    )
 
 
 def mask_secrets(value: Any) -> Any:

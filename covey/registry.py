@@ -62,8 +62,9 @@ class Registry:
         return self._member(import_user_module(module, described, self._form, self.where), attribute)
 
     def _offered(self, name: str) -> EntryPoint:
-        """Return the entry point of an installed package for `name`."""
+        """Return the entry point of an installed package for `name`; no other package replaces that of a plugin."""
         offers = list(entry_points(group=self.group, name=name))
+        offers = [offer for offer in offers if offer.dist and offer.dist.name == "covey"] or offers
         if len(offers) > 1:
             packages = " and ".join(sorted(str(offer.dist and offer.dist.name) for offer in offers))
             raise RecipeError(

@@ -47,7 +47,7 @@ TESTS = {
         "tests/losses/test_value.py",
         "tests/losses/test_trl_parity.py",
         "tests/losses/test_algebra.py",
-        "tests/rl/test_ppo.py",
+        "plugins/covey_ppo/tests/test_ppo.py",
     ),
     "covey/losses/value.py": (
         "tests/losses/test_value.py",
@@ -58,7 +58,7 @@ TESTS = {
         "tests/losses/test_shaping.py",
         "tests/losses/test_advantages.py",
         "tests/losses/test_algebra.py",
-        "tests/rl/test_ppo.py",
+        "plugins/covey_ppo/tests/test_ppo.py",
     ),
     "covey/packing/rows.py": (
         "tests/packing/test_rows.py",
@@ -90,9 +90,9 @@ TESTS = {
         "tests/models/test_layer_stack.py",
         "tests/models/test_lora.py::test_whether_adapters_change_the_base_needs_no_program",
     ),
-    "covey/rl/grpo.py": ("tests/rl/test_ppo.py", "tests/rl/test_step_data.py"),
+    "covey/rl/grpo.py": ("plugins/covey_ppo/tests/test_ppo.py", "tests/rl/test_step_data.py"),
     "plugins/covey_envs/turn_credit.py": ("plugins/covey_envs/tests/test_turn_credit.py",),
-    "covey/rl/ppo.py": ("tests/rl/test_ppo.py", "tests/rl/test_step_data.py"),
+    "plugins/covey_ppo/learner.py": ("plugins/covey_ppo/tests/test_ppo.py", "tests/rl/test_step_data.py"),
     "plugins/covey_envs/episodes.py": (
         "plugins/covey_envs/tests/test_episodes.py",
         "plugins/covey_envs/tests/test_dialogue.py",
@@ -132,7 +132,7 @@ EQUIVALENT = {
             "both have one entry for each completion of the groups"
         ),
     },
-    "covey/rl/ppo.py": {
+    "plugins/covey_ppo/learner.py": {
         "advantages = [np.where(is_scored, a, 0.0) for is_scored, a in zip(scored, advantages, "
         "strict=«True → False»)]": "`gae` returns one array per completion",
         "returns = [np.where(is_scored, r, v) for is_scored, r, v in zip(scored, returns, x.values, "

@@ -1,16 +1,10 @@
 """Tasks with numbers. No problem of a test is trained on in either order: a + b and b + a are held out together.
 
-    arithmetic   sums to 20 and products of digits in a chat, answered with the number alone; a third is held out
-    sums         for the smallest models: `17+25=` is completed by `42`, always two digits; a fifth is held out
-    long-sums    sums of four digits, which small models get wrong, by a call of the calculator; a tenth is held out
-
-A prompt of long-sums shows two problems, each with a call in SmolLM2's form, its result and the answer. After one
-SmolLM2-135M makes no call in 32 tries, after three nearly always. The problems that a prompt shows are in neither set.
+arithmetic   sums to 20 and products of digits in a chat, answered with the number alone; a third is held out
+sums         for the smallest models: `17+25=` is completed by `42`, always two digits; a fifth is held out
 """
 
-import json
 import random
-from typing import Any
 
 from covey.data.rows import Row, chat
 
@@ -24,17 +18,6 @@ TEST_FRACTION, SUMS_TEST_FRACTION = 1 / 3, 1 / 5
 
 SUMS_NUMBERS, SUM_LIMIT = range(10, 90), 100
 """Numbers that are added in sums, and the exclusive upper bound of the result."""
-
-LONG_SUMS_SYSTEM = "Compute sums with the calculator. Then answer with the number only."
-
-LONG_NUMBERS = range(1000, 10_000)
-"""Numbers that are added in long sums."""
-
-LONG_SHOWN = ((2417, 3862), (5093, 1448))
-"""Problems that every prompt of long-sums shows."""
-
-NUM_LONG_SUMS, NUM_TEST_LONG_SUMS = 4000, 400
-"""Number of long sums drawn, and of those that only the test set has."""
 
 
 def make_rows(seed: int) -> tuple[list[Row], list[Row]]:
@@ -73,19 +56,6 @@ def make_sums(seed: int) -> tuple[list[Row], list[Row]]:
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in _both_orders(pairs[cut:])], rows
 
 
-def make_long_sums(seed: int) -> tuple[list[Row], list[Row]]:
-    """Make training and test rows of long-sums (`prompt`, `answer`); the seed draws the problems and those held out."""
-    rng, pairs = random.Random(seed), set[tuple[int, int]]()
-    while len(pairs) < NUM_LONG_SUMS:
-        a, b = rng.choice(LONG_NUMBERS), rng.choice(LONG_NUMBERS)
-        if not {(a, b), (b, a)} & {*LONG_SHOWN} and (b, a) not in pairs:
-            pairs.add((a, b))
-    shown = [text for pair in LONG_SHOWN for text in _calculation(*pair)]
-    rows = [{"prompt": chat(*shown, _question("+", *pair)), "answer": str(sum(pair))} for pair in sorted(pairs)]
-    rng.shuffle(rows)
-    return rows[NUM_TEST_LONG_SUMS:], rows[:NUM_TEST_LONG_SUMS]
-
-
 def _problems(operation: str) -> list[tuple[int, int]]:
     """Return the pairs with a ≤ b: every sum up to 20, or every product of two digits."""
     top = 20 if operation == "+" else 9
@@ -97,20 +67,14 @@ def _both_orders(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _row(operation: str, a: int, b: int) -> Row:
-    shown = [text for problem in FEW_SHOT for text in (_question(*problem), str(solve(*problem)))]
+    shown = [text for problem in FEW_SHOT for text in (question(*problem), str(solve(*problem)))]
     return {
-        "prompt": chat(*shown, _question(operation, a, b)),
+        "prompt": chat(*shown, question(operation, a, b)),
         "answer": str(solve(operation, a, b)),
         "operation": operation,
     }
 
 
-def _question(operation: str, a: int, b: int) -> str:
+def question(operation: str, a: int, b: int) -> str:
+    """Return a problem as a question."""
     return f"What is {a} {operation} {b}?"
-
-
-def _calculation(a: int, b: int) -> tuple[str, str, str, str]:
-    """Return the messages of a solved long sum: question, call, result and answer."""
-    call: list[dict[str, Any]] = [{"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}]
-    result = f"<tool_response>\n{a + b}\n</tool_response>"
-    return _question("+", a, b), f"<tool_call>{json.dumps(call)}</tool_call>", result, str(a + b)

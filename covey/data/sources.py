@@ -1,4 +1,5 @@
-"""Training and test rows for a `DataConfig`: generated tasks, GSM8K, and any records in files or on a hub.
+"""Training and test rows for a `DataConfig`: generated tasks, and any records in files or on a hub. Packages offer more
+tasks by the entry points `covey.tasks`.
 
 Rows have prompts, and for supervised training completions. `readers` reads the records. `iter_rows` yields the rows one
 by one, for a look at data of any size; `load_data` collects them.
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data import arithmetic, first_letter, gsm8k, readers
+from covey.data import arithmetic, first_letter, readers
 from covey.data.examples import as_example
 from covey.data.rows import (
     FORMS,
@@ -150,12 +151,12 @@ def _jsonl(config: DataConfig) -> Splits:
     column = config.prompt_column
     chats = tuple(form.columns[0] for form in FORMS if form.to_chat) if column == DataConfig.prompt_column else ()
     find = lambda record: None if column in record else find_chat_form(record)  # noqa: E731
-    return _read_rows(
+    return open_rows(
         config, [(column, *chats)], JSONL, lambda record, where: _prompt_row(record, column, where), find=find
     )
 
 
-def _with_answers(make: Callable[[int], tuple[list[Row], list[Row]]], system: str | None = None) -> Task:
+def with_answers(make: Callable[[int], tuple[list[Row], list[Row]]], system: str | None = None) -> Task:
     """Return the task of rows that `make` makes from a seed; their answers are the completions to learn."""
 
     def examples(config: SFTDataConfig) -> Splits:
@@ -165,15 +166,10 @@ def _with_answers(make: Callable[[int], tuple[list[Row], list[Row]]], system: st
     return Task(lambda config: make(config.seed), examples, system)
 
 
-def _gsm8k_examples(config: SFTDataConfig) -> Splits:
-    system = gsm8k.REASONING_SYSTEM if config.system is None else config.system
-    return _gsm8k_rows(config, lambda record, where: gsm8k.as_example(record, system, where))
-
-
 def _jsonl_examples(config: SFTDataConfig) -> Splits:
     names = config.prompt_column, config.completion_column
     find = lambda record: PAIR if all(name in record for name in names) else find_form(record)  # noqa: E731
-    return _read_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names), find=find)
+    return open_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names), find=find)
 
 
 def _no_examples(config: SFTDataConfig) -> Splits:
@@ -193,11 +189,7 @@ def _prompt_row(record: Row, column: str, where: str) -> Row:
     }
 
 
-def _gsm8k_rows(config: DataConfig, row: Callable[[Row, str], Row]) -> Splits:
-    return _read_rows(config, gsm8k.COLUMNS, gsm8k.EXPECTED_FILES, row, hub_config="main")
-
-
-def _read_rows(
+def open_rows(
     config: DataConfig,
     columns: readers.RequiredColumns,
     wanted: str,
@@ -205,7 +197,13 @@ def _read_rows(
     hub_config: str | None = None,
     find: Callable[[Row], Form | None] | None = None,
 ) -> Splits:
-    """Return the records at `config.path` as rows. Log which forms `find` finds in the training records."""
+    """Return the records at `config.path` as rows.
+
+    Args:
+        columns, wanted, hub_config: see `readers.open_records`.
+        row: converts a record to a row; its second argument names the record in errors.
+        find: returns the form of a training record, for the log.
+    """
     train, test = readers.open_records(config, columns, wanted, hub_config)
     return _convert_records(train, row, find), None if test is None else _convert_records(test, row)
 
@@ -244,9 +242,7 @@ JSONL = "a .jsonl, .json, .csv, .tsv or .parquet file, a folder with train.jsonl
 
 TASKS: dict[str, Task] = {
     "first-letter": Task(lambda config: first_letter.make_rows(config.seed), _no_examples, first_letter.SYSTEM),
-    "arithmetic": _with_answers(arithmetic.make_rows, arithmetic.SYSTEM),
-    "sums": _with_answers(arithmetic.make_sums),
-    "long-sums": _with_answers(arithmetic.make_long_sums, arithmetic.LONG_SUMS_SYSTEM),
-    "gsm8k": Task(lambda config: _gsm8k_rows(config, gsm8k.as_row), _gsm8k_examples, gsm8k.REASONING_SYSTEM),
+    "arithmetic": with_answers(arithmetic.make_rows, arithmetic.SYSTEM),
+    "sums": with_answers(arithmetic.make_sums),
     "jsonl": Task(_jsonl, _jsonl_examples),
 }

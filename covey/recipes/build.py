@@ -30,7 +30,6 @@ from covey.rewards.scoring import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner, drop_long_prompts
-from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.settings import check_same_recipe
@@ -157,15 +156,18 @@ def prompt_encoder(config: EnvsConfig, tokenizer: Tokenizer) -> Callable[[Prompt
 
 
 def make_learner(recipe: Recipe, cluster: RLCluster, runner: RewardRunner) -> Learner:
-    """Make the learner of the recipe's algorithm; it shows nothing by itself."""
-    kind: Callable[..., Learner] = PPOLearner if algorithm_of(recipe.grpo).needs_critic else GRPOLearner
+    """Make the learner of the recipe's algorithm; it shows nothing by itself. A package offers a learner by the entry
+    point `covey.algorithms`.
+    """
+    name = "ppo" if algorithm_of(recipe.grpo).needs_critic else "grpo"
+    kind: Callable[..., Learner] = GRPOLearner if name == "grpo" else offered("covey.algorithms", name)
     return kind(
         rl_cluster=cluster,
         reward_fns=recipe.rewards,
         eval_config=recipe.evaluation,
         observers=(),
         reward_runner=runner,
-        **{"ppo_config" if kind is PPOLearner else "grpo_config": recipe.grpo},
+        **{f"{name}_config": recipe.grpo},
     )
 
 

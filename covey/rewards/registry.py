@@ -16,13 +16,6 @@ REWARDS = {
     "starts_with_letter": "covey.rewards.first_letter:starts_with_letter",
     "arithmetic_answer": "covey.rewards.numbers:arithmetic_answer",
     "number_only": "covey.rewards.numbers:number_only",
-    "format_exact": "covey.rewards.gsm8k:format_exact",
-    "format_approximate": "covey.rewards.gsm8k:format_approximate",
-    "answer_ratio": "covey.rewards.gsm8k:answer_ratio",
-    "answer_number": "covey.rewards.gsm8k:answer_number",
-    "answer_close": "covey.rewards.gsm8k:answer_close",
-    "exact_answer": "covey.rewards.gsm8k:exact_answer",
-    "exact_answer_strict": "covey.rewards.gsm8k:exact_answer_strict",
 }
 """Name → where the function is; it is imported at its first use."""
 

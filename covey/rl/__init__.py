@@ -1,1 +1,1 @@
-"""Training loop of GRPO and PPO, with workers by role."""
+"""Training loop of reinforcement learning with workers by role, and GRPO."""

@@ -1,4 +1,4 @@
-"""Training loop shared by GRPO and PPO.
+"""Training loop of reinforcement learning.
 
 Per step: sample a group of completions for each prompt, score them, replace groups without a signal, compute the
 log-probs that the loss needs, estimate advantages, update, give the new weights to the rollout. Each of these is a
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 
 class Learner(Trainee):
-    """Train the cluster's actor; `GRPOLearner` and `PPOLearner` define the algorithm.
+    """Train the cluster's actor; a subclass such as `GRPOLearner` defines the algorithm.
 
     Args:
         config: the algorithm.

@@ -5,25 +5,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, combinations
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from covey.config.algorithms import Algorithm
-from covey.config.metrics import OVERLONG
 from covey.losses.advantages import EQUALITY_TOLERANCE, has_reward_variance
 from covey.parallel import processes
-from covey.rewards.correlation import centre, correlate, labels_of
+from covey.registry import all_offered
 from covey.rl.step_data import GroupTable, RolloutBatch, sum_by_name
 from covey.sampling.model_runner import SamplerStats
 from covey.sampling.responder import ResponderFactory
 from covey.types import Group
-
-MIN_EQUAL = 8
-"""Smallest number of completions, beyond the first of their tokens, from which the noise of rewards is measured."""
 
 
 @dataclass
@@ -83,40 +79,7 @@ def group_metrics(table: GroupTable) -> dict[str, float]:
     drawn = ~np.isnan(table.kept_probability)
     if drawn.any():
         metrics["sampling/mass_kept"] = float(table.kept_probability[drawn].sum() / table.sampled[drawn].sum())
-    return metrics | noise_metrics(table) | correlation_metrics(table) | episode_metrics(table)
-
-
-def noise_metrics(table: GroupTable) -> dict[str, float]:
-    """Compute the variance of the rewards of completions with equal tokens as a share of the variance within groups;
-    nothing where fewer than `MIN_EQUAL` completions say so.
-    """
-    scored, groups = ~np.isnan(table.rewards), np.repeat(np.arange(len(table)), table.sizes)
-    variances = []
-    for labels in (groups, groups * table.sizes.max(initial=1) + table.first_equal):
-        freedom = scored.sum() - np.unique(labels[scored]).size
-        variances.append((centre(table.rewards, labels) ** 2).sum() / freedom if freedom >= MIN_EQUAL else np.nan)
-    within, of_equal = variances
-    return {"reward_noise": float(of_equal / within)} if within > 0 and not np.isnan(of_equal) else {}
-
-
-def correlation_metrics(table: GroupTable) -> dict[str, float]:
-    """Compute the correlations of the rewards of a step with length in characters, emptiness and repetition, those of
-    each two reward functions, of which the length penalty is none, and the fraction of empty ones among the completions
-    with a reward above the mean of their group. One that is undefined is left out.
-    """
-    empty = table.empty.astype(float)
-    texts = {"length": table.characters, "empty": empty, "repetition": table.repetition}
-    pairs = {f"reward_correlation/{name}": (table.rewards, values) for name, values in texts.items()}
-    scored = {name: values for name, values in table.by_function.items() if name != OVERLONG}
-    for (first, a), (second, b) in combinations(scored.items(), 2):
-        pairs[f"rewards/{first}/correlation/{second}"] = a, b
-    labels = labels_of(table.sizes)
-    correlations = {name: correlate(*pair, labels) for name, pair in pairs.items()}
-    rewarded = empty[centre(table.rewards, labels) > 0]
-    return {
-        **({"completions/rewarded_empty_ratio": float(rewarded.mean())} if rewarded.size else {}),
-        **{name: correlation for name, correlation in correlations.items() if correlation is not None},
-    }
+    return metrics
 
 
 def _tied_fractions(rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
@@ -132,32 +95,12 @@ def _tied_fractions(rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
     return {f"frac_reward_{name}": known_mean(of_groups) for name, of_groups in fractions.items()}
 
 
-def episode_metrics(table: GroupTable) -> dict[str, float]:
-    """Compute turns, branches, tokens, seconds and tool calls of completions in an environment; nothing for none."""
-    episodes = [episode for episode in table.episodes if episode is not None]
-    if not episodes:
-        return {}
-    in_environment = np.array([episode is not None for episode in table.episodes])
-    calls, failures = (sum(getattr(episode, name) for episode in episodes) for name in ("tool_calls", "tool_failures"))
-    branches = [len(of_completion) for of_completion in table.branches if of_completion is not None]
-    return {
-        **({"env/branches": float(np.mean(branches))} if branches else {}),
-        **_own_numbers([episode.numbers for episode in episodes]),
-        "env/turns": float(np.mean([len(episode.turn_ends) for episode in episodes])),
-        "env/tokens": float((table.lengths - table.sampled)[in_environment].mean()),
-        "env/done": float(np.mean([episode.done for episode in episodes])),
-        "env/seconds": float(np.mean([episode.seconds for episode in episodes])),
-        "env/failed": float(sum(bool(episode.failure) for episode in episodes)),
-        "env/tool_calls": calls / len(episodes),
-        "env/tool_failures": failures / len(episodes),
-    }
-
-
-def _own_numbers(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each of the environment's own numbers over the episodes that have it."""
-    names = sorted({name for numbers in episodes for name in numbers})
-    values = {name: [numbers[name] for numbers in episodes if name in numbers] for name in names}
-    return {f"env/{name}": float(np.mean(each)) for name, each in values.items()}
+@cache
+def offered_metrics() -> list[Callable[[GroupTable], Mapping[str, float]]]:
+    """Return the functions from the table of a step to metrics that packages offer by the entry points
+    `covey.metrics`.
+    """
+    return [load() for load in all_offered("covey.metrics").values()]
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -249,6 +192,7 @@ def step_metrics(
     counts = {"rounds": 1 + rollout.rounds, "replaced": rollout.replaced, "tied": rollout.tied}
     return {
         **group_metrics(rollout.table),
+        **{name: value for measure in offered_metrics() for name, value in measure(rollout.table).items()},
         **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
         **combine_updates(updates),
         **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from covey.config.metrics import metric
 from covey.config.recipe import COMMANDS, Recipe, SFTRecipe, is_from_python
-from covey.data.duplicates import data_counts
 from covey.data.rows import count_plain
 from covey.display import show_log
 from covey.errors import NumbersError, Stopped
@@ -235,14 +234,17 @@ class SavedRun(Outputs):
             self._tell("evaluation", "before", before)
 
     def _first_summary(self) -> dict[str, Any]:
-        before = None if self.learner.step else self.learner.evaluations.get("before", {})
+        """Return the summary of a run that begins; packages count its rows by the entry points `covey.counts`."""
+        counts = dict(self.counts)
+        for load in all_offered("covey.counts").values():
+            counts |= load()(self.recipe, self.loader.rows, self.held_out)
         return {
             "model": self.ready.origin,
-            "data": {**self.counts, **data_counts(self.recipe, self.loader.rows, self.held_out)},
+            "data": counts,
             "has_chat_template": self.ready.tokenizer.chat_template is not None,
             "data_digest": self.loader.fingerprint["content"],
             "environment": describe_environment(),
-            "before": before,
+            "before": None if self.learner.step else self.learner.evaluations.get("before", {}),
         }
 
     @contextmanager
@@ -364,8 +366,10 @@ NOT_OF_OLDER_SCRIPTS = ("model.lora.", "rewards", "envs.", "reward_model", "rewa
 
 def _read_history(folder: Path) -> list[dict[str, float]]:
     """Return the metrics of the steps that the run in `folder` has made, NaN where a value was not finite."""
-    rows = read_rows(folder / METRICS)
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    return [
+        {name: math.nan if value is None else value for name, value in row.items()}
+        for row in read_rows(folder / METRICS)
+    ]
 
 
 def _describe_stop(recipe: Recipe | SFTRecipe, folder: RunFolder, stopped: Stopped) -> str:

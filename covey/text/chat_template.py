@@ -113,12 +113,6 @@ def neutralise(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{k: v if usual(k, v) else NEUTRAL for k, v in message.items()} for message in check_messages(messages)]
 
 
-def turn_with_call(name: str) -> dict[str, str]:
-    """Make an assistant's turn that is a call of the tool `name` and nothing else."""
-    calls = [{"id": NEUTRAL, "type": "function", "function": {"name": name, "arguments": {}}}]
-    return {"role": "assistant", "content": "", "tool_calls": json.dumps(calls)}
-
-
 def with_calls(message: Mapping[str, str]) -> Mapping[str, Any]:
     """Convert a message to what a template takes: the JSON text in `tool_calls`, if there is one, becomes its value."""
     if "tool_calls" not in message:

@@ -32,7 +32,6 @@ from covey.text.chat_template import (
     check_messages,
     fold_system_message,
     neutralise,
-    turn_with_call,
     unused_mark,
     with_calls,
 )
@@ -208,9 +207,9 @@ class Tokenizer:
             tokens = self.encode(prompt)
             doubled = tokens.size > 0 and tokens[0] == self.bos_id
             return np.concatenate([[self.bos_id], tokens]).astype(np.int32) if self.add_bos and not doubled else tokens
-        mark, variables = unused_mark(prompt), _tools_variable(tools)
-        return self._encode_guarded(
-            lambda chat: self._render(chat, add_generation_prompt, mark, variables), prompt, mark
+        mark, variables = unused_mark(prompt), tools_variable(tools)
+        return self.encode_guarded(
+            lambda chat: self.render_marked(chat, add_generation_prompt, mark, variables), prompt, mark
         )
 
     def encode_completion(self, prompt: Prompt, completion: str) -> np.ndarray:
@@ -231,16 +230,16 @@ class Tokenizer:
         mark = unused_mark(chat)
 
         def finished(chat: Sequence[Message]) -> str:
-            return self._render(chat, False, mark)
+            return self.render_marked(chat, False, mark)
 
         def written(chat: Sequence[Message]) -> str:
-            asked, whole = self._render(chat[:-1], True, mark), finished(chat)
+            asked, whole = self.render_marked(chat[:-1], True, mark), finished(chat)
             self._check_reasoning(chat[-1]["content"], whole)
             # The template may render a finished turn differently from its generation prompt: then learn the content.
             return whole.removeprefix(asked) if whole.startswith(asked) else chat[-1]["content"]
 
         return self._through_stop(
-            self._encode_guarded(written, chat, mark), lambda: self._encode_guarded(finished, chat, mark)
+            self.encode_guarded(written, chat, mark), lambda: self.encode_guarded(finished, chat, mark)
         )
 
     def _check_reasoning(self, answer: str, shown: str) -> None:
@@ -255,66 +254,6 @@ class Tokenizer:
                     want="an answer without reasoning",
                     fix="give prompt and completion as text, in the form in which the model writes them",
                 )
-
-    def encode_turn(
-        self,
-        chat: Prompt,
-        messages: Prompt,
-        last: int,
-        *,
-        tools: Sequence[ToolSchema] = (),
-        turn_has_calls: bool = False,
-    ) -> np.ndarray:
-        """Encode the continuation of a sampled turn to int32 [n]: the end of that turn, `messages`, and the beginning
-        of the model's next turn.
-
-        It is the difference of two renderings by the chat template, with a placeholder where the sampled turn stands:
-        what the model sampled is never encoded again. Text is encoded as it is.
-
-        Args:
-            chat: the conversation before the sampled turn.
-            messages: the messages after it; text if `chat` is text.
-            last: last sampled token. If the template ends a turn with it, the result begins after it.
-            tools: JSON Schemas of tools that the chat template lists.
-            turn_has_calls: whether the placeholder is a tool call: some templates take a result only after a call.
-
-        Raises:
-            DataError: messages are malformed, the template refuses them or leaves out the sampled turn, or data become
-                a control token and cannot be encoded as ordinary text.
-        """
-        if isinstance(chat, str) or isinstance(messages, str):
-            if isinstance(chat, str) and isinstance(messages, str):
-                return self.encode(messages)
-            raise DataError("a chat is continued by text, or text by chat messages", want="one form throughout")
-        mark = unused_mark([*chat, *messages])
-        placeholder = unused_mark([*chat, *messages, {"role": "user", "content": mark}])
-        turn = turn_with_call(placeholder) if turn_has_calls else {"role": "assistant", "content": placeholder}
-
-        def after_turn(following: Sequence[Message], add_generation_prompt: bool) -> str:
-            text = self._render([*chat, turn, *following], add_generation_prompt, mark, _tools_variable(tools))
-            _, separator, after = text.rpartition(placeholder)
-            if not separator:
-                raise DataError("the model's chat template leaves out an assistant's turn", fix="use another template")
-            return after
-
-        end = f"{mark}{self._controls[last]}{mark}" if last in self._controls else ""
-        ending = after_turn([], False)
-        through = ending[: ending.index(end)] if end and end in ending else None
-
-        def written(following: Sequence[Message]) -> str:
-            text = after_turn(following, True)
-            return text if through is None else text.removeprefix(through)
-
-        tokens = self._encode_guarded(written, messages, mark)
-        return tokens[1:] if tokens.size and tokens[0] == last and through is not None else tokens
-
-    def keeps_history(self, chat: Prompt, turn: str, messages: Prompt, *, tools: Sequence[ToolSchema] = ()) -> bool:
-        """Tell whether the chat template renders `chat` and the sampled `turn` as before once `messages` follow."""
-        if isinstance(chat, str) or isinstance(messages, str):
-            return True
-        variables = _tools_variable(tools)
-        whole = self.render([*chat, {"role": "assistant", "content": turn}, *messages], **variables)
-        return whole.startswith(self.render(chat, **variables) + turn)
 
     def _through_stop(self, tokens: np.ndarray, chat: Callable[[], np.ndarray]) -> np.ndarray:
         """Return `tokens` up to and including the first stop token; if there is none, append the last one of `chat`."""
@@ -338,9 +277,9 @@ class Tokenizer:
             DataError: messages are malformed, or the template refuses them.
             WeightsError: the model has no template, or its template is too long or does not parse.
         """
-        return self._render(messages, add_generation_prompt, "", variables)
+        return self.render_marked(messages, add_generation_prompt, "", variables)
 
-    def _render(
+    def render_marked(
         self, messages: Sequence[Message], add_generation_prompt: bool, mark: str, variables: Mapping[str, Any] = {}
     ) -> str:
         """Render as `render` does, with `mark` on both sides of each control token in the template's own text."""
@@ -350,7 +289,7 @@ class Tokenizer:
             for name, token in ({"bos_token": self.bos_id, "eos_token": self.eos_id} | ids).items()
         }
         context = {**special, "add_generation_prompt": add_generation_prompt, **self.variables, **variables}
-        controls = list(self._controls.values()) if mark else []
+        controls = list(self.controls.values()) if mark else []
 
         def shown(chat: Sequence[Message]) -> str:
             values = context | {"messages": [with_calls(message) for message in chat]}
@@ -374,10 +313,14 @@ class Tokenizer:
             )
         return chat_template.check(self.chat_template)
 
-    def _encode_guarded(
+    def encode_guarded(
         self, shown: Callable[[Sequence[Message]], str], chat: Sequence[Message], mark: str
     ) -> np.ndarray:
         """Encode the text that `shown` renders from `chat`, and make sure that no control token comes from the data.
+
+        Args:
+            shown: renders the text, with `mark` on both sides of the template's own control tokens.
+            chat: the messages that are data.
 
         Raises:
             DataError: one does, and cannot be encoded as ordinary text.
@@ -394,7 +337,7 @@ class Tokenizer:
         raise DataError(
             "text in these messages becomes a control token in the model's chat template",
             want="messages that spell none of: "
-            + ", ".join(sorted({self._controls[i] for i in self._control_tokens(tokens)})),
+            + ", ".join(sorted({self.controls[i] for i in self._control_tokens(tokens)})),
             fix="remove it from the row, or leave the row out",
         )
 
@@ -414,13 +357,13 @@ class Tokenizer:
 
     def _control_tokens(self, tokens: np.ndarray) -> list[int]:
         """Return the control tokens among `tokens`, in order."""
-        return [token for token in tokens.tolist() if token in self._controls]
+        return [token for token in tokens.tolist() if token in self.controls]
 
     def _mark_token(self, token: int | None, mark: str) -> str:
-        return f"{mark}{self._text(token)}{mark}" if token in self._controls else self._text(token)
+        return f"{mark}{self._text(token)}{mark}" if token in self.controls else self._text(token)
 
     @cached_property
-    def _controls(self) -> dict[int, str]:
+    def controls(self) -> dict[int, str]:
         """Text by id of the tokens that data must not become: special tokens, BOS, stop tokens, and tokens without a
         row in the model's embedding.
 
@@ -433,18 +376,18 @@ class Tokenizer:
 
     @cached_property
     def _control_ids(self) -> dict[str, int]:
-        return {text: token for token, text in self._controls.items()}
+        return {text: token for token, text in self.controls.items()}
 
     @cached_property
     def _control_pattern(self) -> str:
-        return "|".join(map(re.escape, sorted(self._controls.values(), key=len, reverse=True))) or r"(?!)"
+        return "|".join(map(re.escape, sorted(self.controls.values(), key=len, reverse=True))) or r"(?!)"
 
     @cached_property
     def _literal_tokenizer(self) -> tokenizers.Tokenizer:
         """Copy of the tokenizer that encodes control tokens as ordinary text."""
         saved = json.loads(self.inner.to_str())
         for token in saved["added_tokens"]:
-            token["special"] = token["special"] or token["id"] in self._controls
+            token["special"] = token["special"] or token["id"] in self.controls
         copy = tokenizers.Tokenizer.from_str(json.dumps(saved))
         copy.encode_special_tokens = True
         return copy
@@ -472,7 +415,7 @@ class Tokenizer:
         return next((token for token in ids if token not in self.stop_ids), self.eos_id)
 
 
-def _tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:
+def tools_variable(tools: Sequence[ToolSchema]) -> dict[str, Any]:
     """Make the variable of a template that lists tools; {} without tools, as templates expect."""
     return {"tools": list(tools)} if tools else {}
 

@@ -1,7 +1,7 @@
 """Episodes: each sample of a call with its environment, as the sampler's responder.
 
 Where the model ends a turn, its text goes to the environment, whose messages come back as tokens to append: the
-difference of the chat template (`Tokenizer.encode_turn`). What the model sampled is never encoded again, so the tokens
+difference of the chat template (`encode_turn`). What the model sampled is never encoded again, so the tokens
 that are trained are those that were sampled. If the template renders earlier turns differently once others follow, as
 some do with reasoning, the episode goes on with the turns as they were sampled, and a warning says so once; or, by
 `envs.history`, as a branch with the history that the template renders, in which the next turn is sampled.
@@ -20,9 +20,9 @@ import numpy as np
 from covey.errors import DataError, EpisodeError
 from covey.losses.advantages import merge_ties
 from covey.sampling.responder import NewBranch, Response, SamePrompt, Turn
-from covey.text.chat_template import turn_with_call
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, Episode, FinishReason, Message, Prompt
+from covey_envs.continuation import encode_turn, keeps_history, turn_with_call
 from covey_envs.protocol import Environment, LateError, Step, checked_prompt, checked_step, pays_at_end
 from covey_envs.schemas import Schema
 
@@ -290,7 +290,7 @@ class Episodes:
     ) -> np.ndarray | NewBranch:
         """Continue a sequence: return the tokens to append, or the branch where the template rewrites its history."""
         last, tools = int(turn.tokens[-1]), self._schemas
-        response = self._tokenizer.encode_turn(state.chat, messages, last, tools=tools, turn_has_calls=calls)
+        response = encode_turn(self._tokenizer, state.chat, messages, last, tools=tools, turn_has_calls=calls)
         if calls:  # the template writes such a turn anew from its calls, which are not kept
             return response
         if state.sequence is None:
@@ -299,7 +299,7 @@ class Episodes:
             return response
         before = np.concatenate([state.sequence, turn.tokens[state.start :]])
         state.sequence = np.concatenate([before, response])
-        if self._tokenizer.keeps_history(state.chat, message["content"], messages, tools=tools):
+        if keeps_history(self._tokenizer, state.chat, message["content"], messages, tools=tools):
             return response
         state.sequence = self.encode_prompt(_continue_chat(state.chat, message, messages))
         kept = min(common_prefix(before, state.sequence), len(before) - 1, len(state.sequence) - 1)
@@ -321,7 +321,7 @@ class Episodes:
         return self._tools.template_schemas if self._tools else ()
 
     def _warn_of_rewritten_history(self, chat: Prompt, reply: str, messages: Prompt) -> None:
-        if self._warned or self._tokenizer.keeps_history(chat, reply, messages, tools=self._schemas):
+        if self._warned or keeps_history(self._tokenizer, chat, reply, messages, tools=self._schemas):
             return
         self._warned = True
         log.warning(

@@ -28,7 +28,7 @@ from covey.config.processes import MODE
 from covey.config.recipe import AnyRecipe, Recipe, chain_of_runs
 from covey.config.recipe import load_any as load_recipe
 from covey.config.schema import ModelOptions
-from covey.display import echo, escape_markdown, printable, show_log
+from covey.display import echo, printable, show_log
 from covey.errors import CoveyError, WeightsError, foreign_errors
 from covey.files import number, open_below
 from covey.models.decoder import Decoder
@@ -42,6 +42,7 @@ from covey.text.tokenizer import Tokenizer, read_json
 from covey_formats.files import Difference, check_new_folder
 from covey_formats.gguf_writer import make_metadata, write_gguf
 from covey_formats.hf import write_hf, write_tokenizer
+from covey_formats.markdown import escape_markdown
 from covey_formats.peft import no_adapters_error, write_peft
 from covey_report.run_files import REPORT
 

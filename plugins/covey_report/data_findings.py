@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from covey.data.duplicates import describe_overlap, describe_repeated
 from covey.data.loader import BESIDE_PROMPT
 from covey.data.rows import PLAIN
+from covey_data.duplicates import describe_overlap, describe_repeated
 from covey_report.diagnosis import Finding
 
 if TYPE_CHECKING:

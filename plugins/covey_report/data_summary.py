@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.data.duplicates import Duplicates, count_duplicates, trained_columns
 from covey.data.rows import Row, count_plain
 from covey.data.sources import iter_rows, num_held_out
 from covey.errors import RewardError
@@ -23,6 +22,7 @@ from covey.recipes.load_model import abstract_for
 from covey.rewards.call import Reward, of_evaluation
 from covey.rewards.registry import resolve
 from covey.sft.batch import encode_example
+from covey_data.duplicates import Duplicates, count_duplicates, trained_columns
 from covey_report.data_findings import find_problems
 from covey_report.diagnosis import Finding
 from covey_report.lengths import Lengths, Limit, describe_lengths

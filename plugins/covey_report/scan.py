@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from covey.data.duplicates import ANSWERS, PROMPT, RowHashes
 from covey.data.rows import Row
 from covey.data.sources import Rows
 from covey.errors import DataError
+from covey_data.duplicates import ANSWERS, PROMPT, RowHashes
 
 MAX_MEASURED = 20_000
 """Largest number of rows whose counts of tokens are kept: then every second count is dropped."""

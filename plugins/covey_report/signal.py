@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from covey.losses.advantages import has_reward_variance
-from covey.rewards.correlation import correlate, labels_of
 from covey.types import FinishReason, Group
+from covey_report.correlation import correlate, labels_of
 
 WEAK = 0.25
 """Share of informative groups below which a signal is called weak: most of the sampling is then spent in vain."""

@@ -94,7 +94,10 @@ WITHOUT_NUMPY = [
     "covey recipes quickstart",
     "covey watch runs/done --once",
 ]
-OF_PLUGINS = ("board", "compare", "data", "export", "launch", "plan", "push", "report", "rewards", "rollout", "watch")
+OF_PLUGINS = (
+    "board", "compare", "data", "export", "launch", "plan", "push", "recipes", "report", "rewards", "rollout",
+    "validate", "watch",
+)  # fmt: skip
 WITHOUT_NUMPY += [*(f"covey {name} --help" for name in COMMANDS), *(command for command, _ in [*ROWS, *MORE])]
 WITHOUT_JAX = ["covey validate quickstart", "covey rewards quickstart --samples samples.jsonl"]
 CODE = """

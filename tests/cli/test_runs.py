@@ -1,4 +1,4 @@
-"""`covey recipes copy`, and what all commands on runs share."""
+"""What all commands on runs share."""
 
 import json
 import os
@@ -37,48 +37,12 @@ def write_run(name: str, *settings: str, accuracy: float = 0.75) -> Path:
     return folder
 
 
-# --- covey recipes
-
-
-def test_a_recipe_is_copied_to_a_new_file(capsys: Any) -> None:
-    assert cli.main(["recipes", "copy", "sft-tiny", "mine.yaml"]) == 0
-    assert capsys.readouterr().out == "mine.yaml: change it, then covey sft mine.yaml\n"
-    assert recipe.load_any("mine.yaml") == recipe.load_any("sft-tiny")
-    for words, told in (
-        (["sft-tiny", "mine.yaml"], "something is already here"),
-        (["sft-tiny", "no/mine.yaml"], "fix: mkdir -p no"),
-        (["sft-tny", "other.yaml"], "did you mean 'sft-tiny'?"),
-        (["sft-tiny"], "wanted: covey recipes copy NAME FILE"),
-    ):
-        assert cli.main(["recipes", "copy", *words]) == 2
-        assert told in capsys.readouterr().err
-    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
-
-
-@pytest.mark.slow
-def test_recipes_are_listed_for_programs(capsys: Any) -> None:
-    assert cli.main(["recipes", "--json"]) == 0
-    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert listed.keys() == set(recipe.names())
-    assert listed["sft-tiny"]["command"] == "covey sft"
-
-
-@pytest.mark.parametrize("columns", ["", "90"])
-def test_the_table_of_recipes_is_as_wide_as_a_page_in_a_pipe(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    assert cli.main(["recipes"]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert max(map(len, lines)) <= int(columns or 120)
-    assert {line.split()[0] for line in lines if line} >= {*recipe.names()}
-
-
 @pytest.mark.parametrize("words", ["recipes", "recipes quickstart", "train --help", "compare a a"])
 def test_a_reader_that_leaves_ends_a_command_quietly(words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `covey recipes | head -1` does. The trap: rich ends the process with exit code 1."""
-    if words.startswith("compare"):
-        pytest.importorskip("covey_report")
+    for verb, package in (("compare", "covey_report"), ("recipes", "covey_shell")):
+        if words.startswith(verb):
+            pytest.importorskip(package)
     write_run("a")
     reader, writer = os.pipe()
     os.close(reader)

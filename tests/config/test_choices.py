@@ -30,7 +30,7 @@ def choices(cls: type[Config], name: str) -> set[str]:
     [
         (AnyRecipe, "method", METHODS, set()),
         (AnyRecipe, "tracking", "covey_trackers.trackers:TRACKERS", set()),
-        (DataConfig, "task", TASKS, {"python", "guess", "wordle"}),
+        (DataConfig, "task", TASKS, {"python", "gsm8k", "guess", "long-sums", "wordle"}),
         (GRPOConfig, "algorithm", PRESETS, set()),
         (GRPOConfig, "advantage", ADVANTAGES, {"gae"}),
         (GRPOConfig, "ratio", RATIOS, set()),

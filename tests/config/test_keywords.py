@@ -29,7 +29,7 @@ def refused(cls: type, *args: Any, **keywords: Any) -> str:
 
 
 CONFIGS = [getattr(covey, name) for name in covey.__all__ if name.endswith(("Config", "Options", "Recipe"))]
-OTHERS = (covey.GRPOLearner, covey.PPOLearner, covey.SFTLearner, covey.RLCluster)
+OTHERS = (covey.GRPOLearner, covey.SFTLearner, covey.RLCluster)
 
 
 # --- names
@@ -211,7 +211,7 @@ def test_a_wrong_value_is_refused_where_it_is_given(cls: type, keywords: Any, wh
     [
         (covey.RLCluster, {"cluster_config": covey.RLTrainingConfig()}, "ClusterConfig(...)"),
         (covey.GRPOLearner, {"grpo_config": covey.RolloutConfig()}, "GRPOConfig(...)"),
-        (covey.PPOLearner, {"ppo_config": {"gamma": 1}}, "GRPOConfig(...)"),
+        (covey.GRPOLearner, {"grpo_config": {"beta": 1}}, "GRPOConfig(...)"),
     ],
 )
 def test_a_config_of_another_sort_is_refused(cls: type, keywords: Any, want: str) -> None:

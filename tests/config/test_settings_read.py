@@ -21,7 +21,7 @@ BY_COMPUTED_NAME = {
     "vector_learning_rate": "_for_group in covey/train/optimizers.py",
     "embedding_weight_decay": "_for_group in covey/train/optimizers.py",
     "unembedding_weight_decay": "_for_group in covey/train/optimizers.py",
-    "expect": "getattr with ABOUT in covey/cli/recipes.py",
+    "expect": "getattr with ABOUT in covey_shell/recipes.py",
 }
 """Settings whose names are computed where they are read, and where that is."""
 

@@ -12,10 +12,8 @@ from covey.cli.main import main
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load_data
 from covey.data.examples import as_example, as_examples
-from covey.data.gsm8k import MARKER_SYSTEM
 from covey.data.rows import FORMS
 from covey.errors import DataError
-from covey.rewards.gsm8k import answer_number, answer_ratio, exact_answer, format_exact
 from covey.rewards.numbers import arithmetic_answer, number_only
 
 ROOT = Path(__file__).parents[2]
@@ -207,42 +205,6 @@ def test_the_answers_of_arithmetic_are_worth_the_full_reward() -> None:
     for rows in (data.train, data.test):
         completions, answers = [row["completion"] for row in rows], [row["answer"] for row in rows]
         assert set(arithmetic_answer([], completions, answers)) == set(number_only([], completions)) == {1.0}
-
-
-GSM = [
-    {"question": f"What is {n}+{n}?", "answer": f"Add: <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n:,}"}
-    for n in range(600, 640)
-]
-
-
-def gsm8k(folder: Path, **settings: Any) -> tuple[Any, list[str], list[str]]:
-    """Held-out rows, their completions and their answers."""
-    write(folder / "train.jsonl", GSM[:30])
-    write(folder / "test.jsonl", GSM[30:])
-    rows = load_data(SFTDataConfig(task="gsm8k", path=str(folder), **settings)).test
-    return rows, [row["completion"] for row in rows], [row["answer"] for row in rows]
-
-
-def test_the_answers_of_gsm8k_are_worth_the_full_reward(tmp_path: Path) -> None:
-    rows, completions, answers = gsm8k(tmp_path)
-    assert set(format_exact([], completions)) == set(answer_ratio([], completions, answers)) == {3.0}
-    assert set(answer_number([], completions, answers)) == {1.5}
-    assert completions[0] == "<reasoning>\nAdd: 1260.\n</reasoning>\n<answer>1,260</answer>"
-    assert "<reasoning>" in rows[0]["prompt"][0]["content"]
-
-
-def test_gsm8k_is_answered_in_the_layout_that_is_asked_for(tmp_path: Path) -> None:
-    """The trap: a system message of one layout, and answers in another."""
-    _, completions, answers = gsm8k(tmp_path, system=MARKER_SYSTEM)
-    assert set(exact_answer([], completions, answers)) == {1.0}
-    assert completions[0] == "Add: 1260.\n#### 1,260"
-
-
-def test_a_solution_without_an_answer_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", [{"question": "What?", "answer": "no idea"}])
-    write(tmp_path / "test.jsonl", GSM[:2])
-    with pytest.raises(DataError, match="no #### and answer"):
-        load_data(SFTDataConfig(task="gsm8k", path=str(tmp_path)))
 
 
 def test_a_task_without_answers_says_so() -> None:

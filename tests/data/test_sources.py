@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from covey.config.schema import DataConfig
 from covey.data import load_data
-from covey.data.gsm8k import final_answer
 from covey.errors import CoveyError, DataError
-from covey.rewards.gsm8k import exact_answer, reference
-
-GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "gsm8k"
 
 SAMPLE = [
     {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n:,}"}
@@ -36,83 +32,33 @@ def jsonl(path, **options):
     return load_data(DataConfig(task="jsonl", path=str(path), **options))
 
 
-# GSM8K
-
-
-@pytest.fixture
-def gsm8k(folder):
-    """The real data set where it lies beside the repository, a small one of the same form elsewhere."""
-    return (GSM8K, 7473, 1319) if GSM8K.is_dir() else (folder, 40, 10)
-
-
-def test_gsm8k_is_read_whole_and_every_answer_is_a_number(gsm8k):
-    path, train, test = gsm8k
-    data = load_data(DataConfig(task="gsm8k", path=str(path)))
-    assert (len(data.train), len(data.test)) == (train, test)
-    for row in [*data.train, *data.test]:
-        assert reference(row["answer"]) is not None, row
-        assert row["prompt"][1] == {"role": "user", "content": row["question"]}
-        assert set(row) == {"prompt", "question", "answer"}
-
-
-def test_the_reference_solutions_of_gsm8k_score_one_against_themselves(gsm8k):
-    path, _, test = gsm8k
-    records = [json.loads(line) for line in (path / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    solutions, answers = [r["answer"] for r in records], [final_answer(r["answer"]) for r in records]
-    assert sum(exact_answer(solutions, solutions, answers)) == test
-    assert sum(exact_answer(solutions, solutions, answers, strict=True)) == test
-    assert sum(exact_answer(solutions, solutions, [None] * test)) == 0
-
-
-def test_gsm8k_asks_for_the_tags_unless_told_otherwise(folder):
-    data = load_data(DataConfig(task="gsm8k", path=str(folder)))
-    for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
-        assert data.system.count(tag) == 1
-    assert data.train[0]["prompt"][0] == {"role": "system", "content": data.system}
-    own = load_data(DataConfig(task="gsm8k", path=str(folder), system="End with #### and the number."))
-    assert own.test[0]["prompt"][0]["content"] == "End with #### and the number."
+# --- splits
 
 
 def test_training_rows_are_shuffled_by_the_seed_and_test_rows_keep_the_files_order(folder):
     questions = [r["question"] for r in SAMPLE]
-    data = load_data(DataConfig(task="gsm8k", path=str(folder)))
-    order = [row["question"] for row in data.train]
+    data = jsonl(folder, prompt_column="question")
+    order = [row["prompt"] for row in data.train]
     expected = questions[:40]
     random.Random(42).shuffle(expected)
     assert order == expected != questions[:40]
-    assert [row["question"] for row in data.test] == questions[40:]
-    assert [r["question"] for r in load_data(DataConfig(task="gsm8k", path=str(folder), seed=1)).train] != order
+    assert [row["prompt"] for row in data.test] == questions[40:]
+    assert [row["prompt"] for row in jsonl(folder, prompt_column="question", seed=1).train] != order
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(1.0, 40), (0.5, 20), (0.26, 10), (0.001, 1)])
 def test_a_fraction_is_a_part_of_the_same_order(folder, fraction, count):
-    whole = load_data(DataConfig(task="gsm8k", path=str(folder)))
-    part = load_data(DataConfig(task="gsm8k", path=str(folder), train_fraction=fraction))
+    whole = jsonl(folder, prompt_column="question")
+    part = jsonl(folder, prompt_column="question", train_fraction=fraction)
     assert part.train == whole.train[:count]
     assert part.test == whole.test
 
 
-def test_gsm8k_from_one_file_holds_out_its_last_tenth(folder):
-    data = load_data(DataConfig(task="gsm8k", path=str(folder / "train.jsonl")))
-    assert [row["question"] for row in data.test] == [r["question"] for r in SAMPLE[36:40]]
-    both = load_data(DataConfig(task="gsm8k", path=str(folder / "train.jsonl"), test_path=str(folder / "test.jsonl")))
+def test_one_file_holds_out_its_last_tenth(folder):
+    data = jsonl(folder / "train.jsonl", prompt_column="question")
+    assert [row["prompt"] for row in data.test] == [r["question"] for r in SAMPLE[36:40]]
+    both = jsonl(folder / "train.jsonl", prompt_column="question", test_path=str(folder / "test.jsonl"))
     assert (len(both.train), len(both.test)) == (40, 10)
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("so 3\n#### 3", "3"),
-        ("####  1,000 \n", "1,000"),
-        ("####-5", "-5"),
-        ("no marker", None),
-        ("", None),
-        ("####", None),
-        ("#### \n", None),
-    ],
-)
-def test_the_answer_is_the_text_behind_the_marker(solution, answer):
-    assert final_answer(solution) == answer
 
 
 # JSONL
@@ -176,11 +122,10 @@ def test_a_broken_file_is_told_with_file_and_line(tmp_path, text, message):
 
 def test_wrong_paths_are_answered_with_what_is_there(folder):
     cases = {
-        ("gsm8k", None): r"data\.path is not set[\s\S]*--data\.path PATH",
-        ("jsonl", None): r"data\.path is not set",
-        ("gsm8k", str(folder / "no" / "such")): "there is no",
+        ("jsonl", None): r"data\.path is not set[\s\S]*--data\.path PATH",
+        ("jsonl", str(folder / "no" / "such")): "there is no",
         ("jsonl", str(folder / "trian.jsonl")): r"there is no[\s\S]*did you mean 'train.jsonl'",
-        ("gsm8k", str(folder.parent)): "the folder has no train.jsonl",
+        ("jsonl", str(folder.parent)): "the folder has no train.jsonl",
     }
     for (task, path), message in cases.items():
         with pytest.raises(DataError, match=message):

@@ -261,11 +261,11 @@ def test_data_with_a_hole(text: str, told: str, tmp_path: Path, capsys: Any, mon
     [
         (("train", "quickstart", "--out", "never", "rewards=first_letter"), "first_letter"),
         (
-            ("train", "quickstart", "--out", "never", "rewards=number_only", "evaluation.partial=exact_answer"),
-            "exact_answer",
+            ("train", "quickstart", "--out", "never", "rewards=number_only", "evaluation.partial=arithmetic_answer"),
+            "arithmetic_answer",
         ),
-        (("eval", str(TINY), "--recipe", "quickstart", "rewards=exact_answer"), "exact_answer"),
-        (("sft", "sft-smollm2", "--out", "never", "evaluation.accuracy=exact_answer"), "exact_answer"),
+        (("eval", str(TINY), "--recipe", "quickstart", "rewards=arithmetic_answer"), "arithmetic_answer"),
+        (("sft", "sft-smollm2", "--out", "never", "evaluation.accuracy=arithmetic_answer"), "arithmetic_answer"),
     ],
 )
 def test_a_column_that_the_reward_asks_for_and_the_data_lack(
@@ -281,8 +281,8 @@ def test_a_column_that_the_reward_asks_for_and_the_data_lack(
     out, said = capsys.readouterr()
     assert "loading" not in out
     assert not Path("never").exists()
-    asked = "answer" if function == "exact_answer" else "letter"
-    assert ("evaluation.partial: the" in said) == ("evaluation.partial=exact_answer" in words)
+    asked = "answer" if function == "arithmetic_answer" else "letter"
+    assert ("evaluation.partial: the" in said) == ("evaluation.partial=arithmetic_answer" in words)
     assert f"the reward function '{function}' asks for '{asked}', which no data column gives" in said
     assert "columns of the data: anwser, " in said
     assert f"did you mean '{'anwser' if asked == 'answer' else 'letters'}'?" in said

@@ -29,7 +29,7 @@ from covey.config.recipe import Recipe, SFTRecipe
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import sources
 from covey.data.rows import as_rows
-from covey.display import escape_markdown, printable
+from covey.display import printable
 from covey.errors import CoveyError
 from covey.models.loading import config_fields, weights
 from covey.monitor.formats import SampleLine
@@ -390,6 +390,6 @@ def test_completions_into_reports(asked: str, texts: list[str], drawn: Any) -> N
     assert [row["text"] for row in rows] == [completion.text for completion in group.completions]
     with Progress(1, Console(file=out, width=300)) as progress:
         progress.step({"step": 1, "reward": 0.0}, [SampleLine(str(group.prompt), text, 0.0) for text in texts])
-        progress.message(escape_markdown(group.completions[0].text))
+        progress.message(group.completions[0].text)
     assert "\x1b" not in out.getvalue()
     assert "\ud800" not in out.getvalue()

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.config import recipe
-from covey.display import check_no_secrets, echo, escape_markdown, mask_secrets, printable, show_log
+from covey.display import check_no_secrets, echo, mask_secrets, printable, show_log
 from covey.errors import RecipeError
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
@@ -134,6 +134,7 @@ def test_without_a_command_the_log_is_that_of_the_program(caplog: pytest.LogCapt
 
 
 def test_a_recipe_is_printed_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("covey_shell")
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("name: x\n# \x1b[2J \x9b31m \u202e\n", encoding="utf-8")
     assert main(["recipes", "r.yaml"]) == 0
@@ -203,15 +204,6 @@ def test_a_model_card_has_no_links_but_that_of_its_base(link: str, tmp_path: Pat
     assert "](https://huggingface.co/org/name)" not in card
     alone = exporting.model_card(exporting.Lineage((), "models/www.evil.example <b>x`"), "gguf")
     assert not any(mark in without_code(alone) for mark in ("<b>", "evil.example"))
-
-
-@pytest.mark.parametrize("text", ["# x", "- x", "1. x", "+ x", "--- ", "~~~", "=== ", "> x", "    x"])
-def test_a_line_of_markdown_begins_no_block(text: str) -> None:
-    assert re.match(r"[\\&x]|1\\", escape_markdown(text))
-
-
-def test_markdown_means_nothing() -> None:
-    assert escape_markdown("[a](b) ![x](y) | `c` * <i>") == r"\[a\](b) !\[x\](y) \| \`c\` \* &lt;i&gt;"
 
 
 # --- secrets

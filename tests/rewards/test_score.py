@@ -204,7 +204,7 @@ def test_functions_are_objects_that_are_called_or_names_and_one_alone_will_do():
     assert score(GROUPS, length)[1].rewards.tolist() == [4.0, 0.0]
     assert score(GROUPS, "number_only")[1].rewards.tolist() == [0.0, 0.0]
     assert score(GROUPS, [Judge()])[0].rewards_by_function["Judge"].tolist() == [0.5] * 3
-    assert score([group("p", ["#### 4", "5"], answer="4")], ["exact_answer", "number_only"])[0].rewards.sum() == 2
+    assert score([group("p", ["four", "5"], answer="5")], ["arithmetic_answer", "number_only"])[0].rewards.sum() == 2
     functions = [length, length, lambda completions: [], partial(length, extra=1), Judge(), returns([])]
     assert function_names(functions) == ["length", "length_2", "lambda", "length_3", "Judge", "constant"]
 

@@ -12,7 +12,6 @@ from covey.rewards.scoring import score
 from covey.rl.evaluate import evaluate_groups
 from covey.rl.grpo import group_advantages
 from covey.rl.metrics import group_metrics
-from covey.rl.ppo import gae_advantages
 from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, Episode, FinishReason, Group
 
@@ -71,6 +70,7 @@ def test_an_advantage_that_names_the_groups_reads_their_texts() -> None:
 
 
 def test_the_advantages_of_a_critic_are_too() -> None:
+    gae_advantages = pytest.importorskip("covey_ppo.learner").gae_advantages
     assert_like_alone(lambda x: gae_advantages(x, algorithm_of(PPOConfig(whiten=False)), 0.1))
 
 

@@ -34,7 +34,7 @@ from covey.parallel import flatten, make_mesh
 from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.ppo import PPOLearner
+from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.stage_sizes import StageSizes
 from covey.text.tokenizer import Tokenizer
@@ -180,10 +180,14 @@ class Lab:
         found = {"actor": self.cluster.trainer, "critic": self.cluster.critic_trainer}
         return {role: trainer for role, trainer in found.items() if trainer is not None}
 
-    def _learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
+    def _learner(self, config: GRPOConfig) -> Learner:
         others: Any = {"rl_cluster": self.cluster, "reward_fns": odd, "observers": [self._remember]}
         critic = algorithm_of(GRPOConfig(config.algorithm)).needs_critic
-        return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
+        return (
+            pytest.importorskip("covey_ppo.learner").PPOLearner(ppo_config=config, **others)
+            if critic
+            else GRPOLearner(grpo_config=config, **others)
+        )
 
     def _set(self, sizes: Sizes, **settings: Any) -> None:
         training = replace(self.training, **settings)

@@ -24,7 +24,7 @@ from covey.packing.rows import Rows, pack
 from covey.parallel import flatten
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
-from covey.rl.ppo import PPOLearner
+from covey.rl.learner import Learner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.scorers import RowScorer
 from covey.text.tokenizer import Tokenizer
@@ -81,11 +81,15 @@ class Run:
         self.learner = self.another_learner(self.config)
         self.learner.prepare(steps)
 
-    def another_learner(self, config: GRPOConfig) -> GRPOLearner | PPOLearner:
+    def another_learner(self, config: GRPOConfig) -> Learner:
         """On the same cluster, with the same observer."""
         others: Any = {"rl_cluster": self.cluster, "reward_fns": middle, "observers": [self.records.append]}
         critic = algorithm_of(GRPOConfig(config.algorithm)).needs_critic
-        return PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
+        return (
+            pytest.importorskip("covey_ppo.learner").PPOLearner(ppo_config=config, **others)
+            if critic
+            else GRPOLearner(grpo_config=config, **others)
+        )
 
     def train(self, steps: int = STEPS) -> "Run":
         """So many steps more."""

@@ -18,7 +18,6 @@ from covey.rl.batches import RowSizes, TrainBatch
 from covey.rl.grpo import GRPOLearner
 from covey.rl.learner import Learner
 from covey.rl.metrics import Clock, gather_step_stats
-from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig
 from covey.rl.rollouts import SampledStep, local_step
 from covey.rl.step_data import PromptBatch, RolloutBatch, table_of, tokens_in_loss
@@ -72,7 +71,11 @@ def fed(made_by: Callable) -> Callable[..., tuple[list[TrainBatch], Learner]]:
         others["reward_runner"] = settings.pop("runner", None)
         config = GRPOConfig(num_generations=G, **{"beta": 0.0, **settings})
         critic = config.algorithm == "ppo"
-        learner = PPOLearner(ppo_config=config, **others) if critic else GRPOLearner(grpo_config=config, **others)
+        learner = (
+            pytest.importorskip("covey_ppo.learner").PPOLearner(ppo_config=config, **others)
+            if critic
+            else GRPOLearner(grpo_config=config, **others)
+        )
         stock = list(spare)
 
         def take(count: int) -> list[Any]:

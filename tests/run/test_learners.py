@@ -26,10 +26,10 @@ from covey import (
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
+    Learner,
     LoRAConfig,
     OptimizerConfig,
     PPOConfig,
-    PPOLearner,
     RewardRunner,
     RewardSafetyConfig,
     RLCluster,
@@ -108,7 +108,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 
-def weights(of: GRPOLearner | PPOLearner) -> list[np.ndarray]:
+def weights(of: Learner) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(of.cluster.state())]
 
 
@@ -197,8 +197,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "reward": ({"reward_funcs": "exact_anser"}, "there is no reward function 'exact_anser'"),
     "empty": ({"train_dataset": []}, "train_dataset: the data set is empty"),
     "file": ({"train_dataset": "none.jsonl"}, "train_dataset: data.path: there is no none.jsonl"),
-    "column": ({"reward_funcs": "exact_answer"}, "train_dataset: .*'exact_answer' asks for 'answer'"),
-    "held-out column": ({"eval_config": EvalConfig(accuracy="exact_answer"), "eval_dataset": HELD_OUT}, "eval_dataset"),
+    "column": ({"reward_funcs": "arithmetic_answer"}, "train_dataset: .*'arithmetic_answer' asks for 'answer'"),
+    "held-out column": (
+        {"eval_config": EvalConfig(accuracy="arithmetic_answer"), "eval_dataset": HELD_OUT},
+        "eval_dataset",
+    ),
     "keyword": ({"peft_config": 1}, "train_grpo has no keyword 'peft_config'"),
 }
 
@@ -246,8 +249,9 @@ def test_a_finished_run_gives_its_weights_to_a_new_learner(straight: tuple[Path,
 @pytest.mark.slow
 def test_a_run_of_ppo_keeps_its_critic(tmp_path: Path) -> None:
     """The second learner makes a critic of its own, which the checkpoint's replaces."""
+    kind = pytest.importorskip("covey_ppo.learner").PPOLearner
     one, again = (
-        PPOLearner(
+        kind(
             rl_cluster=cluster_of(2, 0, "scratch:guess-tiny@1", 0),
             reward_fns=length,
             ppo_config=PPOConfig(num_generations=2),
@@ -436,8 +440,9 @@ def test_the_settings_of_each_recipe_get_the_same_verdicts_in_a_script(
     monkeypatch.setattr("covey.recipes.train_grpo.load_for", load_nothing)
     ready, refused = recipe.read_built_in(name), 0
     plays = bool(ready.envs.environment or ready.envs.tools)  # else a script has no place for the settings of one
-    if plays:
-        pytest.importorskip("covey_envs")
+    for package, is_needed in {"covey_envs": plays, "covey_gsm8k": name.startswith("gsm8k")}.items():
+        if is_needed:
+            pytest.importorskip(package)
     for setting, value in [("seed", 5), *WRONG] if plays else [("seed", 5), *WRONG[:-2]]:
         section, tried = setting.partition(".")[0], changed(ready, setting, value)
         problems = [problem.what for problem in all_contradictions(tried) if problem.key.startswith(section)]

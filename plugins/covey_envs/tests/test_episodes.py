@@ -19,7 +19,6 @@ from covey import EnvironmentRunner, Step
 from covey.config.metrics import metric
 from covey.config.schema import EnvsConfig
 from covey.errors import EpisodeError, RecipeError
-from covey.rl.metrics import episode_metrics
 from covey.rl.step_data import table_of
 from covey.sampling.responder import NewBranch, SamePrompt, Turn
 from covey.sampling.scheduler import Sample
@@ -27,6 +26,7 @@ from covey.sampling.sequence import Ending
 from covey.text.tokenizer import Tokenizer
 from covey.types import Branch, Completion, Episode, FinishReason, Group
 from covey_envs.episodes import Episodes
+from covey_envs.metrics import episode_metrics
 
 TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 TOKENIZER = Tokenizer.from_folder(TINY)
@@ -335,7 +335,7 @@ def test_a_branch_has_a_token_to_compute(more: list[int], monkeypatch: pytest.Mo
     said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
     before = np.concatenate([play.episodes.encode_prompt(ASK), said])
     rendered = np.append(before, more) if more else before[:-2]
-    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: False)
+    monkeypatch.setattr("covey_envs.episodes.keeps_history", lambda *_, **__: False)
     monkeypatch.setattr(Episodes, "encode_prompt", lambda *_: rendered)
     branch = play.episodes.answer(Turn(Sample(0, 0), said, 100, STOPPED)).result(10)
     assert isinstance(branch, NewBranch)
@@ -348,7 +348,7 @@ def test_a_rewritten_history_is_warned_of_once_by_the_first_sample_of_a_row(
 ) -> None:
     """Rendering takes time, and the samples of a row are alike."""
     asked = []
-    monkeypatch.setattr(Tokenizer, "keeps_history", lambda *_, **__: bool(asked.append(True)))
+    monkeypatch.setattr("covey_envs.episodes.keeps_history", lambda *_, **__: bool(asked.append(True)))
     play = Play(samples=2, turns=9)
     said = np.append(TOKENIZER.encode("one"), END).astype(np.int32)
     for number, count_of_warnings in ((1, 0), (0, 1)):

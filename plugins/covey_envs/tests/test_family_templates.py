@@ -13,6 +13,7 @@ import tokenizers
 
 from covey.errors import DataError
 from covey.text.tokenizer import Tokenizer
+from covey_envs.continuation import encode_turn
 from covey_envs.tool_calls import FORMATS, choose_format
 
 QWEN3_5 = """{%- set ns = namespace(last=-1) %}
@@ -205,7 +206,7 @@ def test_results_follow_a_turn_as_the_family_writes_them(family: str) -> None:
     last = tokenizer.inner.token_to_id({"qwen": "<|im_end|>", "gemma": "<|tool_response>"}[family])
     assert last in tokenizer.stop_ids
     results = [{"role": "tool", "name": "add", "tool_call_id": str(i), "content": f"{i}"} for i in (5, 6)]
-    ids = tokenizer.encode_turn([USER], results, last, tools=[ADD], turn_has_calls=form.turn_has_calls)
+    ids = encode_turn(tokenizer, [USER], results, last, tools=[ADD], turn_has_calls=form.turn_has_calls)
     assert (
         tokenizer.decode(ids, skip_special=False)
         == {

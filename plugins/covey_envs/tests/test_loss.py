@@ -22,6 +22,7 @@ from covey.rl.roles import ClusterConfig
 from covey.sampling.logits import SamplingParams
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Branch, Completion, Episode, Group
+from covey_envs.metrics import episode_metrics
 
 G = 2
 REWARDS = (1.0, 0.25, 0.0, 3.0)
@@ -110,7 +111,8 @@ def test_the_gradient_is_that_of_the_models_tokens_alone(
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert [g.rewards_by_function["game"].tolist() for g in learner.stats.rollout.groups] == [[1.0, 0.25], [0.0, 3.0]]
-    metrics = group_metrics(learner.stats.rollout.table)
+    table = learner.stats.rollout.table
+    metrics = group_metrics(table) | episode_metrics(table)
     sampled = [int(c.mask.sum()) for g in groups for c in g.completions]
     assert metrics["completions/mean_length"] == np.mean(sampled)
     assert metrics["env/tokens"] == (12 + 9 + 7 + 15 - sum(sampled)) / 4

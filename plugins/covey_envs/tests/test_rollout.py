@@ -32,6 +32,7 @@ from covey.sampling.scheduler import Sample
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion
 from covey_envs import episodes as episodes_module
+from covey_envs.continuation import encode_turn
 from covey_envs.tool_calls import FORMATS, Call, CallFormat
 
 pytestmark = pytest.mark.slow  # whichever test is the first compiles the sampler
@@ -120,7 +121,7 @@ def test_each_token_is_the_models_own_or_the_environments_by_the_template(episod
             changed += TOKENIZER.encode(said["content"]).tolist() != turn[: len(turn) - stopped].tolist()
             drawn[start:end] = True
             if following is not None:
-                after = TOKENIZER.encode_turn(chat, others, int(turn[-1]))
+                after = encode_turn(TOKENIZER, chat, others, int(turn[-1]))
                 assert c.tokens[end : end + len(after)].tolist() == after.tolist()
                 start, chat = end + len(after), [*chat, said, *others]
         lengths.add(len(turn_ends))

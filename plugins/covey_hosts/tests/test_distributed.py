@@ -32,7 +32,6 @@ from covey.rewards.scoring import RewardRunner
 from covey.rl.batches import RowSizes
 from covey.rl.grpo import GRPOLearner
 from covey.rl.metrics import gather_step_stats, group_metrics
-from covey.rl.ppo import PPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollouts import FailureCounts, Rollouts
 from covey.rl.stage_sizes import StageSizes
@@ -40,6 +39,7 @@ from covey.rl.step_data import RolloutBatch
 from covey.sampling.model_runner import SamplerStats
 from covey.types import Completion, FinishReason, Group
 from covey_hosts.channel import PORT, SILENT, Channel
+from covey_ppo.learner import PPOLearner
 
 Threads = Callable[[int, Callable[[int], Any]], list[Any]]
 GOLDEN = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"

@@ -5,8 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from covey.data.duplicates import PROMPT, RowHashes, count_duplicates
 from covey.errors import DataError
+from covey_data.duplicates import PROMPT, RowHashes, count_duplicates
 from covey_report import scan
 from covey_report.lengths import describe_lengths
 from covey_report.scan import RowScan

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from covey.rewards.correlation import centre
 from covey.rewards.scoring import score
 from covey.types import Completion, FinishReason, Group
+from covey_report.correlation import centre
 from covey_report.signal import TOTAL, choose_extremes, measure_signal
 
 NONE = float("nan")

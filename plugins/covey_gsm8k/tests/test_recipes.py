@@ -87,7 +87,7 @@ def test_gsm8k_nanochat_has_the_numbers_of_nanochat() -> None:
 
 @pytest.mark.parametrize("name", ["gsm8k-gemma2", "gsm8k-nanochat"])
 def test_the_page_shows_the_recipe_itself(name: str) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     page = (root / "docs" / "gsm8k.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     [shown] = re.findall(r'^--8<-- "(.*)"$', section, re.M)
@@ -143,7 +143,7 @@ def test_gsm8k_gemma2_runs_on_a_mesh_of_four(tmp_path: Path, problems: Path, che
     assert all("lora" in name for name in flatten(state["params"]))
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k_gemma2.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k_gemma2.py"
 
 
 def buffers(x: jax.Array) -> list[int]:

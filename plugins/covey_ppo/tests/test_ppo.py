@@ -24,10 +24,10 @@ from covey.losses.shaping import kl_penalty, token_rewards
 from covey.losses.value import ValueInputs
 from covey.rl.batches import Replay
 from covey.rl.grpo import GRPOLearner, group_advantages
-from covey.rl.ppo import PPOLearner, gae_advantages
 from covey.rl.roles import ClusterConfig, Role
 from covey.rl.step_data import Experience, table_of
 from covey.types import Completion, FinishReason, Group
+from covey_ppo.learner import PPOLearner, gae_advantages
 
 G = 3
 NAN = math.nan

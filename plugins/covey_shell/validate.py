@@ -120,7 +120,7 @@ def _check_data(loaded: recipe.Recipe | recipe.SFTRecipe, skipped: Sequence[str]
             check_evaluation_columns(loaded.evaluation, data.test)
     columns = dict.fromkeys(name for row in data.train for name in row)
     shown = f"{loaded.data.path or data.name}: {len(data.train):,} training rows, {len(data.test):,} held out"
-    from covey.data.duplicates import compare_rows, describe_overlap, describe_repeated
+    from covey_data.duplicates import compare_rows, describe_overlap, describe_repeated
 
     duplicates = compare_rows(loaded, data.train, data.test)
     found = filter(None, (describe_repeated(duplicates), describe_overlap(duplicates, len(data.test))))

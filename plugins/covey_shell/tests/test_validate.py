@@ -17,7 +17,7 @@ from covey.config import recipe
 from covey.errors import WeightsError
 from covey.models.loading import weights
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.gsm8k import (
+from covey_gsm8k.rewards import (
     TAGS,
     after_marker,
     answer_close,

@@ -1,8 +1,12 @@
 """GSM8K (Cobbe et al., 2021): grade-school problems, each with a worked solution that ends in `#### number`."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from covey.config.schema import DataConfig, SFTDataConfig
+from covey.data.rows import Row
+from covey.data.sources import Splits, Task, open_rows
 from covey.errors import DataError
 
 COLUMNS = ("question", "answer")
@@ -15,7 +19,7 @@ REASONING_SYSTEM = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
     "then the answer, one number, between <answer> and </answer>."
 )
-"""System message for the reward functions that read tags: `rewards/gsm8k.py`, `answer_ratio`, `answer_number`."""
+"""System message for the reward functions that read tags: `gsm8k_rewards.py`, `answer_ratio`, `answer_number`."""
 
 MARKER_SYSTEM = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
 """System message for `exact_answer`; set it as `data.system`."""
@@ -61,3 +65,15 @@ def final_answer(solution: str) -> str | None:
 
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
+
+
+def _examples(config: SFTDataConfig) -> Splits:
+    system = REASONING_SYSTEM if config.system is None else config.system
+    return _rows(config, lambda record, where: as_example(record, system, where))
+
+
+def _rows(config: DataConfig, row: Callable[[Row, str], Row] = as_row) -> Splits:
+    return open_rows(config, COLUMNS, EXPECTED_FILES, row, hub_config="main")
+
+
+GSM8K = Task(_rows, _examples, REASONING_SYSTEM)

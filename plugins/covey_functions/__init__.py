@@ -1,0 +1,1 @@
+"""Low-level functions for custom scripts and losses; `covey` hands their names on."""

@@ -1,0 +1,1 @@
+"""GSM8K: the task with its reward functions."""
