@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +32,6 @@ SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {}, "importance_sampling": {}, "ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": 0.05},
 }  # fmt: skip
 """Settings of each loss, with their defaults."""
-
-
-class Thresholds(NamedTuple):
-    """Settings of the clip, as the table of surrogates reads them."""
-
-    epsilon: Any
-    high: Any
-    cap: Any
-    delta: None = None
 
 
 @dataclass
@@ -78,7 +70,7 @@ def per_token_loss(name: str, logps: Float[Array, "R M"], batch: Batch) -> Float
     if name == "importance_sampling":
         loss = -ratio * batch.advantage
         return loss
-    thresholds: Any = Thresholds(1 - batch.low, batch.high - 1, batch.high)
+    thresholds: Any = SimpleNamespace(epsilon=1 - batch.low, high=batch.high - 1, cap=batch.high, delta=None)
     if name == "cispo":
         return SURROGATES["cispo"](jnp.maximum(ratio, batch.low), logps, batch.advantage, thresholds)
     return SURROGATES["clip"](ratio, logps, batch.advantage, thresholds)
