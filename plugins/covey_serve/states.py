@@ -15,7 +15,18 @@ from covey.parallel.arrays import flatten
 from covey_serve.errors import ApiError
 from covey_serve.training import Trained, Trainer
 
-PATH = re.compile(r"tinker://([A-Za-z0-9:-]{1,64})/(weights|sampler_weights|bases)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+PATH = re.compile(r"tinker://[A-Za-z0-9:-]{1,64}/(weights|sampler_weights|bases)/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_path(path: str) -> str:
+    """Return the path of a state.
+
+    Raises:
+        ApiError: it is none.
+    """
+    if PATH.fullmatch(path) is None:
+        raise ApiError(f"{path!r:.120} is no path of a state", param="path")
+    return path
 
 
 class States:
@@ -35,9 +46,8 @@ class States:
         Raises:
             ApiError: it is no path of a state.
         """
-        if (parts := PATH.fullmatch(path)) is None:
-            raise ApiError(f"{path!r:.120} is no path of a state", param="path")
-        return self._folder.joinpath(*parts.groups()).with_suffix(".safetensors")
+        model, kind, name = check_path(path).split("/")[2:]
+        return self._folder / model / kind / f"{name}.safetensors"
 
     def save(self, path: str, model: Trained, *, moments: bool) -> None:
         """Write the adapters of a model, with the state of AdamW if `moments`."""
@@ -53,10 +63,11 @@ class States:
         file.unlink(missing_ok=True)
         file.hardlink_to(self.file(path))
 
-    def forget(self, names: str, before: int) -> None:
-        """Remove the states whose names at this path are numbers below `before`."""
-        for file in self.file(f"{names}/0").parent.glob("*.safetensors"):
-            if int(file.stem) < before:
+    def forget_before(self, path: str) -> None:
+        """Remove the states at the folder of a path whose names are numbers below its own."""
+        last = self.file(path)
+        for file in last.parent.glob("*.safetensors"):
+            if int(file.stem) < int(last.stem):
                 file.unlink()
 
     def rank(self, path: str) -> int:
