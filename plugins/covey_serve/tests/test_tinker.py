@@ -139,6 +139,22 @@ def test_order_of_arrival_and_repeats_change_no_bit(serve: Callable[..., Client]
 
 
 @pytest.mark.slow
+def test_ten_chunks_of_a_step_have_the_same_bits_in_any_order(serve: Callable[..., Client]) -> None:
+    """Ten random orders of arrival of ten chunks and the step after them, each with one request twice."""
+    rng, found = np.random.default_rng(0), []
+    for turn in range(10):
+        order = rng.permutation(np.arange(1, 12)).tolist()
+        order.insert(int(rng.integers(12)), order[int(rng.integers(11))])
+        client = serve(f"order-{turn}")
+        client.begin()
+        promises = {n: client.step(11) if n == 11 else client.gradients(n, [datum(n)]) for n in order}
+        norm = client.result(promises[11])["metrics"]["grad_norm:mean"]
+        client.save(12, "end")
+        found.append((client.state(), norm, *(client.result(promises[n]) for n in range(1, 11))))
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.slow
 def test_a_server_that_was_killed_goes_on_with_the_same_bits(serve: Callable[..., Client], tmp_path: Path) -> None:
     def ask(client: Client, start: int) -> Any:
         for number in range(start, 6, 2):
