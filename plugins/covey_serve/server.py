@@ -61,12 +61,13 @@ def serve(source: str, options: ServeOptions) -> None:
 def training_routes(service: Service, state: str | None) -> Iterator[list[Route]]:
     """Open the folder of states and journal, and return the routes of the training API."""
     with TemporaryDirectory(prefix="covey-serve-") as temporary, ExitStack() as opened:
-        folder, journal = Path(temporary), None
+        folder, journal, runs = Path(temporary), None, None
         if state is not None:
             folder = Path(state).expanduser()
-            journal = opened.enter_context(closing(Journal(folder / "journal")))
+            journal, runs = opened.enter_context(closing(Journal(folder / "journal"))), folder / "runs"
         trainer = Trainer(service.model)
-        tinker = Tinker(service, trainer, States(folder / "states", trainer), journal)
+        tinker = Tinker(service, trainer, States(folder / "states", trainer), journal, runs)
+        opened.callback(tinker.close)
         if count := tinker.replay():
             echo(f"{folder}: {count} requests are done again")
         yield tinker.routes()

@@ -1,6 +1,5 @@
 """Adapters and states of AdamW as files of a folder: one for each name, replaced as a whole."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ class States:
         file, tree = self.file(path), _tree(model, moments)
         file.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
-        replace_file(file, safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)}))
+        replace_file(file, safetensors.numpy.save(arrays, {"rank": str(model.rank), "steps": str(model.steps)}))
 
     def keep(self, path: str, name: str) -> None:
         """Give the present state at a path a second name, at which it stays when the first is saved again."""
@@ -73,7 +72,7 @@ class States:
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""
         with self._open(path) as file:
-            return int(json.loads(file.metadata()["rank"]))
+            return int(file.metadata()["rank"])
 
     def load(self, path: str, *, moments: bool) -> Trained:
         """Return the adapters of a state, with the saved state of AdamW if `moments`, otherwise with a new one.
@@ -88,10 +87,11 @@ class States:
             if missing := wanted.keys() - set(file.keys()):
                 raise ApiError(f"{path} has no {min(missing)}", param="path")
             arrays = {name: jnp.asarray(file.get_tensor(name)) for name in wanted}
+            steps = int(file.metadata().get("steps", 0))  # a state of an earlier version has none
         if any((arrays[name].shape, arrays[name].dtype) != (x.shape, x.dtype) for name, x in wanted.items()):
             raise ApiError(f"{path} is a state of another model", param="path")
         loaded = jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in wanted])
-        return Trained(model.rank, loaded["params"], loaded.get("moments", model.moments))
+        return Trained(model.rank, loaded["params"], loaded.get("moments", model.moments), steps)
 
     def _open(self, path: str) -> Any:
         try:

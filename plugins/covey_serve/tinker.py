@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from covey_serve.device import Weights
 from covey_serve.errors import ApiError, as_api_error
 from covey_serve.examples import Example
 from covey_serve.journal import Journal, Record
+from covey_serve.run_folder import RunFolder
 from covey_serve.service import Ask, Service
 from covey_serve.states import States
 from covey_serve.training import SETTINGS, Trained, Trainer
@@ -71,6 +73,7 @@ class Run:
         saved: numbers of the requests that saved the state and are done, from the last but one on.
         expected: number of the next request.
         early: requests that wait for earlier ones, by number.
+        rows: its run folder, while it is open.
     """
 
     id: str
@@ -79,6 +82,7 @@ class Run:
     saved: deque[int] = field(default_factory=partial(deque[int], maxlen=2))
     expected: int = 1
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
+    rows: RunFolder | None = None
 
     @property
     def trained(self) -> Trained:
@@ -90,6 +94,12 @@ class Run:
         if self.model is None:
             raise ApiError(f"the model {self.id} could not be made")
         return self.model
+
+    def close(self) -> None:
+        """Close the run folder."""
+        if self.rows is not None:
+            self.rows.close()
+        self.rows = None
 
     def base(self, number: int) -> str:
         """Return the path of the state after a request, which nothing writes a second time."""
@@ -103,10 +113,19 @@ class Tinker:
         service: the model, whose adapters are trained.
         states: saved states.
         journal: acknowledged requests; None where they are not kept.
+        folder: folder for the run folders of the models; None for none.
     """
 
-    def __init__(self, service: Service, trainer: Trainer, states: States, journal: Journal | None):
+    def __init__(
+        self,
+        service: Service,
+        trainer: Trainer,
+        states: States,
+        journal: Journal | None,
+        folder: Path | None = None,
+    ):
         self.service, self.trainer, self.states, self.journal = service, trainer, states, journal
+        self.folder = folder
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str | None, str | None] = {}
         self.sessions = set[str]()
@@ -298,6 +317,7 @@ class Tinker:
         return {"model_id": run.id, "type": "create_model"}
 
     def _load(self, run: Run, form: forms.Load) -> Any:
+        run.close()  # rows go on at the step of the state
         run.model = self.states.load(form.path, moments=form.optimizer)
         base = {"base_model": self.service.name} | _lora(run.model.rank)
         return {"path": form.path, "type": "load_weights", "model_id": run.id} | base
@@ -311,7 +331,13 @@ class Tinker:
 
     def _optim_step(self, run: Run, form: forms.OptimStep) -> Any:
         # A mistake in the parameters, or in data, is the result of the request: the next number may be under way.
-        norm = self.trainer.step(run.trained, validate(forms.Adam, form.adam_params).model_dump())
+        adam, loss = validate(forms.Adam, form.adam_params), run.trained.loss
+        norm, step = self.trainer.step(run.trained, adam.model_dump()), run.trained.steps
+        if self.folder is not None and run.rows is None:
+            settings = {"name": run.id, "method": "sft", "model": {"source": self.service.origin}}
+            run.rows = RunFolder(self.folder / run.id, settings, step - 1)
+        if run.rows is not None:
+            run.rows.step({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": adam.learning_rate})
         return {"metrics": {"grad_norm:mean": norm}, "type": "optim_step"}
 
     def _save(self, run: Run, form: forms.Save) -> Any:
@@ -441,6 +467,11 @@ class Tinker:
         if self.service.adapters.pop(form.lora_name, None) is None:
             raise ApiError(f"there is no adapter {form.lora_name!r:.100}", 404, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' removed successfully.")
+
+    def close(self) -> None:
+        """Close the run folders."""
+        for run in self.runs.values():
+            run.close()
 
     async def _on_device(self, job: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.service.device.run(job))

@@ -42,13 +42,17 @@ class Trained:
         rank: rank of its adapters; 0 where all weights are trained.
         trainable: the adapters, or all weights.
         moments: state of AdamW.
+        steps: number of its steps.
         sums: gradients since the last step; None for none.
+        loss: sum of the losses since then.
     """
 
     rank: int
     trainable: Any
     moments: Any
+    steps: int = 0
     sums: GradientSums | None = None
+    loss: float = 0.0
 
 
 def per_token_loss(name: str, logps: Float[Array, "R M"], batch: Batch) -> Float[Array, "R M"]:
@@ -124,7 +128,7 @@ class Trainer:
             logps.append(np.asarray(found["logps"]))
             total += float(found["loss"])
         if backward:
-            model.sums = sums
+            model.sums, model.loss = sums, model.loss + total
         return join_targets(examples, unpack(np.concatenate(logps)[: len(batch.rows.tokens)])), total
 
     def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
@@ -137,10 +141,10 @@ class Trainer:
             raise ApiError("optim_step comes after forward_backward, and there are no gradients")
         update = self._update(model.rank)
         trainable, moments, norm = update(model.trainable, model.moments, model.sums, dict(numbers))
-        model.sums = None
+        model.sums, model.loss = None, 0.0
         if not np.isfinite(norm):
             raise ApiError(f"the norm of the gradients is {norm}; nothing was updated with these")
-        model.trainable, model.moments = trainable, moments
+        model.trainable, model.moments, model.steps = trainable, moments, model.steps + 1
         return float(norm)
 
     def _with_adapters(self, rank: int) -> Decoder:
