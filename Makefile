@@ -33,7 +33,7 @@ DOCS := zensical mkdocstrings-python ruff
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart tiny install schema test test-quick test-newest test-core aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
+.PHONY: help quickstart tiny install schema test test-quick test-newest test-newest-client test-core aot coverage mutants docs docs-mkdocs lint bench bench-peers parity conformance golden-families check-jobs release-check release-tag colab clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -66,6 +66,14 @@ test-quick: .venv/ready-dev ## the tests that take less than a second each
 
 test-newest: .venv-newest/ready ## the quick tests on the newest versions in Covey's ranges, whatever constraints.txt says (PYTHON=python3.13)
 	.venv-newest/bin/python -m pytest -m "not slow" $(QUICK_WORKERS) $(ARGS)
+
+# The client needs nothing of Covey, so it has an environment of its own, which is made anew.
+test-newest-client: .venv/ready-dev ## covey serve with the newest client of Tinker's API (the package tinker)
+	rm -rf .venv-tinker
+	$(MAKE) --no-print-directory .venv-tinker/bin/pip
+	$(if $(UV),uv pip install --python .venv-tinker/bin/python,.venv-tinker/bin/python -m pip install) tinker
+	.venv-tinker/bin/python -c "import tinker; print('tinker', tinker.__version__)"
+	TINKER_PYTHON=.venv-tinker/bin/python $(BIN)/python -m pytest -n 0 plugins/covey_serve/tests/test_real_client.py
 
 test-core: .venv/ready-dev ## the tests of covey/ with every plugin hidden
 	PYTHONPATH=tests/core_alone $(BIN)/python -m pytest tests $(WORKERS) $(ARGS)
@@ -138,7 +146,7 @@ colab: .venv/ready-dev ## which packages of Colab's runtime does pip replace for
 	$(BIN)/python tools/colab.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf .venv .venv-aot .venv-docs .venv-jobs .venv-newest .venv-parity .venv-release .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-aot .venv-docs .venv-jobs .venv-newest .venv-parity .venv-release .venv-tinker .venv-tunix .venv-wheel .cache .coverage .grimp_cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: $(WANT) | .venv/bin/pip

@@ -87,11 +87,7 @@ def make_app(service: Service, routes: Sequence[Route] = (), key: str | None = N
     """
 
     async def refuse(request: Request, error: Exception) -> Response:
-        api = ApiError(f"there is no {request.method} {request.url.path:.200}", 404)
-        if isinstance(error, HTTPException):
-            api.status = error.status_code
-        else:
-            api = as_api_error(error)
+        api = as_api_error(error)
         service.metrics.refused[api.status] += 1
         return api.response()
 

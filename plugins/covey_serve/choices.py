@@ -1,8 +1,9 @@
 """The choices of an answer, as OpenAI's two forms have them: their text while it grows, their log-probs, their end."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from covey_serve.top_logps import TopLogps
 
 LOWEST = -9999.0
 """Stands for the log-prob of what is impossible: JSON has no infinity."""
+Name = Callable[[int], str]
+"""Function from a token to its name in log-probs."""
 ENDS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop"}
 
 
@@ -130,53 +133,39 @@ class Places:
         return pairs if own[0] in [token for token, _ in pairs] else [*pairs, own]
 
 
-class Names:
-    """Names of tokens in log-probs.
+def token_name(tokenizer: Tokenizer, token: int, as_id: bool = False) -> str:
+    """Return the name of a token in log-probs: its text, or `token_id:N`."""
+    return f"token_id:{token}" if as_id else tokenizer.decode([token], skip_special=False)
 
-    Args:
-        tokenizer: decodes them.
-        as_ids: whether they are `token_id:N` instead.
+
+def chat_logprobs(name: Name, places: Places, count: int) -> dict[str, Any]:
+    """Return log-probs in the form of the chat API."""
+
+    def entry(token: int, logp: float) -> dict[str, Any]:
+        text = name(token)
+        known = None if "\ufffd" in text else list(text.encode("utf-8", "replace"))
+        return {"token": text, "logprob": finite(logp), "bytes": known}
+
+    content = []
+    for place, pair in enumerate(zip(places.tokens, places.logps, strict=True)):
+        likely = [entry(*one) for one in places.likely(place, count)[:count]]
+        content.append(entry(*pair) | {"top_logprobs": likely})
+    return {"content": content}
+
+
+def completion_logprobs(name: Name, places: Places, count: int) -> dict[str, Any]:
+    """Return log-probs in the form of the completions API: lists of equal length; the first token of a prompt has
+    none.
     """
-
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool):
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-
-    def __call__(self, token: int) -> str:
-        """Return the name of a token."""
-        return f"token_id:{token}" if self._as_ids else self._tokenizer.decode([token], skip_special=False)
-
-    def chat(self, places: Places, count: int) -> dict[str, Any]:
-        """Return log-probs in the form of the chat API."""
-
-        def entry(token: int, logp: float) -> dict[str, Any]:
-            name = self(token)
-            known = None if "\ufffd" in name else list(name.encode("utf-8", "replace"))
-            return {"token": name, "logprob": finite(logp), "bytes": known}
-
-        pairs = enumerate(zip(places.tokens, places.logps, strict=True))
-        likely = [places.likely(place, count)[:count] for place in range(len(places.tokens))]
-        top = [[entry(token, logp) for token, logp in of_place] for of_place in likely]
-        return {"content": [entry(token, logp) | {"top_logprobs": top[place]} for place, (token, logp) in pairs]}
-
-    def completion(self, places: Places, count: int, offset: int = 0) -> dict[str, Any]:
-        """Return log-probs in the form of the completions API: lists of equal length; the first token of a prompt has
-        none. `offset` is the number of characters before the first token.
-        """
-        names = [self(token) for token in places.tokens]
-        likely = [places.likely(place, count) for place in range(len(names))] if count else []
-        top = [{self(token): finite(logp) for token, logp in pairs} or None for pairs in likely]
-        return {
-            "tokens": names,
-            "token_logprobs": [None if math.isnan(logp) else finite(logp) for logp in places.logps],
-            "top_logprobs": top if count else None,
-            "text_offset": list(_offsets(names, offset)),
-        }
-
-
-def _offsets(names: Sequence[str], offset: int) -> Iterator[int]:
-    for name in names:
-        yield offset
-        offset += len(name)
+    names = [name(token) for token in places.tokens]
+    likely = [places.likely(place, count) for place in range(len(names))]
+    top = [{name(token): finite(logp) for token, logp in pairs} or None for pairs in likely]
+    return {
+        "tokens": names,
+        "token_logprobs": [None if math.isnan(logp) else finite(logp) for logp in places.logps],
+        "top_logprobs": top if count else None,
+        "text_offset": list(accumulate(map(len, names), initial=0))[:-1],
+    }
 
 
 def finite(logp: float) -> float:

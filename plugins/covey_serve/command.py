@@ -34,7 +34,7 @@ def serve(line: Line) -> None:
     options = build_settings(ServeOptions, line, source)
     check_one_process("covey serve")
     check_source(source)
-    for package in ("starlette", "uvicorn"):
+    for package in ("starlette", "uvicorn", "google.protobuf"):
         import_package(package, CoveyError, f"a server needs the package {package}", "serve")
     from covey_serve import server  # late: it needs these packages
 

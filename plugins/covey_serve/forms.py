@@ -1,7 +1,7 @@
 """Requests of OpenAI's API, and of the extensions of vLLM that have a meaning here."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
@@ -126,16 +126,27 @@ class ChosenTool(Form):
     function: ChosenName
 
 
-class ChatForm(Generation):
+class Offer(Form):
+    """Tools that are offered to the model, and how its turn begins."""
+
+    tools: Annotated[list[ToolForm], Field(max_length=256)] | None = None
+    add_generation_prompt: StrictBool | None = True
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the model may call."""
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
+
+
+class ChatForm(Generation, Offer):
     """`POST /v1/chat/completions`."""
 
+    echo: ClassVar[bool] = False
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     logprobs: StrictBool | None = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP)] | None = None
-    tools: Annotated[list[ToolForm], Field(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    add_generation_prompt: StrictBool | None = True
 
     @property
     def top(self) -> int | None:
@@ -145,24 +156,21 @@ class ChatForm(Generation):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
-        if self.tool_choice == "none":
-            return []
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
-        tools = [tool for tool in self.tools or () if chosen in (None, tool.function.name)]
-        if chosen is not None and not tools:
-            raise ApiError(f"tool_choice names {chosen!r:.80}, which is none of the tools", param="tool_choice")
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+        if not isinstance(self.tool_choice, ChosenTool):
+            return [] if self.tool_choice == "none" else super().offered
+        name = self.tool_choice.function.name
+        if not (chosen := [schema for schema in super().offered if schema["function"]["name"] == name]):
+            raise ApiError(f"tool_choice names {name!r:.80}, which is none of the tools", param="tool_choice")
+        return chosen
 
 
-class TokenizeForm(Form):
+class TokenizeForm(Offer):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[ToolForm] | None = None
     add_special_tokens: StrictBool = True
-    add_generation_prompt: StrictBool = True
     return_token_strs: StrictBool | None = False
 
 

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper ends of the classes of times."""
@@ -19,14 +20,12 @@ class Histogram:
         self.counts[bisect_left(self.ends, value)] += 1
         self.total += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        """Yield the lines of this histogram."""
-        yield f"# TYPE {name} histogram"
-        below = 0
-        for end, count in zip([*map(str, self.ends), "+Inf"], self.counts, strict=True):
-            below += count
-            yield f'{name}_bucket{{le="{end}"}} {below}'
-        yield from (f"{name}_sum {self.total}", f"{name}_count {below}")
+    def samples(self) -> dict[str, float]:
+        """Return the numbers of this histogram by the rest of their names: each class counts those below it too."""
+        ends = [*map(str, self.ends), "+Inf"]
+        below = dict(zip(ends, accumulate(self.counts), strict=True))
+        buckets = {f'_bucket{{le="{end}"}}': count for end, count in below.items()}
+        return buckets | {"_sum": self.total, "_count": below["+Inf"]}
 
 
 class Metrics:
@@ -45,21 +44,22 @@ class Metrics:
 
     def text(self, running: int, waiting: int) -> str:
         """Return all numbers, with those of samples that run and wait now."""
-        gauges = {"num_requests_running": running, "num_requests_waiting": waiting}
-        lines = [x for name, value in gauges.items() for x in _lines(name, "gauge", {"": value})]
-        lines += _lines("prompt_tokens_total", "counter", {"": self.tokens["prompt"]})
-        lines += _lines("generation_tokens_total", "counter", {"": self.tokens["completion"]})
-        lines += _lines("request_success_total", "counter", _labelled("finished_reason", self.finished))
-        lines += _lines("request_errors_total", "counter", _labelled("status", self.refused))
-        lines += self.first_token.lines("covey:time_to_first_token_seconds")
-        lines += self.whole.lines("covey:e2e_request_latency_seconds")
+        families: dict[str, tuple[str, dict[str, float]]] = {
+            "num_requests_running": ("gauge", {"": running}),
+            "num_requests_waiting": ("gauge", {"": waiting}),
+            "prompt_tokens_total": ("counter", {"": self.tokens["prompt"]}),
+            "generation_tokens_total": ("counter", {"": self.tokens["completion"]}),
+            "request_success_total": ("counter", _labelled("finished_reason", self.finished)),
+            "request_errors_total": ("counter", _labelled("status", self.refused)),
+            "time_to_first_token_seconds": ("histogram", self.first_token.samples()),
+            "e2e_request_latency_seconds": ("histogram", self.whole.samples()),
+        }
+        lines = list[str]()
+        for name, (kind, samples) in families.items():
+            lines.append(f"# TYPE covey:{name} {kind}")
+            lines += [f"covey:{name}{rest} {value}" for rest, value in samples.items()]
         return "\n".join(lines) + "\n"
 
 
-def _labelled(label: str, counts: "Counter[str] | Counter[int]") -> dict[str, int]:
+def _labelled(label: str, counts: "Counter[str] | Counter[int]") -> dict[str, float]:
     return {f'{{{label}="{value}"}}': count for value, count in counts.items()}
-
-
-def _lines(name: str, kind: str, values: dict[str, int]) -> Iterator[str]:
-    yield f"# TYPE covey:{name} {kind}"
-    yield from (f"covey:{name}{labels} {value}" for labels, value in values.items())

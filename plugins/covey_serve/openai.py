@@ -4,9 +4,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,32 +14,37 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from covey_serve.body import parse, read_json
+from covey_serve.body import post
 from covey_serve.chat import Tools, as_messages
-from covey_serve.choices import Choice, Names, Places, usage
+from covey_serve.choices import Choice, Places, chat_logprobs, completion_logprobs, token_name, usage
 from covey_serve.device import Event, Stream
 from covey_serve.errors import ApiError, as_api_error
-from covey_serve.forms import ChatForm, CompletionForm, DetokenizeForm, Generation, TokenizeForm
+from covey_serve.forms import ChatForm, CompletionForm, DetokenizeForm, Generation, Offer, TokenizeForm
 from covey_serve.service import Ask, Service, next_event
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead."""
+ALL = slice(None)
 
 
 class Answer:
-    """One answer of a generating request: what is asked of the engine, and the choices that come of it.
+    """An answer of a generating request: what is asked of the engine, and the choices that come of it. This one is that
+    of `/v1/completions`.
 
     Args:
         service: the model.
-        form: the request.
+        form: the request, a form of this API.
         ask: what is sampled.
+
+    Attributes:
+        kind, chunk, prefix: types of a whole answer and of an event, and the beginning of their ids.
     """
 
     kind, chunk, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, service: Service, form: Generation, ask: Ask):
+    def __init__(self, service: Service, form: Any, ask: Ask):
         self.service, self.form, self.ask = service, form, ask
-        self.names = Names(service.tokenizer, bool(form.return_tokens_as_token_ids))
+        self.name = partial(token_name, service.tokenizer, as_id=bool(form.return_tokens_as_token_ids))
         self.choices = [Choice(n, service.decode, ask.stop) for n in range(len(ask.prompts) * ask.samples)]
         self.began, self._first = time.perf_counter(), True
         name = form.model or service.name
@@ -65,9 +70,9 @@ class Answer:
             self.service.metrics.finished[choice.completion.finish] += 1
         return choice
 
-    async def whole(self) -> Response:
-        """Return the answer at once."""
-        for event in await self.service.all_of(self.ask):
+    async def whole(self, *, samples: bool = True) -> Response:
+        """Return the answer at once; without samples it is that of the prompts alone."""
+        for event in await self.service.all_of(self.ask) if samples else ():
             self.place(event)
         choices = [await self.finished(choice) for choice in self.choices]
         extra = {"prompt_token_ids": self.ask.prompts[0].tolist()} if self.form.return_token_ids else {}
@@ -79,28 +84,27 @@ class Answer:
         try:
             async with asyncio.timeout(self.service.limits.seconds), self.service.sample(self.ask) as stream:
                 for choice in self.choices:
-                    yield self._event([self.opening(choice)])
+                    yield self._event(self.opening(choice))
                 left = len(self.choices)
                 while left:
                     if (event := await _news(stream)) is None:
                         yield ": waiting\n\n"
                         continue
                     choice = self.place(event)
-                    if choice.completion is None:
-                        new, chosen = choice.advance()
-                        if new or self.form.top is not None or self.form.return_token_ids:
-                            yield self._event([self.delta(choice, new, chosen)])
-                    else:
-                        left -= 1
-                        for part in await self.last(choice):
-                            yield self._event([part])
+                    for part in await self.parts(choice):
+                        yield self._event(part)
+                    left -= choice.completion is not None
             if self.form.stream_options and self.form.stream_options.include_usage:
-                yield self._event([], {"usage": self.usage})
+                yield self._event(None, usage=self.usage)
             self.count()
             yield "data: [DONE]\n\n"
         except Exception as error:
             self.service.metrics.refused[as_api_error(error).status] += 1
             yield f"data: {json.dumps(as_api_error(error).body)}\n\n"
+
+    def _event(self, part: dict[str, Any] | None, **extra: Any) -> str:
+        body = self.head | {"object": self.chunk, "choices": [part] if part else []} | extra
+        return f"data: {json.dumps(body, allow_nan=False)}\n\n"
 
     def count(self) -> None:
         """Count a finished answer."""
@@ -109,93 +113,64 @@ class Answer:
         )
         self.service.metrics.whole.observe(time.perf_counter() - self.began)
 
-    async def scores(self, choice: Choice, start: int = 0) -> Places:
-        """Return the places of the prompt and the completion of a choice from token `start` on."""
-        tokens = np.concatenate([self.prompt_of(choice), choice.tokens]).astype(np.int32)
-        known = None if len(tokens) < 2 else await self.service.scores(tokens, self.ask.weights)
-        return Places.of_text(tokens, known, start)
+    async def logprobs(self, choice: Choice, chosen: slice = ALL) -> dict[str, Any] | None:
+        """Return the log-probs of chosen tokens of a choice. Those with the most likely tokens, or after the prompt,
+        are computed anew and are of all tokens.
+        """
+        if (count := self.form.top) is None:
+            return None
+        if not count and not self.form.echo:
+            return self.listed(Places(choice.tokens[chosen].tolist(), choice.logps[chosen].tolist()), 0)
+        prompt = self.prompt_of(choice)
+        tokens = np.concatenate([prompt, choice.tokens]).astype(np.int32)
+        scores = None if len(tokens) < 2 else await self.service.scores(tokens, self.ask.weights)
+        return self.listed(Places.of_text(tokens, scores, 0 if self.form.echo else len(prompt)), count)
 
-    async def own_places(self, choice: Choice) -> Places:
-        """Return the places of a completion, with the most likely tokens if they are wanted."""
-        if not self.form.top:
-            return Places(choice.tokens.tolist(), choice.logps.tolist())
-        return await self.scores(choice, len(self.prompt_of(choice)))
-
-    def ids(self, choice: Choice, chosen: slice = slice(None)) -> dict[str, Any]:
-        """Return the entry with the tokens of a choice, if it is wanted."""
-        return {"token_ids": choice.tokens[chosen].tolist()} if self.form.return_token_ids else {}
+    def part(
+        self,
+        choice: Choice,
+        content: dict[str, Any],
+        logprobs: Any = None,
+        reason: str | None = None,
+        chosen: slice = ALL,
+    ) -> dict[str, Any]:
+        """Return a choice, or a part of one in a stream, with its chosen tokens if they are wanted."""
+        ids = {"token_ids": choice.tokens[chosen].tolist()} if self.form.return_token_ids else {}
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason, **ids}
 
     def opening(self, choice: Choice) -> dict[str, Any]:
         """Return the first part of a choice in a stream."""
-        raise NotImplementedError
+        prompt = {"prompt_token_ids": self.prompt_of(choice).tolist()} if self.form.return_token_ids else {}
+        return self.part(choice, self.beginning(choice), chosen=slice(0)) | prompt
 
-    def delta(self, choice: Choice, text: str, chosen: slice) -> dict[str, Any]:
-        """Return a part of a choice in a stream, with its new text and tokens."""
-        raise NotImplementedError
-
-    async def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the last parts of a choice in a stream."""
-        raise NotImplementedError
-
-    async def finished(self, choice: Choice) -> dict[str, Any]:
-        """Return a whole choice."""
-        raise NotImplementedError
-
-    def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any] | None = None) -> str:
-        body = self.head | {"object": self.chunk, "choices": choices} | (extra or {})
-        return f"data: {json.dumps(body, allow_nan=False)}\n\n"
-
-
-class CompletionAnswer(Answer):
-    """An answer of `/v1/completions`."""
-
-    form: CompletionForm
+    async def parts(self, choice: Choice) -> list[dict[str, Any]]:
+        """Return the next parts of a choice in a stream, and its last ones once it is finished."""
+        text, chosen = choice.advance()
+        if choice.completion is None and not (text or self.form.top is not None or self.form.return_token_ids):
+            return []
+        return self.shaped(choice, text, await self.logprobs(choice, chosen), chosen)
 
     async def finished(self, choice: Choice) -> dict[str, Any]:
         """Return a whole choice, after its prompt if it is to be echoed."""
-        shown = self._echoed(choice)
-        return self._part(choice, shown + choice.text, await self._logprobs(choice), choice.finish_reason or "length")
+        text = self.beginning(choice)["text"] + choice.text
+        return self.part(choice, {"text": text}, await self.logprobs(choice), choice.finish_reason or "length")
 
-    def opening(self, choice: Choice) -> dict[str, Any]:
-        """Return the first part of a choice: its prompt, if that is to be echoed."""
-        extra = {"prompt_token_ids": self.prompt_of(choice).tolist()} if self.form.return_token_ids else {}
-        return {"index": choice.index, "text": self._echoed(choice), "logprobs": None, "finish_reason": None} | extra
-
-    def delta(self, choice: Choice, text: str, chosen: slice) -> dict[str, Any]:
-        """Return a part of a choice in a stream."""
-        logprobs = None
-        if self.form.top is not None:
-            places = Places(choice.tokens[chosen].tolist(), choice.logps[chosen].tolist())
-            logprobs = self.names.completion(places, 0)
-        return self._part(choice, text, logprobs, None, chosen)
-
-    async def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the last part of a choice in a stream."""
-        if self.ask.live:
-            part = self.delta(choice, *choice.advance())
-            return [part | {"finish_reason": choice.finish_reason}]
-        text, chosen = choice.advance()
-        return [self._part(choice, text, await self._logprobs(choice), choice.finish_reason, chosen)]
-
-    async def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        if self.form.top is None:
-            return None
-        places = await (self.scores(choice) if self.form.echo else self.own_places(choice))
-        return self.names.completion(places, self.form.top)
-
-    def _echoed(self, choice: Choice) -> str:
+    def beginning(self, choice: Choice) -> dict[str, Any]:
+        """Return the content of the first part of a choice in a stream: the prompt, if it is to be echoed."""
         if not self.form.echo:
-            return ""
+            return {"text": ""}
         texts = [self.form.prompt] if isinstance(self.form.prompt, str) else self.form.prompt
         given = texts[choice.index // self.ask.samples]
         tokens = self.prompt_of(choice)
-        return given if isinstance(given, str) else self.service.tokenizer.decode(tokens, skip_special=False)
+        return {"text": given if isinstance(given, str) else self.service.tokenizer.decode(tokens, skip_special=False)}
 
-    def _part(
-        self, choice: Choice, text: str, logprobs: Any, reason: str | None, chosen: slice = slice(None)
-    ) -> dict[str, Any]:
-        part = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return part | self.ids(choice, chosen)
+    def shaped(self, choice: Choice, text: str, logprobs: Any, chosen: slice) -> list[dict[str, Any]]:
+        """Return new text of a choice as parts of a stream."""
+        return [self.part(choice, {"text": text}, logprobs, choice.finish_reason, chosen)]
+
+    def listed(self, places: Places, count: int) -> dict[str, Any]:
+        """Return log-probs in the form of this answer."""
+        return completion_logprobs(self.name, places, count)
 
 
 class ChatAnswer(Answer):
@@ -206,57 +181,41 @@ class ChatAnswer(Answer):
     """
 
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    form: ChatForm
     tools: Tools | None = None
 
     async def finished(self, choice: Choice) -> dict[str, Any]:
         """Return a whole choice."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._read(choice), "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._read(choice, choice.text), "refusal": None}
         if choice.calls:
             message["tool_calls"] = choice.calls
-        return self._part(choice, "message", message, await self._logprobs(choice), choice.finish_reason)
+        return self.part(choice, {"message": message}, await self.logprobs(choice), choice.finish_reason)
 
-    def opening(self, choice: Choice) -> dict[str, Any]:
-        """Return the first part of a choice: whose turn it is."""
-        extra = {"prompt_token_ids": self.prompt_of(choice).tolist()} if self.form.return_token_ids else {}
-        return self._part(choice, "delta", {"role": "assistant", "content": ""}, None, None, slice(0)) | extra
+    def beginning(self, choice: Choice) -> dict[str, Any]:
+        """Say whose turn it is."""
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def delta(self, choice: Choice, text: str, chosen: slice) -> dict[str, Any]:
-        """Return a part of a choice in a stream."""
-        logprobs = None
-        if self.form.top is not None:
-            places = Places(choice.tokens[chosen].tolist(), choice.logps[chosen].tolist())
-            logprobs = self.names.chat(places, 0)
-        return self._part(choice, "delta", {"content": text}, logprobs, None, chosen)
+    def shaped(self, choice: Choice, text: str, logprobs: Any, chosen: slice) -> list[dict[str, Any]]:
+        """Return new text; at the end the calls, and why it ends."""
+        ends = choice.completion is not None
+        text = self._read(choice, text) if ends else text
+        calls = [{"index": number} | call for number, call in enumerate(choice.calls)]
+        deltas: list[dict[str, Any]] = [{"tool_calls": calls}] if calls else []
+        return [
+            self.part(choice, {"delta": {"content": text}}, logprobs, None, chosen),
+            *(self.part(choice, {"delta": delta}, chosen=slice(0)) for delta in deltas),
+            *(self.part(choice, {"delta": {}}, None, choice.finish_reason, slice(0)) for _ in range(ends)),
+        ]
 
-    async def last(self, choice: Choice) -> list[dict[str, Any]]:
-        """Return the last parts of a choice in a stream: the rest of its text, its calls, and why it ends."""
-        if self.ask.live:
-            parts = [self.delta(choice, *choice.advance())]
-        else:
-            text = self._read(choice)
-            parts = [self._part(choice, "delta", {"content": text}, await self._logprobs(choice), None)]
-        if choice.calls:
-            calls = [{"index": number} | call for number, call in enumerate(choice.calls)]
-            parts.append(self._part(choice, "delta", {"tool_calls": calls}, None, None, slice(0)))
-        return [*parts, self._part(choice, "delta", {}, None, choice.finish_reason, slice(0))]
+    def listed(self, places: Places, count: int) -> dict[str, Any]:
+        """Return log-probs as a list of tokens."""
+        return chat_logprobs(self.name, places, count)
 
-    def _read(self, choice: Choice) -> str:
-        """Return the text of a finished choice, and find its calls."""
+    def _read(self, choice: Choice, text: str) -> str:
+        """Return the text of a finished choice before its calls, and find them; with no calls the given text."""
         if self.tools is None:
-            return choice.text
-        whole = self.service.tokenizer.decode(choice.tokens, skip_special=False)
-        text, choice.calls = self.tools.read(whole)
-        return text if choice.calls else choice.text
-
-    async def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        return None if self.form.top is None else self.names.chat(await self.own_places(choice), self.form.top)
-
-    def _part(
-        self, choice: Choice, name: str, content: Any, logprobs: Any, reason: str | None, chosen: slice = slice(None)
-    ) -> dict[str, Any]:
-        part = {"index": choice.index, name: content, "logprobs": logprobs, "finish_reason": reason}
-        return part | self.ids(choice, chosen)
+            return text
+        before, choice.calls = self.tools.read(self.service.tokenizer.decode(choice.tokens, skip_special=False))
+        return before if choice.calls else text
 
 
 class OpenAI:
@@ -271,50 +230,43 @@ class OpenAI:
 
     def routes(self) -> list[Route]:
         """Return the routes of this API."""
-        posts = {
-            "/v1/chat/completions": self.chat, "/v1/completions": self.complete, "/v1/responses": self.responses,
-            "/tokenize": self.tokenize, "/detokenize": self.detokenize, "/v1/completions/tokenize": self.tokenize,
-            "/v1/completions/detokenize": self.detokenize,
-        }  # fmt: skip
+        route = partial(post, self.service.limits)
         gets = {
             "/v1/models": self.models, "/v1/models/{name:path}": self.model, "/tokenizer_info": self.tokenizer_info,
             "/v1/completions/tokenizer_info": self.tokenizer_info, "/health": self.health, "/metrics": self.metrics,
         }  # fmt: skip
         return [
-            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+            route("/v1/chat/completions", ChatForm, self.chat),
+            route("/v1/completions", CompletionForm, self.complete),
+            *(route(f"{prefix}/tokenize", TokenizeForm, self.tokenize) for prefix in ("", "/v1/completions")),
+            *(route(f"{prefix}/detokenize", DetokenizeForm, self.detokenize) for prefix in ("", "/v1/completions")),
+            Route("/v1/responses", self.responses, methods=["POST"]),
             *(Route(path, handler) for path, handler in gets.items()),
         ]
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, form: ChatForm) -> Response:
         """Answer a conversation."""
-        form = parse(ChatForm, await read_json(request, self.service.limits.body))
         self._check_model(form.model)
-        template = self.service.tokenizer.chat_template
-        tools = Tools.of(form.offered, template)
-        messages: Any = as_messages(form.messages, template)
-        schemas = list(tools.schemas) if tools and tools.in_template else []
-        tokens = await self.service.encode(
-            tools.chat(messages) if tools else messages,
-            add_generation_prompt=form.add_generation_prompt is not False,
-            tools=schemas,
-        )
+        tools, tokens = await self._encode_chat(form.messages, form)
         limit = form.max_completion_tokens if form.max_completion_tokens is not None else form.max_tokens
         answer = ChatAnswer(self.service, form, self._ask(form, [tokens], limit, live=not (tools or form.top)))
         answer.tools = tools
-        return await self._respond(request, answer)
+        return await self._respond(answer)
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, form: CompletionForm) -> Response:
         """Continue texts."""
-        form = parse(CompletionForm, await read_json(request, self.service.limits.body))
         self._check_model(form.model)
         live = not (form.top or (form.echo and form.top is not None))
         if form.max_tokens == 0 and not form.echo:
             raise ApiError("max_tokens is 0, which asks for nothing without echo", param="max_tokens")
         ask = self._ask(form, await self._prompts(form), form.max_tokens or None, live=live)
-        answer = CompletionAnswer(self.service, form, ask)
-        if form.max_tokens == 0:
-            return await self._respond_echo(answer)
-        return await self._respond(request, answer)
+        answer = Answer(self.service, form, ask)
+        if form.max_tokens != 0:
+            return await self._respond(answer)
+        for tokens in ask.prompts:
+            if not 0 < len(tokens) <= self.service.model.config.max_positions:
+                raise ApiError(f"the prompt has {len(tokens)} tokens", param="prompt")
+        return await answer.whole(samples=False)
 
     async def responses(self, request: Request) -> Response:
         """Say what to call instead."""
@@ -334,40 +286,33 @@ class OpenAI:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model(request.path_params["name"]))
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, form: TokenizeForm) -> dict[str, Any]:
         """Convert a text or a conversation to tokens."""
-        form = parse(TokenizeForm, await read_json(request, self.service.limits.body))
         if (form.prompt is None) == (form.messages is None):
             raise ApiError("either prompt or messages is wanted", param="prompt")
-        template = self.service.tokenizer.chat_template
         if form.messages is not None:
-            tools = Tools.of([tool.model_dump(exclude_none=True) for tool in form.tools or ()], template)
-            messages: Any = as_messages(form.messages, template)
-            schemas = list(tools.schemas) if tools and tools.in_template else []
-            chat = tools.chat(messages) if tools else messages
-            tokens = await self.service.encode(chat, add_generation_prompt=form.add_generation_prompt, tools=schemas)
-        elif form.add_special_tokens:
-            tokens = await self.service.encode(form.prompt)
+            _, tokens = await self._encode_chat(form.messages, form)
         else:
-            tokens = self.service.tokenizer.encode(form.prompt or "")
-        names = Names(self.service.tokenizer, as_ids=False)
-        limit = self.service.model.config.max_positions
-        extra = {"token_strs": [names(token) for token in tokens.tolist()]} if form.return_token_strs else {}
-        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist()} | extra)
+            tokens = await self._encode(form.prompt or "", form)
+        limit, ids = self.service.model.config.max_positions, tokens.tolist()
+        extra = (
+            {"token_strs": [token_name(self.service.tokenizer, token) for token in ids]}
+            if form.return_token_strs
+            else {}
+        )
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids} | extra
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, form: DetokenizeForm) -> dict[str, Any]:
         """Convert tokens to text."""
-        form = parse(DetokenizeForm, await read_json(request, self.service.limits.body))
-        return JSONResponse({"prompt": self.service.tokenizer.decode(form.tokens, skip_special=False)})
+        return {"prompt": self.service.tokenizer.decode(form.tokens, skip_special=False)}
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Describe the tokenizer, as its configuration file would."""
         tokenizer = self.service.tokenizer
-        names = Names(tokenizer, as_ids=False)
         named = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id, "pad_token": tokenizer.pad_id}
-        info: dict[str, Any] = {name: None if token is None else names(token) for name, token in named.items()}
-        info["chat_template"] = tokenizer.chat_template
-        return JSONResponse(info | {"add_bos_token": tokenizer.add_bos, "tokenizer_class": "PreTrainedTokenizerFast"})
+        info = {name: None if token is None else token_name(tokenizer, token) for name, token in named.items()}
+        kind = {"add_bos_token": tokenizer.add_bos, "tokenizer_class": "PreTrainedTokenizerFast"}
+        return JSONResponse(info | {"chat_template": tokenizer.chat_template} | kind)
 
     async def health(self, request: Request) -> Response:
         """Say whether the thread of the device is alive."""
@@ -401,6 +346,15 @@ class OpenAI:
             weights=self.service.adapters.get(form.model or ""),
         )
 
+    async def _encode_chat(self, given: Sequence[dict[str, Any]], form: Offer) -> tuple[Tools | None, np.ndarray]:
+        """Return the tools of a conversation, and its tokens."""
+        template = self.service.tokenizer.chat_template
+        tools, messages = Tools.of(form.offered, template), as_messages(given, template)
+        schemas = list(tools.schemas) if tools and tools.in_template else []
+        chat = tools.chat(messages) if tools else messages
+        begins = form.add_generation_prompt is not False
+        return tools, await self.service.encode(chat, add_generation_prompt=begins, tools=schemas)
+
     async def _prompts(self, form: CompletionForm) -> list[np.ndarray]:
         """Return the tokens of each prompt; ids stay as they are given."""
         given: Any = form.prompt
@@ -408,31 +362,19 @@ class OpenAI:
             given = [given]
         if not given:
             raise ApiError("there is no prompt", param="prompt")
-        return [await self._tokens(one, form) for one in given]
+        return [await self._encode(one, form) for one in given]
 
-    async def _tokens(self, prompt: str | list[int], form: CompletionForm) -> np.ndarray:
-        if not isinstance(prompt, str):
-            if (largest := max(prompt, default=0)) >= (size := self.service.model.config.vocab_size):
-                raise ApiError(f"the prompt has the token {largest}; the model knows {size}", param="prompt")
-            return np.array(prompt, np.int32)
-        if form.add_special_tokens is False:
-            return self.service.tokenizer.encode(prompt)
-        return await self.service.encode(prompt)
+    async def _encode(self, prompt: str | list[int], form: CompletionForm | TokenizeForm) -> np.ndarray:
+        if isinstance(prompt, str):
+            as_it_is = form.add_special_tokens is False
+            return self.service.tokenizer.encode(prompt) if as_it_is else await self.service.encode(prompt)
+        if (largest := max(prompt, default=0)) >= (size := self.service.model.config.vocab_size):
+            raise ApiError(f"the prompt has the token {largest}; the model knows {size}", param="prompt")
+        return np.array(prompt, np.int32)
 
-    async def _respond_echo(self, answer: CompletionAnswer) -> Response:
-        """Answer with the prompts alone, and their log-probs."""
-        for tokens in answer.ask.prompts:
-            if not 0 < len(tokens) <= self.service.model.config.max_positions:
-                raise ApiError(f"the prompt has {len(tokens)} tokens", param="prompt")
-        answer.ask = replace(answer.ask, live=False)
-        choices = [await answer.finished(choice) for choice in answer.choices]
-        answer.count()
-        body = {"object": answer.kind, "choices": choices, "usage": answer.usage}
-        return JSONResponse(answer.head | body)
-
-    async def _respond(self, request: Request, answer: Answer) -> Response:
+    async def _respond(self, answer: Answer) -> Response:
         if not answer.form.stream:
-            return await _while_connected(request, answer.whole, self.service.limits.seconds)
+            return await answer.whole()
         return StreamingResponse(answer.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
@@ -441,25 +383,3 @@ async def _news(stream: Stream) -> Event | None:
     with suppress(TimeoutError):
         return await asyncio.wait_for(next_event(stream), KEEP_ALIVE)
     return None
-
-
-async def _while_connected(request: Request, make: Callable[[], Awaitable[Response]], seconds: float) -> Response:
-    """Return an answer, unless the client leaves or it takes too long: then the work on it is cancelled."""
-
-    async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    async def answer() -> Response:
-        async with asyncio.timeout(seconds):
-            return await make()
-
-    work, gone = asyncio.create_task(answer()), asyncio.create_task(until_gone())
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ApiError("the client has left", 499)
-        return work.result()
-    finally:
-        gone.cancel()
-        work.cancel()

@@ -6,7 +6,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,21 +24,11 @@ from covey_serve.journal import Journal
 from covey_serve.options import ServeOptions
 from covey_serve.service import Limits, Service
 from covey_serve.states import States
+from covey_serve.tinker import Tinker
 from covey_serve.training import Trainer
 
 KEY_MODE = 0o600
 MAX_KEY = 4096
-
-
-class Server(uvicorn.Server):
-    """A server that says when it listens."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and print the address."""
-        await super().startup(sockets)
-        for one in sockets or ():
-            host, port = one.getsockname()[:2]
-            echo(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def serve(source: str, options: ServeOptions) -> None:
@@ -60,28 +50,27 @@ def serve(source: str, options: ServeOptions) -> None:
         try:
             with suppress(KeyboardInterrupt), training_routes(service, options.state) as routes:
                 config = server_config(make_app(service, routes, key, shows=True), options.max_connections)
-                Server(config).run(sockets=[listener])
+                host, port = listener.getsockname()[:2]
+                echo(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}")
+                uvicorn.Server(config).run(sockets=[listener])
         finally:
             service.close()
 
 
 @contextmanager
 def training_routes(service: Service, state: str | None) -> Iterator[list[Route]]:
-    """Open the folder of states and journal, and return the routes of the training API; none without its package."""
-    try:
-        from covey_serve.tinker import Tinker  # late: it needs protobuf
-    except ImportError:
-        yield []
-        return
-    with TemporaryDirectory(prefix="covey-serve-") as temporary:
-        folder = Path(temporary) if state is None else Path(state).expanduser()
+    """Open the folder of states and journal, and return the routes of the training API."""
+    with TemporaryDirectory(prefix="covey-serve-") as temporary, ExitStack() as opened:
+        folder, journal, runs = Path(temporary), None, None
+        if state is not None:
+            folder = Path(state).expanduser()
+            journal, runs = opened.enter_context(closing(Journal(folder / "journal"))), folder / "runs"
         trainer = Trainer(service.model)
-        journal = Journal(None if state is None else folder / "journal")
-        tinker = Tinker(service, trainer, States(folder / "states", trainer), journal)
+        tinker = Tinker(service, trainer, States(folder / "states", trainer), journal, runs)
+        opened.callback(tinker.close)
         if count := tinker.replay():
             echo(f"{folder}: {count} requests are done again")
         yield tinker.routes()
-        journal.close()
 
 
 def load_service(source: str, options: ServeOptions) -> Service:

@@ -1,6 +1,5 @@
 """Adapters and states of AdamW as files of a folder: one for each name, replaced as a whole."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,18 @@ from covey.parallel.arrays import flatten
 from covey_serve.errors import ApiError
 from covey_serve.training import Trained, Trainer
 
-PATH = re.compile(r"tinker://([A-Za-z0-9:-]{1,64})/(weights|sampler_weights|bases)/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+PATH = re.compile(r"tinker://[A-Za-z0-9:-]{1,64}/(weights|sampler_weights|bases)/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_path(path: str) -> str:
+    """Return the path of a state.
+
+    Raises:
+        ApiError: it is none.
+    """
+    if PATH.fullmatch(path) is None:
+        raise ApiError(f"{path!r:.120} is no path of a state", param="path")
+    return path
 
 
 class States:
@@ -35,16 +45,15 @@ class States:
         Raises:
             ApiError: it is no path of a state.
         """
-        if (parts := PATH.fullmatch(path)) is None:
-            raise ApiError(f"{path!r:.120} is no path of a state", param="path")
-        return self._folder.joinpath(*parts.groups()).with_suffix(".safetensors")
+        model, kind, name = check_path(path).split("/")[2:]
+        return self._folder / model / kind / f"{name}.safetensors"
 
     def save(self, path: str, model: Trained, *, moments: bool) -> None:
         """Write the adapters of a model, with the state of AdamW if `moments`."""
         file, tree = self.file(path), _tree(model, moments)
         file.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
-        replace_file(file, safetensors.numpy.save(arrays, {"rank": json.dumps(model.rank)}))
+        replace_file(file, safetensors.numpy.save(arrays, {"rank": str(model.rank), "steps": str(model.steps)}))
 
     def keep(self, path: str, name: str) -> None:
         """Give the present state at a path a second name, at which it stays when the first is saved again."""
@@ -53,16 +62,17 @@ class States:
         file.unlink(missing_ok=True)
         file.hardlink_to(self.file(path))
 
-    def forget(self, names: str, before: int) -> None:
-        """Remove the states whose names at this path are numbers below `before`."""
-        for file in self.file(f"{names}/0").parent.glob("*.safetensors"):
-            if int(file.stem) < before:
+    def forget_before(self, path: str) -> None:
+        """Remove the states at the folder of a path whose names are numbers below its own."""
+        last = self.file(path)
+        for file in last.parent.glob("*.safetensors"):
+            if int(file.stem) < int(last.stem):
                 file.unlink()
 
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""
         with self._open(path) as file:
-            return int(json.loads(file.metadata()["rank"]))
+            return int(file.metadata()["rank"])
 
     def load(self, path: str, *, moments: bool) -> Trained:
         """Return the adapters of a state, with the saved state of AdamW if `moments`, otherwise with a new one.
@@ -77,10 +87,11 @@ class States:
             if missing := wanted.keys() - set(file.keys()):
                 raise ApiError(f"{path} has no {min(missing)}", param="path")
             arrays = {name: jnp.asarray(file.get_tensor(name)) for name in wanted}
+            steps = int(file.metadata().get("steps", 0))  # a state of an earlier version has none
         if any((arrays[name].shape, arrays[name].dtype) != (x.shape, x.dtype) for name, x in wanted.items()):
             raise ApiError(f"{path} is a state of another model", param="path")
         loaded = jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in wanted])
-        return Trained(model.rank, loaded["params"], loaded.get("moments", model.moments))
+        return Trained(model.rank, loaded["params"], loaded.get("moments", model.moments), steps)
 
     def _open(self, path: str) -> Any:
         try:

@@ -8,11 +8,13 @@ depends on the time: sums are added in the order of `seq_id`, and noise follows 
 import asyncio
 import hashlib
 import json
+import math
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from covey.config.schema import SamplingConfig
+from covey.errors import ResumeError
 from covey_serve import tinker_forms as forms
-from covey_serve.body import FormT, parse, read_bytes, read_json
+from covey_serve.body import parse, post, validate
 from covey_serve.device import Weights
 from covey_serve.errors import ApiError, as_api_error
 from covey_serve.examples import Example
-from covey_serve.journal import Journal
+from covey_serve.journal import Journal, Record
+from covey_serve.run_folder import RunFolder
 from covey_serve.service import Ask, Service
-from covey_serve.shorten import Restore, sample_key, shorten, snapshot_names
 from covey_serve.states import States
 from covey_serve.training import SETTINGS, Trained, Trainer
 from covey_serve.wire import Top, array_of, gradients_output, read_request, samples_output, tokens_of
@@ -40,10 +43,23 @@ MAX_RESULTS = 16_384
 """Number of results that are kept; the oldest go first."""
 MAX_WEIGHTS = 8
 """Number of snapshots whose weights are kept in memory."""
+MAX_EARLY = 4096
+"""How many numbers a request may come before its turn."""
 SIZES = ("seed", "slots", "max_prompt_length", "max_new_tokens")
 """Settings on which samples depend, to the last bit."""
 NEEDED = {"cross_entropy": ("target_tokens", "weights")}
 POLICY = ("target_tokens", "logprobs", "advantages")
+FORMS: dict[str, type[forms.Request]] = {
+    "create_session": forms.Loose, "create_model": forms.CreateModel, "optim_step": forms.OptimStep,
+    "save_weights": forms.Save, "save_weights_for_sampler": forms.Save, "load_weights": forms.Load,
+    "create_sampling_session": forms.SamplingSession, "asample": forms.Sample,
+}  # fmt: skip
+"""Forms of the requests that are written to the journal, besides the message of `forward_backward`."""
+CONSTANT: dict[str, Any] = {
+    "client/config": {}, "sessions/{name}/finish": {}, "session_heartbeat": {"type": "session_heartbeat"},
+    "telemetry": {"status": "accepted"},
+}  # fmt: skip
+"""Answers to requests that change nothing."""
 
 
 @dataclass
@@ -52,23 +68,42 @@ class Run:
 
     Attributes:
         id: its name.
-        rank: rank of its adapters.
         metadata: what the client wrote about it.
-        model: its weights; None before it is made. The device thread alone reads and changes it.
+        model: its weights; None before they are made. The device thread alone changes them.
         saved: numbers of the requests that saved the state and are done, from the last but one on.
         expected: number of the next request.
         early: requests that wait for earlier ones, by number.
-        known: digest of each request by number.
+        rows: its run folder, while it is open.
     """
 
     id: str
-    rank: int
     metadata: Any = None
     model: Trained | None = None
     saved: deque[int] = field(default_factory=partial(deque[int], maxlen=2))
     expected: int = 1
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
-    known: dict[int, str] = field(default_factory=dict)
+    rows: RunFolder | None = None
+
+    @property
+    def trained(self) -> Trained:
+        """The weights.
+
+        Raises:
+            ApiError: they could not be made.
+        """
+        if self.model is None:
+            raise ApiError(f"the model {self.id} could not be made")
+        return self.model
+
+    def close(self) -> None:
+        """Close the run folder."""
+        if self.rows is not None:
+            self.rows.close()
+        self.rows = None
+
+    def base(self, number: int) -> str:
+        """Return the path of the state after a request, which nothing writes a second time."""
+        return f"tinker://{self.id}/bases/{number}"
 
 
 class Tinker:
@@ -77,191 +112,263 @@ class Tinker:
     Args:
         service: the model, whose adapters are trained.
         states: saved states.
-        journal: acknowledged requests.
+        journal: acknowledged requests; None where they are not kept.
+        folder: folder for the run folders of the models; None for none.
     """
 
-    def __init__(self, service: Service, trainer: Trainer, states: States, journal: Journal):
+    def __init__(
+        self,
+        service: Service,
+        trainer: Trainer,
+        states: States,
+        journal: Journal | None,
+        folder: Path | None = None,
+    ):
         self.service, self.trainer, self.states, self.journal = service, trainer, states, journal
+        self.folder = folder
         self.runs: dict[str, Run] = {}
-        self.samplers: dict[str, str | None] = {}
-        self.sessions = 0
+        self.samplers: dict[str | None, str | None] = {}
+        self.sessions = set[str]()
+        self._known: dict[str, bytes] = {}
         self._results: OrderedDict[str, Any] = OrderedDict()
         self._weights: OrderedDict[str, Weights] = OrderedDict()
-        self._kinds: dict[str, Callable[[bytes], dict[str, Any]]] = {
-            "create_session": self._create_session, "create_model": self._create_model, "optim_step": self._optim_step,
-            "forward_backward": self._forward_backward, "save_weights": self._save,
-            "save_weights_for_sampler": self._save_for_sampler, "load_weights": self._load,
-            "create_sampling_session": self._create_sampling_session, "asample": self._sample,
+        self._works: dict[str, Callable[[Run, Any], Any]] = {
+            "create_model": self._create, "load_weights": self._load, "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step, "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
         }  # fmt: skip
-        self._shortened: dict[str, Callable[[bytes], Any]] = {"restore": self._restore, "sampler": self._name_sampler}
         self._fetched, self._old_samples, self._copied = set[str](), set[str](), set[str]()
         self._replaying = False
 
     def replay(self) -> int:
-        """Do the requests of the journal again; return their number. Samples are drawn when they are asked for."""
+        """Do the requests of the journal again; return their number. Samples are drawn when they are asked for.
+
+        Raises:
+            ResumeError: the journal was begun with another model, or has a record that this version cannot read.
+        """
+        if self.journal is None:
+            return 0
         self._replaying, count = True, 0
         sizes = {name: getattr(self.service.config, name) for name in SIZES}
-        for kind, body in self.journal.records(f"{self.service.origin}, {sizes}"):
-            (self._kinds | self._shortened)[kind](body)
-            count += 1
+        for count, (kind, body) in enumerate(self.journal.records(f"{self.service.origin}, {sizes}"), start=1):
+            try:
+                self._repeat(kind, body)
+            except (ApiError, LookupError, TypeError, ValueError) as error:
+                what = f"request {count} of the journal, {kind!r:.40}, cannot be done again: {error}"
+                raise ResumeError(what, fix="the version of Covey that wrote it, or another --state") from error
         self._replaying = False
         return count
 
+    def _repeat(self, kind: str, body: bytes) -> None:
+        """Do a request of the journal again, or what stands there for requests that were left out."""
+        if kind == "sampler":
+            path, session = json.loads(body)
+            self.samplers[session] = path
+        elif kind == "restore":
+            name, _, metadata, number = json.loads(body)
+            run = self.runs[name] = Run(name, metadata, expected=number + 1)
+            run.saved.append(number)
+            self._accept(name, kind, body, name, 0)
+            load = forms.Load(path=run.base(number), optimizer=True)
+            self._keep(name, self.service.device.run(partial(self._load, run, load)))
+        else:
+            self.accept(kind, body)
+
     def routes(self) -> list[Route]:
         """Return the routes of this API."""
-        posts = {kind: self._recorded(kind) for kind in self._kinds} | {
-            "client/config": self._empty, "session_heartbeat": self._heartbeat, "retrieve_future": self.retrieve,
-            "telemetry": self._telemetry, "get_info": self.info,
-            "weights_info": self.weights_info, "sessions/{name}/finish": self._empty,
-        }  # fmt: skip
+        route = partial(post, self.service.limits)
         gets = {
-            "get_server_capabilities": self.capabilities, "healthz": self._health,
+            "get_server_capabilities": self.capabilities, "healthz": self.health,
             "training_runs/{name}": self.training_run, "samplers/{name:path}": self.sampler,
         }  # fmt: skip
-        adapters = {"load_lora_adapter": self.load_adapter, "unload_lora_adapter": self.unload_adapter}
         return [
-            *(Route(f"/v1/{path}", handler, methods=["POST"]) for path, handler in adapters.items()),
-            *(Route(PREFIX + path, handler, methods=["POST"]) for path, handler in posts.items()),
-            *(Route(PREFIX + path, handler) for path, handler in gets.items()),
+            *(route(PREFIX + kind, None, partial(self.accept, kind)) for kind in (*FORMS, "forward_backward")),
+            *(route(PREFIX + path, None, partial(_constant, answer)) for path, answer in CONSTANT.items()),
+            route(f"{PREFIX}retrieve_future", forms.Retrieve, self.retrieve),
+            route(f"{PREFIX}get_info", forms.Loose, self.info),
+            route(f"{PREFIX}weights_info", forms.Loose, self.weights_info),
+            route("/v1/load_lora_adapter", forms.LoadAdapter, self.load_adapter),
+            route("/v1/unload_lora_adapter", forms.UnloadAdapter, self.unload_adapter),
+            *(Route(PREFIX + path, answer) for path, answer in gets.items()),
         ]
 
-    def _recorded(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a request that is written to the journal once it is accepted."""
+    # --- requests that are accepted
 
-        async def handle(request: Request) -> Response:
-            if request.headers.get("content-encoding", "identity") != "identity":
-                raise ApiError("the body is compressed; this server takes it as it is", 415)
-            body = await read_bytes(request, self.service.limits.body)
-            promised = self._kinds[kind](body)
-            return JSONResponse(promised)
+    def accept(self, kind: str, body: bytes) -> dict[str, Any]:
+        """Accept a request of the journal; return what the client gets at once.
 
-        return handle
-
-    # --- requests that change something
+        Raises:
+            ApiError: it is refused.
+        """
+        form: Any = read_request(body) if kind == "forward_backward" else parse(FORMS[kind], body)
+        if kind == "create_session":
+            return self._create_session(body)
+        if kind == "create_sampling_session":
+            return self._create_sampling_session(form, body)
+        if kind == "asample":
+            return self._sample(form, body)
+        if kind == "load_weights":
+            self._copied.add(form.path.split("/")[2])
+        if kind == "create_model" or form.model_id is None:
+            return self._begin(kind, form, body)
+        return self._in_order(kind, form, body)
 
     def _create_session(self, body: bytes) -> dict[str, Any]:
-        self._accept("create_session", body)
-        self.sessions += 1
-        return {"session_id": f"session-{self.sessions}", "type": "create_session"}
+        name = f"session-{len(self.sessions) + 1}"
+        self._accept(name, "create_session", body)
+        self.sessions.add(name)
+        return {"session_id": name, "type": "create_session"}
 
-    def _create_model(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.CreateModel, _json(body))
-        self._check_base(form.base_model)
-        run, lora = self._new_run(form.session_id, form.model_seq_id, form.lora_config.rank), form.lora_config
-        if run.id in self.runs:
-            return self._promise(run.id, run.id)
-        self._accept("create_model", body)
-        self.runs[run.id], run.metadata = run, form.user_metadata
-        seed = form.model_seq_id if lora.seed is None else lora.seed
-
-        def create() -> Any:
-            run.model = self.trainer.create(lora.rank, seed % 2**32)
-            return {"model_id": run.id, "type": "create_model"}
-
-        return self._promise(run.id, run.id, self.service.device.run(create))
-
-    def _forward_backward(self, body: bytes) -> dict[str, Any]:
-        message = read_request(body)
-        run, name = self._run(message.model_id), message.loss_fn
-
-        def compute(model: Trained) -> bytes:  # a mistake in the data is its result: the next number may be under way
-            settings, examples = _settings(message), _examples(message, self.service)
-            logps, total = self.trainer.gradients(model, name, examples, settings, not message.forward_only)
-            return gradients_output(logps, {"loss:sum": total})
-
-        return self._in_order("forward_backward", run, message.seq_id or None, body, compute)
-
-    def _optim_step(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.OptimStep, _json(body))
-
-        def step(model: Trained) -> Any:  # a mistake in the parameters is its result, as above
-            norm = self.trainer.step(model, parse(forms.Adam, form.adam_params).model_dump())
-            return {"metrics": {"grad_norm:mean": norm}, "type": "optim_step"}
-
-        return self._in_order("optim_step", self._run(form.model_id), form.seq_id, body, step)
-
-    def _save(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.Save, _json(body))
-        run = self._run(form.model_id)
-        path = f"tinker://{run.id}/weights/{form.path or f'step-{form.seq_id}'}"
-
-        def save(model: Trained) -> Any:
-            self.states.save(path, model, moments=True)
-            if form.seq_id is not None:
-                self.states.keep(path, Restore(run.id, run.rank, None, form.seq_id).path)
-                run.saved.append(form.seq_id)
-            return {"path": path, "type": "save_weights"}
-
-        return self._in_order("save_weights", run, form.seq_id, body, save)
-
-    def _save_for_sampler(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.Save, _json(body))
-        run = self._run(form.model_id)
-        path, session = snapshot_names(form.model_dump())
-        if session is not None:
-            self.samplers[session] = path
-
-        def save(model: Trained) -> Any:
-            self.states.save(path, model, moments=False)
-            self._weights.pop(path, None)  # it may have had this name
-            own = {"path": path} if form.path else {}
-            return own | {"sampling_session_id": session, "type": "save_weights_for_sampler"}
-
-        return self._in_order("save_weights_for_sampler", run, form.seq_id, body, save)
-
-    def _load(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.Load, _json(body))
-        self.states.file(form.path)  # refuses other paths
-        self._copied.add(form.path.split("/")[2])
-
-        def restore(run: Run) -> Any:
-            run.model = self.states.load(form.path, moments=form.optimizer)
-            base = {"base_model": self.service.name} | _lora(run.model.rank)
-            return {"path": form.path, "type": "load_weights", "model_id": run.id} | base
-
-        if form.model_id is not None:
-            run = self._run(form.model_id)
-            return self._in_order("load_weights", run, form.seq_id, body, lambda _: restore(run))
-        # In a journal the state may be a file only after the requests before.
-        rank = self.service.device.run(partial(self.states.rank, form.path)) if self._replaying else None
-        known = self.states.rank(form.path) if rank is None else rank.result()
-        run = self._new_run(form.session_id or "", form.model_seq_id or 0, known)
-        if run.id in self.runs:
-            return self._promise(run.id, run.id)
-        self._accept("load_weights", body)
-        self.runs[run.id], run.metadata = run, form.user_metadata
-        return self._promise(run.id, run.id, self.service.device.run(lambda: restore(run)))
-
-    def _create_sampling_session(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.SamplingSession, _json(body))
+    def _create_sampling_session(self, form: forms.SamplingSession, body: bytes) -> dict[str, Any]:
         if form.model_path is None:
             self._check_base(form.base_model)
-        else:
-            self.states.file(form.model_path)
-        self._accept("create_sampling_session", body)
         name = f"{form.session_id}:sample:{form.sampling_session_seq_id}"
+        self._accept(name, "create_sampling_session", body)
         self.samplers[name] = form.model_path
         return {"sampling_session_id": name, "type": "create_sampling_session"}
 
-    def _sample(self, body: bytes) -> dict[str, Any]:
-        form = parse(forms.Sample, _json(body))
+    def _begin(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
+        """Make a model, whose requests have numbers from 1 on."""
+        if form.session_id not in self.sessions:
+            raise ApiError(f"there is no session {form.session_id!r:.100}", 404, "session_id")
+        if kind == "create_model":
+            self._check_base(form.base_model)
+        name = f"{form.session_id}:train:{form.model_seq_id or 0}"
+        if self._accept(name, kind, body, name, 0):
+            run = self.runs[name] = Run(name, form.user_metadata)
+            self._keep(name, self.service.device.run(partial(self._works[kind], run, form)))
+        return {"request_id": name, "model_id": name}
+
+    def _in_order(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
+        """Do a request after all earlier ones to its model; a repeat of one is not done again."""
+        run, result = self._run(form.model_id), Future[Any]()
+        number = form.seq_id = form.seq_id or max([run.expected - 1, *run.early]) + 1
+        name, rest = f"{run.id}:{number}", None
+        if name not in self._known and not run.expected <= number <= run.expected + MAX_EARLY:
+            raise ApiError(f"the next request to {run.id} is {run.expected}, and not {number}", 409, "seq_id")
+        if kind == "save_weights_for_sampler":
+            rest = "sampler", json.dumps(_snapshot_names(form)).encode()
+        if self._accept(name, kind, body, run.id, number, rest):
+            if rest is not None:
+                self._repeat(*rest)
+            self._keep(name, result)
+            run.early[number] = partial(_settle, result, partial(self._works[kind], run, form))
+        while (due := run.early.pop(run.expected, None)) is not None:
+            self.service.device.run(due)
+            run.expected += 1
+        return {"request_id": name, "model_id": run.id}
+
+    def _sample(self, form: forms.Sample, body: bytes) -> dict[str, Any]:
+        """Sample from a snapshot; the noise follows from the numbers of the session and of the request."""
         session, path = form.sampling_session_id, form.model_path
         if session is not None and session not in self.samplers:
             raise ApiError(f"there is no sampling session {session!r:.100}", 404)
         path = path if session is None else self.samplers[session]
-        key = sample_key(form.model_dump(), body)
-        name, ids = f"sample:{key}", [f"{key}:{n}" for n in range(form.num_samples)]
+        key = hashlib.sha256(body).hexdigest() if session is None else f"{session}:{form.seq_id}"
+        name, tokens = f"sample:{key}", np.array([token for chunk in form.prompt.chunks for token in chunk.tokens])
+        _check_tokens(tokens, self.service)
+        self._accept(name, "asample", body, name)
         if name not in self._results:
-            tokens = [token for chunk in form.prompt.chunks for token in chunk.tokens]
-            _check_tokens(np.array(tokens), self.service)
-            self._accept("asample", body)
-            draw = partial(self._draw, form, np.array(tokens, np.int32), path, key)
-            self._keep(name, draw if self._replaying else asyncio.ensure_future(draw()))
-        return {"request_id": name, "sample_sequence_ids": ids}
+            draw = partial(self._draw, form, tokens.astype(np.int32), path, key)
+            self._keep(name, draw if self._replaying else asyncio.ensure_future(_outcome(draw())))
+        return {"request_id": name, "sample_sequence_ids": [f"{key}:{n}" for n in range(form.num_samples)]}
+
+    def _accept(
+        self, name: str, kind: str, body: bytes, owner: str = "", number: float = math.inf, rest: Record | None = None
+    ) -> bool:
+        """Write a request to the journal; return False for a repeat of one that is there. See `journal.Entry`.
+
+        Raises:
+            ApiError: another request had its name.
+        """
+        digest = hashlib.sha256(kind.encode() + body).digest()
+        if (known := self._known.get(name)) is not None:
+            if known != digest:
+                of, _, last = name.rpartition(":")
+                raise ApiError(f"another request to {of} had the number {last}", 409, "seq_id")
+            return False
+        if self.journal is not None:
+            self._shorten(self.journal)
+            self.journal.write(kind, body, owner, number, rest)
+        self._known[name] = digest
+        return True
+
+    def _shorten(self, journal: Journal) -> None:
+        """Shorten the journal where a model has been saved a second time, unless its states have been loaded: that is
+        done again from the states of then.
+
+        It begins with the state before the last one, and samples are left out that were fetched before it. So a client
+        whose answer was lost with the server can still ask for all that happened since.
+        """
+        for run in self.runs.values() if not self._replaying else ():
+            if len(run.saved) > 1 and run.id not in self._copied:
+                number = run.saved.popleft()
+                first = json.dumps([run.id, run.trained.rank, run.metadata, number]).encode()
+                journal.shorten(run.id, number, ("restore", first), self._old_samples)
+                self.states.forget_before(run.base(number))
+                self._old_samples, self._fetched = self._fetched, set()
+
+    # --- their work, in the device thread
+
+    def _create(self, run: Run, form: forms.CreateModel) -> Any:
+        lora = form.lora_config
+        seed = form.model_seq_id if lora.seed is None else lora.seed
+        run.model = self.trainer.create(lora.rank, seed % 2**32)
+        return {"model_id": run.id, "type": "create_model"}
+
+    def _load(self, run: Run, form: forms.Load) -> Any:
+        run.close()  # rows go on at the step of the state
+        run.model = self.states.load(form.path, moments=form.optimizer)
+        base = {"base_model": self.service.name} | _lora(run.model.rank)
+        return {"path": form.path, "type": "load_weights", "model_id": run.id} | base
+
+    def _forward_backward(self, run: Run, message: Any) -> bytes:
+        settings, examples = _settings(message), _examples(message, self.service)
+        logps, total = self.trainer.gradients(
+            run.trained, message.loss_fn, examples, settings, not message.forward_only
+        )
+        return gradients_output(logps, {"loss:sum": total})
+
+    def _optim_step(self, run: Run, form: forms.OptimStep) -> Any:
+        # A mistake in the parameters, or in data, is the result of the request: the next number may be under way.
+        adam, loss = validate(forms.Adam, form.adam_params), run.trained.loss
+        norm, step = self.trainer.step(run.trained, adam.model_dump()), run.trained.steps
+        if self.folder is not None and run.rows is None:
+            settings = {"name": run.id, "method": "sft", "model": {"source": self.service.origin}}
+            run.rows = RunFolder(self.folder / run.id, settings, step - 1)
+        if run.rows is not None:
+            run.rows.step({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": adam.learning_rate})
+        return {"metrics": {"grad_norm:mean": norm}, "type": "optim_step"}
+
+    def _save(self, run: Run, form: forms.Save) -> Any:
+        path, number = f"tinker://{run.id}/weights/{form.path or f'step-{form.seq_id}'}", form.seq_id or 0
+        self.states.save(path, run.trained, moments=True)
+        if self.journal is not None:
+            self.states.keep(path, run.base(number))
+            run.saved.append(number)
+        return {"path": path, "type": "save_weights"}
+
+    def _save_for_sampler(self, run: Run, form: forms.Save) -> Any:
+        path, session = _snapshot_names(form)
+        self.states.save(path, run.trained, moments=False)
+        self._weights.pop(path, None)  # it may have had this name
+        own = {"path": path} if form.path else {}
+        return own | {"sampling_session_id": session, "type": "save_weights_for_sampler"}
+
+    def _of(self, path: str) -> Weights:
+        """Return the weights of a snapshot."""
+        if path not in self._weights:
+            model = self.states.load(path, moments=False)
+            self._weights[path] = Weights(model.rank, model.trainable)
+            if len(self._weights) > MAX_WEIGHTS:
+                self._weights.popitem(last=False)
+        return self._weights[path]
+
+    # --- results
 
     async def _draw(self, form: forms.Sample, tokens: np.ndarray, path: str | None, key: str) -> bytes:
         """Sample, and compute the log-probs of the prompt that are wanted."""
-        weights = None if path is None else await asyncio.wrap_future(self.service.device.run(lambda: self._of(path)))
+        weights = None if path is None else await self._on_device(partial(self._of, path))
         params = form.sampling_params
         stop = params.stop if isinstance(params.stop, list) else [params.stop] if params.stop else []
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
@@ -288,111 +395,26 @@ class Tinker:
             sampled.append((scores.ids[chosen], scores.top[chosen]))
         return samples_output(completions, sampled, logps, top)
 
-    def _of(self, path: str) -> Weights:
-        """Return the weights of a snapshot, which the device thread alone asks for."""
-        if path not in self._weights:
-            model = self.states.load(path, moments=False)
-            self._weights[path] = Weights(model.rank, model.trainable)
-            if len(self._weights) > MAX_WEIGHTS:
-                self._weights.popitem(last=False)
-        return self._weights[path]
-
-    def _restore(self, body: bytes) -> None:
-        """Go on with a model whose requests before a state are not in the journal any more."""
-        kept = Restore(*json.loads(body))
-        run = self.runs[kept.id] = Run(kept.id, kept.rank, kept.metadata, expected=kept.number + 1)
-        run.saved.append(kept.number)
-
-        def load() -> None:
-            run.model = self.states.load(kept.path, moments=True)
-
-        self._promise(run.id, run.id, self.service.device.run(load))
-
-    def _name_sampler(self, body: bytes) -> None:
-        path, session = json.loads(body)
-        if session is not None:
-            self.samplers[session] = path
-
-    # --- order, results
-
-    def _in_order(
-        self, kind: str, run: Run, number: int | None, body: bytes, work: Callable[[Trained], Any]
-    ) -> dict[str, Any]:
-        """Do a request after all earlier ones to its model; a repeat of one is not done again.
-
-        Raises:
-            ApiError: another request had this number.
-        """
-        number = max([run.expected - 1, *run.early]) + 1 if number is None else number
-        name, digest = f"{run.id}:{number}", hashlib.sha256(kind.encode() + body).hexdigest()
-        if (known := run.known.get(number)) is not None:
-            if known != digest:
-                raise ApiError(f"another request to {run.id} had the number {number}", 409, "seq_id")
-            return self._promise(name, run.id)
-        if number < run.expected or number > run.expected + 4096:
-            raise ApiError(f"the next request to {run.id} is {run.expected}, and not {number}", 409, "seq_id")
-        self._accept(kind, body)
-        result: Future[Any] = Future()
-
-        def job() -> None:
-            try:
-                if run.model is None:
-                    raise ApiError(f"the model {run.id} could not be made")
-                result.set_result(work(run.model))
-            except Exception as error:
-                result.set_exception(error)
-
-        run.known[number], run.early[number] = digest, job
-        while (due := run.early.pop(run.expected, None)) is not None:
-            self.service.device.run(due)
-            run.expected += 1
-        return self._promise(name, run.id, result)
-
-    def _accept(self, kind: str, body: bytes) -> None:
-        if not self._replaying:
-            self._shorten()
-            self.journal.write(kind, body)
-
-    def _shorten(self) -> None:
-        """Shorten the journal where a model has been saved a second time, unless its states have been loaded: that is
-        done again from the states of then.
-        """
-        for run in self.runs.values():
-            if len(run.saved) > 1 and run.id not in self._copied:
-                kept = Restore(run.id, run.rank, run.metadata, run.saved.popleft())
-                self.journal.rewrite(shorten(kept, self._old_samples))
-                self.states.forget(f"tinker://{run.id}/bases", kept.number)
-                self._old_samples, self._fetched = self._fetched, set()
-
-    def _promise(self, name: str, model: str, result: Any = None) -> dict[str, Any]:
-        if result is not None:
-            self._keep(name, result)
-        return {"request_id": name, "model_id": model}
-
     def _keep(self, name: str, result: Any) -> None:
         self._results[name] = result
         if len(self._results) > MAX_RESULTS:
             self._results.popitem(last=False)
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, form: forms.Retrieve) -> Any:
         """Return the result of a request, or say that it is not there yet."""
-        form = await self._read(forms.Retrieve, request)
-        if form.request_id not in self._results:
-            raise ApiError(f"there is no request {form.request_id!r:.100}", 404)
-        result = self._results[form.request_id]
-        if callable(result):  # samples of a journal
-            result = self._results[form.request_id] = asyncio.ensure_future(result())
-        future = asyncio.wrap_future(result) if isinstance(result, Future) else result
-        done, _ = await asyncio.wait({asyncio.shield(future)}, timeout=WAIT)
+        name = form.request_id
+        if (result := self._results.get(name)) is None:
+            raise ApiError(f"there is no request {name!r:.100}", 404)
+        if not isinstance(result, asyncio.Future):  # it is asked for the first time
+            waiting = asyncio.wrap_future(result) if isinstance(result, Future) else result()
+            result = self._results[name] = asyncio.ensure_future(_outcome(waiting))
+        done, _ = await asyncio.wait({result}, timeout=WAIT)
         if not done:
-            waiting = {"type": "try_again", "request_id": form.request_id, "queue_state": "active"}
-            return JSONResponse(waiting)
-        if (error := future.exception()) is not None:
-            api = as_api_error(error)
-            return JSONResponse({"error": api.message, "category": "user" if api.status < 500 else "server"})
-        value = future.result()
-        self._fetched.add(form.request_id.removeprefix("sample:"))
-        return Response(value, media_type="application/x-protobuf") if isinstance(value, bytes) else JSONResponse(value)
+            return {"type": "try_again", "request_id": name, "queue_state": "active"}
+        if name.startswith("sample:"):
+            self._fetched.add(name)
+        value = result.result()
+        return Response(value, media_type="application/x-protobuf") if isinstance(value, bytes) else value
 
     # --- what there is
 
@@ -402,25 +424,27 @@ class Tinker:
         model = {"model_name": self.service.name, "max_context_length": limit, "trainable": True, "sampleable": True}
         return JSONResponse({"supported_models": [model]})
 
-    async def info(self, request: Request) -> Response:
-        """Describe a model that is trained."""
-        form = await self._read(forms.Loose, request)
-        run, name = self._run(form.model_id or ""), self.service.name
-        data = {"arch": "decoder", "model_name": name, "tokenizer_id": name}
-        return JSONResponse({"type": "get_info", "model_data": data, "model_id": run.id} | _lora(run.rank))
+    async def health(self, request: Request) -> Response:
+        """Say that the server answers."""
+        return JSONResponse({"status": "ok"})
 
-    async def weights_info(self, request: Request) -> Response:
+    async def info(self, form: forms.Loose) -> Any:
+        """Describe a model that is trained."""
+        lora, name = await self._lora_of(form.model_id), self.service.name
+        data = {"arch": "decoder", "model_name": name, "tokenizer_id": name}
+        return {"type": "get_info", "model_data": data, "model_id": form.model_id} | lora
+
+    def weights_info(self, form: forms.Loose) -> Any:
         """Describe a saved state."""
-        form = await self._read(forms.Loose, request)
-        rank = self.states.rank(form.tinker_path or "")
-        return JSONResponse({"base_model": self.service.name} | _lora(rank))
+        return {"base_model": self.service.name} | _lora(self.states.rank(form.tinker_path or ""))
 
     async def training_run(self, request: Request) -> Response:
         """Describe a model that is trained, as a training run."""
-        run = self._run(request.path_params["name"])
+        name = request.path_params["name"]
+        lora, run = await self._lora_of(name), self._run(name)
         described = {"training_run_id": run.id, "base_model": self.service.name, "model_owner": "covey"}
         when = {"last_request_time": "1970-01-01T00:00:00Z", "user_metadata": run.metadata}
-        return JSONResponse(described | _lora(run.rank) | when)
+        return JSONResponse(described | lora | when)
 
     async def sampler(self, request: Request) -> Response:
         """Describe a sampling session."""
@@ -430,63 +454,72 @@ class Tinker:
         path = self.samplers[name]
         return JSONResponse({"sampler_id": name, "base_model": self.service.name, "model_path": path})
 
-    async def load_adapter(self, request: Request) -> Response:
+    async def load_adapter(self, form: forms.LoadAdapter) -> Response:
         """Let clients of OpenAI's API ask for a saved state by a name."""
-        form, adapters = await self._read(forms.LoadAdapter, request), self.service.adapters
+        adapters = self.service.adapters
         if form.lora_name == self.service.name or (form.lora_name in adapters and not form.load_inplace):
             raise ApiError(f"there is a model {form.lora_name!r} already", param="lora_name")
-        self.states.file(form.lora_path)  # refuses other paths
-        loaded = self.service.device.run(lambda: self._of(form.lora_path))
-        adapters[form.lora_name] = await asyncio.wrap_future(loaded)
+        adapters[form.lora_name] = await self._on_device(partial(self._of, form.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' added successfully.")
 
-    async def unload_adapter(self, request: Request) -> Response:
+    def unload_adapter(self, form: forms.UnloadAdapter) -> Response:
         """Forget a name of an adapter."""
-        form = await self._read(forms.UnloadAdapter, request)
         if self.service.adapters.pop(form.lora_name, None) is None:
             raise ApiError(f"there is no adapter {form.lora_name!r:.100}", 404, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{form.lora_name}' removed successfully.")
 
-    async def _read(self, form: type[FormT], request: Request) -> FormT:
-        return parse(form, await read_json(request, self.service.limits.body))
+    def close(self) -> None:
+        """Close the run folders."""
+        for run in self.runs.values():
+            run.close()
 
-    async def _empty(self, request: Request) -> Response:
-        return JSONResponse({})
+    async def _on_device(self, job: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.service.device.run(job))
 
-    async def _heartbeat(self, request: Request) -> Response:
-        return JSONResponse({"type": "session_heartbeat"})
-
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _telemetry(self, request: Request) -> Response:
-        return JSONResponse({"status": "accepted"})  # and forgotten
+    async def _lora_of(self, name: str) -> dict[str, Any]:
+        """Return what describes the adapters of a model, which may be in the making."""
+        run = self._run(name)
+        return _lora(await self._on_device(lambda: run.trained.rank))
 
     def _run(self, name: str) -> Run:
         if name not in self.runs:
             raise ApiError(f"there is no model {name!r:.100}", 404, "model_id")
         return self.runs[name]
 
-    def _new_run(self, session: str, number: int, rank: int) -> Run:
-        known = [f"session-{n}" for n in range(1, self.sessions + 1)]
-        if session not in known:
-            raise ApiError(f"there is no session {session!r:.100}", 404, "session_id")
-        return Run(f"{session}:train:{number}", rank)
-
     def _check_base(self, name: str | None) -> None:
         if name != self.service.name:
             raise ApiError(f"there is no model {name!r:.100}; this server has {self.service.name!r}", 404, "base_model")
 
 
-def _json(body: bytes) -> Any:
+def _constant(answer: Any, _: bytes) -> Any:
+    return answer
+
+
+async def _outcome(work: Awaitable[Any]) -> Any:
+    """Return the result of a request; an error is one too."""
     try:
-        return json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError("the body is not JSON") from error
+        return await work
+    except Exception as error:
+        api = as_api_error(error)
+        return {"error": api.message, "category": "user" if api.status < 500 else "server"}
+
+
+def _settle(result: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)
 
 
 def _lora(rank: int) -> dict[str, Any]:
     return {"is_lora": rank > 0, "lora_rank": rank or None}
+
+
+def _snapshot_names(form: forms.Save) -> tuple[str, str | None]:
+    """Return the path of a snapshot, and its sampling session unless the client gave the snapshot a name."""
+    path = f"tinker://{form.model_id}/sampler_weights/{form.path or f'snapshot-{form.seq_id}'}"
+    session = f"{form.model_id.partition(':')[0]}:sample:{form.sampling_session_seq_id}"
+    return path, None if form.path else session
 
 
 def _settings(message: Any) -> dict[str, float]:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +34,6 @@ SETTINGS: dict[str, dict[str, float]] = {
 """Settings of each loss, with their defaults."""
 
 
-class Thresholds(NamedTuple):
-    """Settings of the clip, as the table of surrogates reads them."""
-
-    epsilon: Any
-    high: Any
-    cap: Any
-    delta: None = None
-
-
 @dataclass
 class Trained:
     """A model that a client trains.
@@ -50,13 +42,17 @@ class Trained:
         rank: rank of its adapters; 0 where all weights are trained.
         trainable: the adapters, or all weights.
         moments: state of AdamW.
+        steps: number of its steps.
         sums: gradients since the last step; None for none.
+        loss: sum of the losses since then.
     """
 
     rank: int
     trainable: Any
     moments: Any
+    steps: int = 0
     sums: GradientSums | None = None
+    loss: float = 0.0
 
 
 def per_token_loss(name: str, logps: Float[Array, "R M"], batch: Batch) -> Float[Array, "R M"]:
@@ -78,7 +74,7 @@ def per_token_loss(name: str, logps: Float[Array, "R M"], batch: Batch) -> Float
     if name == "importance_sampling":
         loss = -ratio * batch.advantage
         return loss
-    thresholds: Any = Thresholds(1 - batch.low, batch.high - 1, batch.high)
+    thresholds: Any = SimpleNamespace(epsilon=1 - batch.low, high=batch.high - 1, cap=batch.high, delta=None)
     if name == "cispo":
         return SURROGATES["cispo"](jnp.maximum(ratio, batch.low), logps, batch.advantage, thresholds)
     return SURROGATES["clip"](ratio, logps, batch.advantage, thresholds)
@@ -132,7 +128,7 @@ class Trainer:
             logps.append(np.asarray(found["logps"]))
             total += float(found["loss"])
         if backward:
-            model.sums = sums
+            model.sums, model.loss = sums, model.loss + total
         return join_targets(examples, unpack(np.concatenate(logps)[: len(batch.rows.tokens)])), total
 
     def step(self, model: Trained, numbers: Mapping[str, float]) -> float:
@@ -145,10 +141,10 @@ class Trainer:
             raise ApiError("optim_step comes after forward_backward, and there are no gradients")
         update = self._update(model.rank)
         trainable, moments, norm = update(model.trainable, model.moments, model.sums, dict(numbers))
-        model.sums = None
+        model.sums, model.loss = None, 0.0
         if not np.isfinite(norm):
             raise ApiError(f"the norm of the gradients is {norm}; nothing was updated with these")
-        model.trainable, model.moments = trainable, moments
+        model.trainable, model.moments, model.steps = trainable, moments, model.steps + 1
         return float(norm)
 
     def _with_adapters(self, rank: int) -> Decoder:

@@ -1,6 +1,9 @@
-"""The package tinker itself, where it is installed, against a server of its own process."""
+"""The package tinker itself, where it is installed, against a server of its own process. `make test-newest-client` has
+it in an environment of its own, whose Python TINKER_PYTHON names.
+"""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +11,11 @@ from typing import Any
 
 import pytest
 
+PYTHON = os.environ.get("TINKER_PYTHON", sys.executable)
+LACKS = "TINKER_PYTHON" not in os.environ and importlib.util.find_spec("tinker") is None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("tinker") is None, reason="the package tinker is not installed"),
+    pytest.mark.skipif(LACKS, reason="the package tinker is not installed"),
 ]
 SCRIPT = """\
 import sys, tinker
@@ -49,6 +54,6 @@ def test_the_client_trains_and_samples(tmp_path: Path) -> None:
         lines: Any = server.stdout
         try:
             address = next(line.split()[-1] for line in lines if line.startswith("listening on "))
-            subprocess.run([sys.executable, "-c", SCRIPT, address], check=True, timeout=300)
+            subprocess.run([PYTHON, "-c", SCRIPT, address], check=True, timeout=300)
         finally:
             server.terminate()

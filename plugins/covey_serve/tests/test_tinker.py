@@ -10,6 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from covey.errors import ResumeError
+from covey.monitor.writer import read_rows
+from covey_report.board.folder import RunsFolder
 from covey_serve.app import make_app
 from covey_serve.journal import Journal
 from covey_serve.service import Service
@@ -33,11 +35,12 @@ def serve(service: Service, trainer: Trainer, tmp_path: Path) -> Iterator[Callab
     """`serve(folder)`: a client of a server whose states and journal are in this folder of the test."""
 
     def open_client(folder: str = "a") -> "Client":
-        journal = Journal(tmp_path / folder / "journal")
-        tinker = Tinker(service, trainer, States(tmp_path / folder / "states", trainer), journal)
+        journal = opened.enter_context(closing(Journal(tmp_path / folder / "journal")))
+        states, runs = States(tmp_path / folder / "states", trainer), tmp_path / folder / "runs"
+        tinker = Tinker(service, trainer, states, journal, runs)
+        opened.callback(tinker.close)
         tinker.replay()
         http = opened.enter_context(TestClient(make_app(service, tinker.routes()), base_url="http://127.0.0.1"))
-        opened.callback(journal.close)
         return Client(http, tinker)
 
     with ExitStack() as opened:
@@ -112,6 +115,10 @@ def datum(seed: int, n: int = 4) -> Any:
     return tokens[:-1], tokens[1:], {"logprobs": [-5.0] * n, "advantages": rng.normal(size=n).tolist()}
 
 
+def metrics_of(body: bytes) -> dict[str, float]:
+    return {metric.key: metric.value for metric in CLASSES["Output"].FromString(body).metrics}
+
+
 def logprobs(body: bytes) -> np.ndarray:
     records = CLASSES["Output"].FromString(body).loss_fn_outputs
     return np.concatenate([np.frombuffer(record.fields[0].value.data, "<f4") for record in records])
@@ -136,6 +143,22 @@ def test_order_of_arrival_and_repeats_change_no_bit(serve: Callable[..., Client]
     alone.result(alone.step(2))
     alone.save(3, "end")
     assert alone.state() != states[0]  # all three requests counted
+
+
+@pytest.mark.slow
+def test_ten_chunks_of_a_step_have_the_same_bits_in_any_order(serve: Callable[..., Client]) -> None:
+    """Ten random orders of arrival of ten chunks and the step after them, each with one request twice."""
+    rng, found = np.random.default_rng(0), []
+    for turn in range(10):
+        order = rng.permutation(np.arange(1, 12)).tolist()
+        order.insert(int(rng.integers(12)), order[int(rng.integers(11))])
+        client = serve(f"order-{turn}")
+        client.begin()
+        promises = {n: client.step(11) if n == 11 else client.gradients(n, [datum(n)]) for n in order}
+        norm = client.result(promises[11])["metrics"]["grad_norm:mean"]
+        client.save(12, "end")
+        found.append((client.state(), norm, *(client.result(promises[n]) for n in range(1, 11))))
+    assert all(one == found[0] for one in found)
 
 
 @pytest.mark.slow
@@ -333,6 +356,97 @@ def test_mistakes_are_refused_by_name_and_block_nobody(serve: Callable[..., Clie
     assert client.post(
         "create_model", session_id="session-9", model_seq_id=0, base_model="tiny", lora_config={"rank": 2}
     )["error"]
+
+
+@pytest.mark.slow
+def test_the_board_lists_a_served_run_with_each_step_once(serve: Callable[..., Client], tmp_path: Path) -> None:
+    """Also after a kill, from the whole journal and from one that was shortened, and after a state was loaded."""
+
+    def train(client: Client, *numbers: int) -> None:
+        for number in numbers:
+            client.gradients(number, [datum(number)])
+            client.result(client.step(number + 1))
+
+    def kill(client: Client) -> None:
+        client.tinker.journal.close()
+        client.tinker.runs[RUN].rows._writer.close()
+        client.tinker.runs[RUN].rows._lock.close()
+
+    def listed() -> tuple[Any, ...]:
+        runs = RunsFolder(tmp_path / "a" / "runs")
+        while runs.look():
+            pass
+        row = runs.runs[RUN].row()
+        rows = list(read_rows(tmp_path / "a" / "runs" / RUN / "metrics.jsonl"))
+        steps = [one["step"] for one in rows]
+        assert steps == list(range(1, len(rows) + 1))
+        assert not row["error"]
+        return row["state"], row["step"], rows
+
+    client = serve()
+    client.begin()
+    losses = [metrics_of(client.result(client.gradients(number, [datum(number)])))["loss:sum"] for number in (1, 2)]
+    norm = client.result(client.step(3))["metrics"]["grad_norm:mean"]
+    train(client, 4, 6)
+    state, step, rows = listed()
+    assert (state, step) == ("running", 3)
+    wanted = {"step": 1, "loss": pytest.approx(sum(losses)), "grad_norm": norm, "learning_rate": 0.02}
+    assert rows[0] == wanted
+    kill(client)
+    assert listed()[0] == "dead"
+    again = serve()
+    train(again, 8)
+    assert listed()[1:] == (4, [*rows, listed()[2][3]])
+    again.save(10, "one")
+    again.save(11, "two")
+    train(again, 12)
+    rows = listed()[2]
+    kill(again)
+    third = serve()  # its journal begins with the state after four steps
+    train(third, 14)
+    assert listed()[2][:5] == rows
+    load = {"model_id": RUN, "seq_id": 16, "path": f"tinker://{RUN}/weights/one", "optimizer": True}
+    third.result(third.post("load_weights", **load))
+    train(third, 17)
+    state, step, after = listed()
+    assert (state, step, after[:4]) == ("running", 5, rows[:4])
+    third.tinker.close()
+    assert listed()[0] == "stopped"
+
+
+@pytest.mark.parametrize(("kind", "body"), [("of_tomorrow", b"{}"), ("optim_step", b'{"model_id": "a", "new": 1}')])
+def test_a_journal_of_another_version_is_refused(
+    serve: Callable[..., Client], tmp_path: Path, kind: str, body: bytes
+) -> None:
+    serve().begin()
+    with closing(Journal(tmp_path / "b" / "journal")) as journal:
+        for record in serve("a2").tinker.journal.read():
+            journal.write(*record)
+        journal.write(kind, body)
+    with pytest.raises(ResumeError, match=f"request 1 of the journal, '{kind}', cannot be done again"):
+        serve("b")
+
+
+def test_names_with_dots_have_files_of_their_own(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    for number, name in enumerate(("v1.0", "v1.1"), start=1):
+        assert client.save(number, name)["path"].endswith(name)
+    assert client.tinker.states.file(f"tinker://{RUN}/weights/v1.0").name == "v1.0.safetensors"
+    client.tinker.states.load(f"tinker://{RUN}/weights/v1.0", moments=True)
+
+
+def test_another_body_under_a_number_is_refused(serve: Callable[..., Client]) -> None:
+    client = serve()
+    client.begin()
+    session = client.sampler(0, base_model="tiny")
+    promise = client.sample(session, 0)
+    assert client.sample(session, 0) == promise
+    assert "had the number 0" in client.sample(session, 0, num_samples=1)["error"]["message"]
+    fields = {"session_id": "session-1", "sampling_session_seq_id": 0, "model_path": f"tinker://{RUN}/weights/a"}
+    assert "had the number 0" in client.post("create_sampling_session", **fields)["error"]["message"]
+    lora = {"session_id": "session-1", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 3}}
+    assert "had the number 0" in client.post("create_model", **lora)["error"]["message"]
 
 
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
