@@ -7,10 +7,10 @@ from flax import nnx
 
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.hf import write_hf
 from covey.models.scratch import SCRATCH_MODELS, SPECIAL_TOKENS
 from covey.models.scratch_checkpoint import character_tokenizer
 from covey.parallel import flatten
+from covey_formats.hf import write_hf
 
 ALPHABET = SCRATCH_MODELS["arithmetic-tiny"].alphabet
 COMMON: dict[str, Any] = {

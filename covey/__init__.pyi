@@ -20,7 +20,6 @@ from covey.data.loader import PromptLoader as PromptLoader
 from covey.data.rows import as_rows as as_rows
 from covey.data.sources import load_data as load_data
 from covey.errors import CoveyError as CoveyError
-from covey.models.export.hf import write_hf as write_hf
 from covey.models.lora import with_lora as with_lora
 from covey.monitor.record import History as History
 from covey.parallel import make_mesh as make_mesh
@@ -53,6 +52,7 @@ from covey_envs.protocol import independent as independent
 from covey_envs.runner import EnvironmentRunner as EnvironmentRunner
 from covey_envs.schemas import json_schema as json_schema
 from covey_envs.trl import TrlFactory as TrlFactory
+from covey_formats.hf import write_hf as write_hf
 from covey_formats.peft import write_peft as write_peft
 from covey_trackers.trackers import Tracked as Tracked
 from covey_trackers.trackers import Trackers as Trackers

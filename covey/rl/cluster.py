@@ -8,7 +8,6 @@ rollout.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
 import jax
@@ -30,6 +29,7 @@ from covey.packing.rows import Rows
 from covey.parallel import processes
 from covey.parallel.arrays import reshard
 from covey.parallel.programs import abstract
+from covey.registry import offered
 from covey.rl.batches import RowSizes, TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models
 from covey.rl.rollout_worker import RolloutWorker, StackLoan
@@ -42,10 +42,7 @@ from covey.train.trainer import Gradients, Metrics, MicroBatch, Trainer
 from covey.types import Group
 
 if TYPE_CHECKING:
-    from covey.models.export.files import Difference
-
-WRITER = "covey.models.export.hf:write_hf"
-"""Function that writes the actor, by name: training imports no format of export."""
+    from covey_formats.files import Difference
 
 
 class RLCluster(Keywords):
@@ -376,7 +373,7 @@ class RLCluster(Keywords):
             CoveyError: `folder` is in use, or cannot be written.
             WeightsError: the actor's family cannot be written, or the written model differs from the actor.
         """
-        write_hf, sampling = resolve_name(WRITER), self.config.rollout_config
+        write_hf, sampling = offered("covey.exports", "hf"), self.config.rollout_config
         return write_hf(self.actor, self.tokenizer, Path(folder), sampling=sampling)  # type: ignore[no-any-return]
 
     def close(self) -> None:

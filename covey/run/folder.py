@@ -23,7 +23,7 @@ from covey.display import check_no_secrets
 from covey.errors import CoveyError, NumbersError, ResumeError, WeightsError
 from covey.files import check_not_url, folder_below, has_file, open_below, replace_file
 from covey.models.config import ModelConfig
-from covey.models.export.hf import write_settings
+from covey.models.hf_folder import write_settings
 from covey.monitor.record import StepRecord
 from covey.monitor.run_files import BAD, CHECKPOINTS, METRICS, MODEL, RECIPE, SAMPLES, SUMMARY, RunFile, run_files
 from covey.monitor.writer import Correct, MetricsWriter, group_lines, write_answers, write_bad_batch, write_summary
@@ -142,7 +142,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             return
         folder.mkdir(exist_ok=True)
         try:
-            write_settings(config, tokenizer, None, folder, dtype)
+            write_settings(config, tokenizer, folder, dtype)
         except WeightsError as error:  # a model of a script's own making
             log.info(f"only the model that this run began with opens it: {error.what}")
 

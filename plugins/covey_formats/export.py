@@ -32,8 +32,6 @@ from covey.display import echo, escape_markdown, printable, show_log
 from covey.errors import CoveyError, WeightsError, foreign_errors
 from covey.files import number, open_below
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, check_new_folder
-from covey.models.export.hf import write_hf, write_tokenizer
 from covey.models.loading import hf_config, sources
 from covey.monitor.run_files import SUMMARY
 from covey.parallel import make_mesh, processes
@@ -41,7 +39,9 @@ from covey.recipes.load_model import abstract_for, load_for
 from covey.registry import import_package, offered
 from covey.run.folder import model_folder, read_summary
 from covey.text.tokenizer import Tokenizer, read_json
+from covey_formats.files import Difference, check_new_folder
 from covey_formats.gguf_writer import make_metadata, write_gguf
+from covey_formats.hf import write_hf, write_tokenizer
 from covey_formats.peft import no_adapters_error, write_peft
 from covey_report.run_files import REPORT
 

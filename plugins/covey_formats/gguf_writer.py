@@ -17,10 +17,10 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.export.files import Difference, compare_logits, export_parameters, new_folder, parameter_arrays
 from covey.models.layers import rope_frequencies
 from covey.models.loading import weights
 from covey.text.tokenizer import Tokenizer
+from covey_formats.files import Difference, compare_logits, export_parameters, new_folder, parameter_arrays
 from covey_formats.gguf import FAMILY_NAMES, GEMMA_PERIODS, ROPE_FREQS, TENSOR_NAMES, GGUFCheckpoint, permute
 from covey_formats.gguf_reader import import_gguf
 from covey_formats.gguf_tokenizer import vocabulary_metadata

@@ -11,18 +11,18 @@ import numpy as np
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import (
-    Difference,
-    compare_logits,
-    lies_over_processes,
-    new_folder,
-    write_json,
-    write_safetensors,
-)
+from covey.models.hf_folder import write_json
 from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import Fields
 from covey.models.lora import projections, without_lora
 from covey.parallel import processes
+from covey_formats.files import (
+    Difference,
+    compare_logits,
+    lies_over_processes,
+    new_folder,
+    write_safetensors,
+)
 from covey_formats.peft_reader import CONFIG_FILE, NAME_PREFIX, TENSORS_FILE, load_adapter
 
 Parts = list[Linear]

@@ -22,8 +22,8 @@ import numpy as np
 from covey.errors import WeightsError
 from covey.models import families
 from covey.models.decoder import Decoder
-from covey.models.export.files import export_arrays, parameter_arrays
 from covey.parallel import processes
+from covey_formats.files import export_arrays, parameter_arrays
 
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 """Names of the types in a header."""

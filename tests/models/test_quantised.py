@@ -17,13 +17,13 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
-from covey.models.export.files import causal_logits
-from covey.models.export.hf import write_hf
 from covey.models.layers import project, project_quantised
 from covey.models.loading import weights
 from covey.models.lora import merge_as_base, merge_lora, projections, split_trainable, with_lora, without_lora
 from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise, quantise_kernel
 from covey.parallel import flatten, make_mesh, reshard, shardings
+
+causal_logits = pytest.importorskip("covey_formats.files").causal_logits
 
 TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 32))
@@ -284,7 +284,7 @@ def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_pa
     loaded = weights.load(TINY)
     model = stirred(load(how))
     wanted = causal_logits(model, TOKENS)
-    write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
+    pytest.importorskip("covey_formats.hf").write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
     np.testing.assert_allclose(causal_logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
     peft = pytest.importorskip("covey_formats.peft")
     peft.write_peft(model, 300, tmp_path / "peft", base="somewhere")

@@ -356,6 +356,7 @@ def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_actor_is_saved_for_transformers(straight: tuple[Path, GRPOLearner], tmp_path: Path) -> None:
+    pytest.importorskip("covey_formats")
     cluster = straight[1].cluster
     assert cluster.save(tmp_path / "model").max_difference < 1e-4
     found = load(str(tmp_path / "model"))

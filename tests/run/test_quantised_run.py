@@ -12,13 +12,14 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.errors import RecipeError
-from covey.models.export.files import causal_logits
 from covey.models.loading import weights
 from covey.models.lora import projections, without_lora
 from covey.models.quantised import QuantisedKernel
 from covey.parallel import flatten
 from covey.recipes.load_model import load_source
 from tests.one_layer import ONE_LAYER
+
+causal_logits = pytest.importorskip("covey_formats.files").causal_logits
 
 TESTS = Path(__file__).parents[1]
 TINY = str(ONE_LAYER)

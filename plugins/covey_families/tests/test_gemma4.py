@@ -20,7 +20,6 @@ from covey.models import families
 from covey.models.attention import causal_attention
 from covey.models.config import RopeScaling
 from covey.models.decoder import Decoder, abstract_decoder
-from covey.models.export.hf import write_hf
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.loading import weights
 from covey.models.loading.hf_config import text_name, text_part
@@ -32,6 +31,7 @@ from covey.parallel.arrays import place_model, put_rows
 from covey.sampling.engine import Engine, Request, generate
 from covey.sampling.model_runner import Programs
 from covey.types import Completion, FinishReason, Group
+from covey_formats.hf import write_hf
 
 Logits = Callable[..., np.ndarray]
 HERE = Path(__file__).parent

@@ -19,7 +19,6 @@ from covey.errors import WeightsError
 from covey.models import families
 from covey.models.attention import causal_attention
 from covey.models.decoder import Decoder, abstract_decoder
-from covey.models.export.hf import _named_tensors
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.layers import LoRA
 from covey.models.loading.hf_config import text_config, text_name
@@ -31,6 +30,7 @@ from covey.parallel.arrays import build_for_devices, place_model
 from covey.sampling.engine import Engine, Request, generate
 from covey.train.optimizers import param_group
 from covey_families.qwen3_5 import TEXT_PART
+from covey_formats.hf import _named_tensors
 
 HERE = Path(__file__).parent
 MODELS = json.loads((HERE / "golden.json").read_text())

@@ -17,9 +17,9 @@ from covey.cli.main import main
 from covey.config import recipe
 from covey.config.schema import ModelOptions
 from covey.errors import ResumeError
-from covey.models.export.files import causal_logits
 from covey.models.loading import weights
 from covey.models.lora import has_lora, projections
+from covey_formats.files import causal_logits
 from covey_formats.peft_reader import load_adapter
 from tests.one_layer import ONE_LAYER
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from covey.errors import WeightsError
 from covey.models.decoder import Decoder
-from covey.models.export.files import causal_logits
 from covey.models.loading import weights
 from covey.text.tokenizer import Tokenizer
 from covey_formats import sentencepiece
+from covey_formats.files import causal_logits
 from covey_formats.gguf import GGUFCheckpoint
 from covey_formats.gguf_tokenizer import vocabulary_metadata
 from covey_formats.gguf_writer import write_gguf

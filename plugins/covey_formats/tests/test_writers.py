@@ -21,16 +21,16 @@ from covey.errors import CoveyError, WeightsError
 from covey.models import families
 from covey.models.config import RopeScaling
 from covey.models.decoder import Decoder
-from covey.models.export.hf import write_hf
 from covey.models.loading import weights
 from covey.models.loading.hf_config import MODULE
 from covey.models.lora import merge_lora, projections
 from covey.text.tokenizer import Tokenizer
 from covey_formats.gguf_tokenizer import PRE_TOKENIZERS
 from covey_formats.gguf_writer import write_gguf
+from covey_formats.hf import write_hf
 from covey_formats.peft import write_peft
 from covey_formats.peft_reader import load_adapter
-from tests.models.test_export import GOLDEN, MODELS, TINY, Golden, adapted, arrays, equal, written
+from plugins.covey_formats.tests.test_hf import GOLDEN, MODELS, TINY, Golden, adapted, arrays, equal, written
 
 TEXTS = json.loads((GOLDEN.parent / "tricky.json").read_text())
 

@@ -24,11 +24,11 @@ from covey.cli.main import main
 from covey.config.processes import PEER_LOST
 from covey.config.schema import MeshConfig
 from covey.errors import CoveyError, ResumeError
-from covey.models.export.hf import write_hf
 from covey.models.loading import weights
 from covey.parallel import make_mesh, mesh_from_config, processes
 from covey.train.checkpoint import Checkpointer
 from covey.train.storage import CheckpointStore
+from covey_formats.hf import write_hf
 from covey_hosts.several import opened
 from covey_hosts.start import initialize
 

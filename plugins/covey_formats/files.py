@@ -2,7 +2,6 @@
 verify safetensors files, and compare the written model with the one in memory.
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -127,11 +126,6 @@ def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
         wrong = [name for name, tensor in contiguous.items() if written.get_tensor(name).tobytes() != tensor.tobytes()]
     if wrong:
         raise WeightsError(f"{wrong[0]} was not written as it is in memory", where=file.name)
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write `value` as a JSON file."""
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compare_logits(model: Decoder, written: Decoder, vocabulary: int, dtype: str, where: Path) -> Difference:

@@ -1,5 +1,5 @@
-"""Export to a Hugging Face folder that transformers loads: weights with the adapters merged, config, tokenizer,
-generation config, model card.
+"""Export to a Hugging Face folder that transformers loads: weights with the adapters merged, config,
+tokenizer, generation config, model card. A model over several processes is written by all of them (`sharded`).
 
 If the model was loaded from such a folder, the folder's config and tokenizer files are copied. What the run used
 replaces what they say: stop tokens, chat template, sampling. Nothing names code or a path that is not exported.
@@ -13,28 +13,25 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer as Inner
-from tokenizers import processors
 
 from covey.config.schema import RolloutConfig
-from covey.models import families
+from covey.models import families, hf_folder
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.export.files import (
+from covey.models.hf_folder import write_json
+from covey.models.loading import weights
+from covey.models.loading.hf_config import Fields, is_whole
+from covey.text.tokenizer import Tokenizer, read_json
+from covey_formats.files import (
     Difference,
     compare_logits,
     export_parameters,
     lies_over_processes,
     new_folder,
     parameter_arrays,
-    write_json,
     write_safetensors,
 )
-from covey.models.loading import weights
-from covey.models.loading.config_fields import with_older_rope
-from covey.models.loading.hf_config import Fields, is_whole
-from covey.registry import offered
-from covey.text.tokenizer import Tokenizer, read_json
+from covey_formats.sharded import write_jointly
 
 SHARD_SIZE = 5_000_000_000
 WriteFiles = Callable[[Decoder, str, Mapping[Path, Sequence[str]]], None]
@@ -73,16 +70,13 @@ def write_hf(
     dtype = dtype or str(model.head_weight.dtype)
     with new_folder(out, card) as folder:
         if jax.process_index() == 0:
-            write_settings(model.config, tokenizer, source, folder, dtype, sampling)
+            _write_settings(model.config, tokenizer, source, folder, dtype, sampling)
         if lies_over_processes(model):
-            _write_weights(model, folder, dtype, shard_size, offered("covey.exports", "jointly"))
+            _write_weights(model, folder, dtype, shard_size, write_jointly)
             return Difference(0.0, math.nan)
         _write_weights(model, folder, dtype, shard_size, write_from_one)
         written = weights.load(folder, param_dtype=dtype, compute_dtype=str(model.dtype))
         return compare_logits(model, written.model, tokenizer.vocab_size, dtype, out)
-
-
-# --- weights
 
 
 def _write_weights(model: Decoder, folder: Path, dtype: str, shard_size: int, write: WriteFiles) -> None:
@@ -135,16 +129,16 @@ def _split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
     yield shard
 
 
-# --- config
+# --- settings
 
 
-def write_settings(
+def _write_settings(
     described: ModelConfig,
     tokenizer: Tokenizer,
     source: Path | None,
     folder: Path,
     dtype: str,
-    sampling: RolloutConfig | None = None,
+    sampling: RolloutConfig | None,
 ) -> None:
     """Write all files of a Hugging Face folder but its weights, config.json last; arguments as for `write_hf`."""
     config = _config(described, tokenizer, source, dtype)
@@ -154,14 +148,12 @@ def write_settings(
 
 def _config(described: ModelConfig, tokenizer: Tokenizer, source: Path | None, dtype: str) -> Fields:
     """Return the source's own config if it describes this model, else a newly written one."""
-    ids, family = _special_token_ids(tokenizer), families.find_family(described.family)
-    complete = with_older_rope if family is None or family.has_older_form else dict
     if source is not None:
         config = _without_paths(read_json(source / "config.json"))
         if not is_whole(config) and families.read_config(config) == described:
             own = {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
-            return complete(config) | _stops_of(ids) | own
-    return complete(families.write_config(described)) | ids | {"dtype": dtype}
+            return hf_folder.for_older_readers(config, described) | _stops_of(tokenizer) | own
+    return hf_folder.new_config(described, tokenizer, dtype)
 
 
 def _without_paths(config: Fields) -> Fields:
@@ -169,52 +161,32 @@ def _without_paths(config: Fields) -> Fields:
     return {name: value for name, value in config.items() if name not in ("auto_map", "_name_or_path")}
 
 
-def _special_token_ids(tokenizer: Tokenizer) -> Fields:
-    stops = [tokenizer.eos_id, *(token for token in tokenizer.stop_ids if token != tokenizer.eos_id)]
-    return {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": stops[0] if len(stops) == 1 else stops,
-        "pad_token_id": tokenizer.pad_id,
-    }
-
-
-def _stops_of(ids: Fields) -> Fields:
-    return {"eos_token_id": ids["eos_token_id"]}
-
-
-def _generation_config(tokenizer: Tokenizer, before: Fields, sampling: RolloutConfig | None) -> Fields:
-    """Return generation_config.json: the one `before`, with the stop tokens and the sampling that were used. Penalties
-    and the like, which no training by Covey has, are then left out.
-    """
-    ids = _special_token_ids(tokenizer)
-    if sampling is None:
-        return ids | before | _stops_of(ids)
-    names = ("temperature", "top_p", "top_k", "min_p") if sampling.temperature else ()
-    used: Fields = {"do_sample": bool(sampling.temperature), "max_new_tokens": sampling.max_new_tokens}
-    kept = {name: value for name, value in before.items() if name in ids}
-    return ids | kept | _stops_of(ids) | used | {name: getattr(sampling, name) for name in names}
-
-
-# --- tokenizer
+def _stops_of(tokenizer: Tokenizer) -> Fields:
+    return {"eos_token_id": hf_folder.special_token_ids(tokenizer)["eos_token_id"]}
 
 
 def write_tokenizer(tokenizer: Tokenizer, source: Path | None, folder: Path, sampling: RolloutConfig | None) -> None:
     """Write the files of the tokenizer, and generation_config.json; arguments as for `write_hf`."""
-    before = {} if source is None else read_json(source / "generation_config.json", missing={})
     own = None if source is None else Tokenizer.from_folder(source)
-    source = source if own is not None and _is_same(own, tokenizer) else None
+    if source is not None and own is not None and _is_same(own, tokenizer):
+        _copy_tokenizer(source, folder, tokenizer, own.chat_template != tokenizer.chat_template)
+    else:
+        hf_folder.write_tokenizer(tokenizer, folder)
+    before = {} if source is None else read_json(source / "generation_config.json", missing={})
+    write_json(folder / "generation_config.json", _generation_config(tokenizer, before, sampling))
+
+
+def _copy_tokenizer(source: Path, folder: Path, tokenizer: Tokenizer, with_template: bool) -> None:
+    """Copy the source's files of the tokenizer; `with_template` writes the chat template of `tokenizer` in them."""
     for name in TOKENIZER_FILES:
-        if source is not None and (source / name).is_file():
+        if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if source is None:
-        _with_bos(tokenizer).save(str(folder / "tokenizer.json"))
-    settings = read_json(folder / "tokenizer_config.json", missing=_tokenizer_config(tokenizer))
-    if source is not None and own is not None and own.chat_template != tokenizer.chat_template:
+    settings = read_json(folder / "tokenizer_config.json", missing=hf_folder.tokenizer_config(tokenizer))
+    if with_template:
         for name in ("chat_template.jinja", "chat_template.json"):
             (folder / name).unlink(missing_ok=True)
         settings["chat_template"] = tokenizer.chat_template
     write_json(folder / "tokenizer_config.json", _without_paths(settings))
-    write_json(folder / "generation_config.json", _generation_config(tokenizer, before, sampling))
 
 
 def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
@@ -225,27 +197,17 @@ def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
-def _with_bos(tokenizer: Tokenizer) -> Inner:
-    """Return the tokenizer as transformers expects it: BOS, if any, is prepended by its post-processor."""
-    inner = Inner.from_str(tokenizer.inner.to_str())
-    if tokenizer.add_bos and tokenizer.bos_id is not None and inner.encode("").ids[:1] != [tokenizer.bos_id]:
-        bos = tokenizer.inner.id_to_token(tokenizer.bos_id)
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
-        )
-    return inner
-
-
-def _tokenizer_config(tokenizer: Tokenizer) -> Fields:
-    roles = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
-    texts = {role: tokenizer.inner.id_to_token(token) for role, token in roles.items() if token is not None}
-    fields: Fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": tokenizer.add_bos,
-    }
-    template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
-    return fields | texts | template
+def _generation_config(tokenizer: Tokenizer, before: Fields, sampling: RolloutConfig | None) -> Fields:
+    """Return generation_config.json: the one `before`, with the stop tokens and the sampling that were used. Penalties
+    and the like, which no training by Covey has, are then left out.
+    """
+    ids = hf_folder.special_token_ids(tokenizer)
+    if sampling is None:
+        return ids | before | _stops_of(tokenizer)
+    names = ("temperature", "top_p", "top_k", "min_p") if sampling.temperature else ()
+    used: Fields = {"do_sample": bool(sampling.temperature), "max_new_tokens": sampling.max_new_tokens}
+    kept = {name: value for name, value in before.items() if name in ids}
+    return ids | kept | _stops_of(tokenizer) | used | {name: getattr(sampling, name) for name in names}
 
 
 TOKENIZER_FILES = (
