@@ -79,6 +79,9 @@ TESTS = {
         "tests/models/test_blockwise.py",
         "plugins/covey_kernels/tests/test_kernels.py",
         "tests/packing/test_rows.py",
+    ),
+    "plugins/covey_kernels/rows.py": (
+        "plugins/covey_kernels/tests/test_kernels.py",
         "plugins/covey_kernels/tests/test_kernels.py::test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device",
         "plugins/covey_kernels/tests/test_kernels.py::test_values_and_gradients_are_those_of_plain_attention",
     ),
@@ -113,7 +116,7 @@ EQUIVALENT = {
             "in one process every array is addressable; tests/parallel has several"
         ),
     },
-    "covey/models/span_attention.py": {
+    "plugins/covey_kernels/rows.py": {
         "k, v = (jnp.repeat(x, repeats, axis=2) if repeats > «1 → 0» else x for x in (k, v))": (
             "repeated once, heads are as they were"
         ),

@@ -1,36 +1,24 @@
 """The one place where an implementation of attention within rows is chosen: blockwise on CPU, kernels on accelerators.
 
-What a layer sees is made once for all layers with the same sliding window: spans for `blockwise`, lists of visible
-blocks for the kernels. On a mesh each device runs a kernel on its own rows and heads, without communication. The
-backward pass recomputes scores from the logsumexp, which is saved with the output: rematerialising a layer does not
-run attention again.
+What a layer sees is made once for all layers with the same sliding window.
 """
 
-import math
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from covey.models.attention import Attend
 from covey.models.blockwise import blockwise_attention
 from covey.models.decoder import Decoder
-from covey.models.layers import mark_product
 from covey.models.spans import NO_WINDOW, Spans, distinct_windows
-from covey.parallel.arrays import DEFAULT_RULES, num_row_shards, row_sharding
 from covey.registry import offered
 
 KERNELS = ("tpu", "cuda")
-"""Platforms whose attention is a kernel, which a package offers (`covey.attention`); others attend blockwise, and so do
-layers whose heads are wider than the kernel's `MAX_WIDTH`.
+"""Platforms whose attention is a kernel, which a package offers by the entry point `covey.attention` as a function like
+`span_attention`; others attend blockwise.
 """
-ROW_MULTIPLE = 128
-"""Kernels run on rows whose length is a multiple of this; others are padded."""
 
 
 def span_attention(model: Decoder, spans: Spans, positions: Int[Array, "B T"], *, interpret: bool = False) -> Attend:
@@ -41,21 +29,15 @@ def span_attention(model: Decoder, spans: Spans, positions: Int[Array, "B T"], *
         interpret: run a kernel as an ordinary program, on any platform: for tests.
     """
     if model.platform not in KERNELS:
-        return _blockwise(model, spans, positions)
-    kernel = offered("covey.attention", model.platform)
-
-    def make(kv_heads: int, width: int) -> Attend:
-        if width > kernel.MAX_WIDTH:
-            return _blockwise(model, spans, positions)
-        return _kernel_attention(kernel, model, spans, positions, interpret, kv_heads, width)
-
-    return _each_shape(model, make)
+        return attend_blockwise(model, spans, positions)
+    attend: Attend = offered("covey.attention", model.platform)(model, spans, positions, interpret)
+    return attend
 
 
-def _blockwise(model: Decoder, spans: Spans, positions: Int[Array, "B T"]) -> Attend:
+def attend_blockwise(model: Decoder, spans: Spans, positions: Int[Array, "B T"]) -> Attend:
     """Return attention block by block, as XLA's products."""
     windows = distinct_windows(model.config.windows)
-    per_window = _stack([spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows])
+    per_window = stack_windows(limit_spans(spans, positions, windows))
 
     def attend(
         q: Array,
@@ -67,131 +49,24 @@ def _blockwise(model: Decoder, spans: Spans, positions: Int[Array, "B T"]) -> At
         softcap: float | None = None,
         write: bool = True,
     ) -> tuple[Array, Any]:
-        return blockwise_attention(q, k, v, _select(per_window, windows, window), softcap), cache
+        return blockwise_attention(q, k, v, select_window(per_window, windows, window), softcap), cache
 
     return attend
 
 
-class _Call(NamedTuple):
-    """Static arguments of a kernel, and the mesh axes that divide rows and heads; hashable."""
-
-    kernel: ModuleType
-    mesh: AbstractMesh
-    rows: Any
-    heads: Any
-    softcap: float | None
-    interpret: bool
-
-    def shard(self, function: Any, inputs: Any, outputs: Any) -> Any:
-        """Return `function` run by each device on its own part; letters name the kinds of arrays: activations
-        [R, T, H, W], statistics [R, H, ...] or tables [R, ...].
-        """
-        if self.mesh.empty:
-            return function
-        specs = {
-            "activation": PartitionSpec(self.rows, None, self.heads),
-            "statistic": PartitionSpec(self.rows, self.heads),
-            "table": PartitionSpec(self.rows),
-        }
-        kinds = partial(jax.tree.map, specs.__getitem__)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=kinds(inputs), out_specs=kinds(outputs), check_vma=False
-        )
+def limit_spans(spans: Spans, positions: Int[Array, "B T"], windows: list[int]) -> list[Spans]:
+    """Return the spans of the layers with each of the `windows`."""
+    return [spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows]
 
 
-def _each_shape(model: Decoder, make: Callable[[int, int], Attend]) -> Attend:
-    """Return the attention of all layers, of functions that are made for a number of key heads and a width of heads."""
-    c = model.config
-    by_shape = {shape: make(*shape) for shape in sorted({c.heads(layer) for layer in range(c.num_layers)})}
-
-    def attend(q: Array, k: Array, v: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
-        return by_shape[k.shape[2], k.shape[3]](q, k, v, cache, **options)
-
-    return attend
-
-
-def _kernel_attention(
-    kernel: ModuleType,
-    model: Decoder,
-    spans: Spans,
-    positions: Int[Array, "B T"],
-    interpret: bool,
-    kv_heads: int,
-    width: int,
-) -> Attend:
-    c, mesh, windows = model.config, model.mesh, distinct_windows(model.config.windows)
-    rows = None if mesh.empty or len(positions) % num_row_shards(mesh) else row_sharding(mesh).spec[0]
-    heads, repeats = _head_axes(c.num_heads, kv_heads, mesh)
-    group, padding = c.num_heads // (kv_heads * repeats), -spans.time % ROW_MULTIPLE
-    call = _Call(kernel, mesh, rows, heads, None, interpret)
-
-    def make_tables(spans: Spans, positions: Array) -> Any:
-        limited = [spans if window == NO_WINDOW else spans.limit(positions, window) for window in windows]
-        return [kernel.tables(one.pad(spans.time + padding), group, width) for one in limited]
-
-    per_window = _stack(call.shard(make_tables, ("table", "table"), "table")(spans, positions))
-
-    def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        cache: Any,
-        *,
-        window: Any = None,
-        softcap: float | None = None,
-        write: bool = True,
-    ) -> tuple[Array, Any]:
-        time, tables = q.shape[1], _select(per_window, windows, window)
-        k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
-        q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x for x in (q, k, v))
-        return _attention(call._replace(softcap=softcap), q, k, v, tables)[:, :time], cache
-
-    return attend
-
-
-def _head_axes(heads: int, kv_heads: int, mesh: AbstractMesh) -> tuple[Any, int]:
-    """Return the mesh axes that divide the heads, and how often each key head is repeated so that they divide the key
-    heads too; no axes where they do not divide the queries' heads.
-    """
-    axes = tuple(axis for axis in DEFAULT_RULES["heads"] if axis in mesh.shape)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    return (axes, math.lcm(kv_heads, parts) // kv_heads) if heads % parts == 0 else (None, 1)
-
-
-def _stack(per_window: list[Any]) -> Any:
+def stack_windows(per_window: list[Any]) -> Any:
+    """Return the trees of all windows as one, for `select_window`."""
     return jax.tree.map(lambda *x: jnp.stack(x), *per_window)
 
 
-def _select(per_window: Any, windows: list[int], window: Any) -> Any:
+def select_window(per_window: Any, windows: list[int], window: Any) -> Any:
     """Return the entry of the layer's window, which may be traced: layers run in a loop."""
     if len(windows) == 1:
         return jax.tree.map(lambda x: x[0], per_window)
     index = jnp.argmax(jnp.array(windows) == (NO_WINDOW if window is None else window))
     return jax.tree.map(lambda x: x[index], per_window)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    call: _Call, q: Float[Array, "R T H W"], k: Float[Array, "R T K W"], v: Float[Array, "R T K W"], tables: Any
-) -> Float[Array, "R T H W"]:
-    return _forward(call, q, k, v, tables)[0]
-
-
-def _forward(call: _Call, q: Array, k: Array, v: Array, tables: Any) -> tuple[Array, Any]:
-    run = partial(call.kernel.forward, softcap=call.softcap, interpret=call.interpret)
-    inputs = ("activation", "activation", "activation", "table")
-    out, logsumexp = map(mark_product, call.shard(run, inputs, ("activation", "statistic"))(q, k, v, tables))
-    return out, (q, k, v, out, logsumexp, tables)
-
-
-def _backward(call: _Call, saved: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
-    *arrays, tables = saved
-
-    def run(saved: Any, grad: Array, tables: Any) -> Any:
-        return call.kernel.backward(saved, grad, tables, call.softcap, call.interpret)
-
-    inputs = (("activation",) * 4 + ("statistic",), "activation", "table")
-    return *call.shard(run, inputs, ("activation",) * 3)(tuple(arrays), grad, tables), None
-
-
-_attention.defvjp(_forward, _backward)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from covey.models.spans import MASKED_SCORE, Spans
+from covey_kernels.rows import RowKernel, kernel_attention
 from covey_kernels.worklist import BlockSizes, block_lists, visible_blocks
 
 NUM_WARPS, NUM_STAGES = 8, 2
@@ -287,3 +288,7 @@ def dot(a: Array, b: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     result: Array = plt.dot(a, b, precision=precision)
     return result
+
+
+attention = partial(kernel_attention, RowKernel(tables, forward, backward, MAX_WIDTH))
+"""Function that `covey.attention` offers."""

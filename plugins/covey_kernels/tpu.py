@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from covey.models.spans import MASKED_SCORE, Spans
+from covey_kernels.rows import RowKernel, kernel_attention
 from covey_kernels.worklist import FIRST, FULL, LAST, BlockSizes, Worklist, visible_blocks, worklist
 
 LONG_ROW = 4096
@@ -339,3 +340,7 @@ def _ungrouped(x: Float[Array, "R K G T W"]) -> Float[Array, "R T H W"]:
 
 def _heads_first(x: Float[Array, "R T K W"]) -> Float[Array, "R K T W"]:
     return x.swapaxes(1, 2)
+
+
+attention = partial(kernel_attention, RowKernel(tables, forward, backward, MAX_WIDTH))
+"""Function that `covey.attention` offers."""

@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 from covey.models.attention import Attend, dot_product_attention, masked_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
-from covey.models.span_attention import _head_axes, span_attention
+from covey.models.span_attention import span_attention
 from covey.models.spans import NO_WINDOW, Spans, span_mask
 from covey.parallel.arrays import shardings
 from covey_kernels import gpu, tpu
+from covey_kernels.rows import head_axes
 from covey_kernels.worklist import FIRST, FULL, LAST, BlockSizes, block_lists, visible_blocks, worklist
 
 WINDOWS = (None, 1, 7, 30, 500)
@@ -222,11 +223,11 @@ def test_a_decoder_computes_on_a_mesh_what_it_does_on_one_device(platform: str, 
 def test_key_heads_are_repeated_until_the_mesh_divides_them(
     heads: int, kv_heads: int, parts: int, repeats: int
 ) -> None:
-    assert _head_axes(heads, kv_heads, AbstractMesh((2, parts), ("fsdp", "tp"))) == (("tp",), repeats)
+    assert head_axes(heads, kv_heads, AbstractMesh((2, parts), ("fsdp", "tp"))) == (("tp",), repeats)
 
 
 def test_heads_that_the_mesh_does_not_divide_are_computed_by_each_device() -> None:
-    assert _head_axes(14, 2, AbstractMesh((2, 4), ("fsdp", "tp"))) == (None, 1)
+    assert head_axes(14, 2, AbstractMesh((2, 4), ("fsdp", "tp"))) == (None, 1)
 
 
 def kernels(jaxpr: Any) -> Iterator[str]:
