@@ -38,8 +38,8 @@ from covey.models.layers import (
     rotate,
     save_product,
 )
-from covey.models.quantised import QuantisationFormat, abstract_kernel
 from covey.models.spans import NO_WINDOW
+from covey.models.stored_kernel import KernelFormat
 from covey.parallel.arrays import num_row_shards, sharding_of
 
 
@@ -431,7 +431,7 @@ REMAT_POLICIES: dict[str, Any] = {
 """Name → checkpoint policy: what a rematerialised layer saves besides its input."""
 
 
-def abstract_decoder(config: ModelConfig, fmt: QuantisationFormat | None = None, **switches: Any) -> Decoder:
+def abstract_decoder(config: ModelConfig, fmt: KernelFormat | None = None, **switches: Any) -> Decoder:
     """Return a decoder with shapes in place of arrays.
 
     Args:
@@ -440,12 +440,7 @@ def abstract_decoder(config: ModelConfig, fmt: QuantisationFormat | None = None,
         switches: see `Decoder`.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs_for_shapes(), **switches))
-    return model if fmt is None else _quantise(model, fmt)
-
-
-def _quantise(model: Decoder, fmt: QuantisationFormat) -> Decoder:
-    """Return the abstract `model` with its kernels replaced by abstract quantised ones."""
-    for _, linear in nnx.iter_graph(model):
-        if isinstance(linear, Linear):
-            linear.kernel = abstract_kernel(linear.kernel.shape, fmt, linear.kernel.dtype)
+    if fmt is not None:
+        for linear in [node for _, node in nnx.iter_graph(model) if isinstance(node, Linear)]:
+            linear.kernel = fmt.abstract(linear.shape, linear.kernel.dtype)
     return model

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from covey.models.config import ModelConfig, RopeScaling
-from covey.models.quantised import QuantisedKernel, dequantise
+from covey.models.stored_kernel import StoredKernel
 
 Axes = tuple[int, ...]
 """Sizes of some axes of an array."""
@@ -55,13 +55,14 @@ _save_16_bit = jax.custom_vjp(mark_product)
 _save_16_bit.defvjp(lambda x: (mark_product(x), None), lambda _, grad: (grad,))
 
 
-def _dot(
+def dot(
     a: Array,
     b: Array,
     contract: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: DTypeLike,
     sum_dtype: DTypeLike = jnp.float32,
 ) -> Array:
+    """Return the product over the axes `contract` of both operands, cast to `dtype`, in `sum_dtype`."""
     # A float32 product stays float32: accelerators would otherwise round its operands to TF32 or bfloat16.
     precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
     return jax.lax.dot_general(
@@ -89,7 +90,7 @@ def project(
     have several axes for `n_in`, of which `axes` is the number. `sum_dtype`: see `sum_dtype_of`.
     """
     contract = tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes))
-    return _dot(x, kernel, contract, dtype, sum_dtype).astype(x.dtype)
+    return dot(x, kernel, contract, dtype, sum_dtype).astype(x.dtype)
 
 
 def _project_backward(
@@ -105,11 +106,11 @@ def _project_grads(
     """Return the gradients of x, in `sum_dtype`, and of the kernel."""
     leading = tuple(range(x.ndim - axes))
     contract = tuple(range(len(leading), grad.ndim)), tuple(range(axes, kernel.ndim))
-    grad_x = _dot(grad, kernel, contract, dtype, sum_dtype)
+    grad_x = dot(grad, kernel, contract, dtype, sum_dtype)
     # XLA copies the first operand into another order, so the narrower one of an adapter's two comes first. (On CPU, XLA
     # has no such product with a transposed result for bfloat16.)
     swap = x.shape[-1] > grad.shape[-1] and jnp.dtype(dtype) == jnp.float32 and kernel.ndim == 2
-    grad_kernel = _dot(grad, x, (leading, leading), dtype).T if swap else _dot(x, grad, (leading, leading), dtype)
+    grad_kernel = dot(grad, x, (leading, leading), dtype).T if swap else dot(x, grad, (leading, leading), dtype)
     return grad_x, grad_kernel.astype(kernel.dtype)
 
 
@@ -154,40 +155,6 @@ project_shared.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def project_quantised(
-    x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str, platform: str
-) -> Array:
-    """Compute `project` with a kernel stored as `kind` (see `QuantisedKernel`): it is dequantised for each product,
-    forward and backward, and has no gradient. `platform`: see `Linear`.
-    """
-    values, scales, x = _barrier(platform, values, scales, x)
-    return project(x, dequantise(values, scales, kind), dtype, 1, sum_dtype_of(x.dtype, platform))
-
-
-def _project_quantised_backward(
-    dtype: DTypeLike, kind: str, platform: str, saved: tuple[Array, Array], grad: Array
-) -> tuple[Array, None, None]:
-    values, scales, grad = _barrier(platform, *saved, grad)
-    kernel = dequantise(values, scales, kind)
-    sum_dtype = sum_dtype_of(grad.dtype, platform)
-    return _dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype, sum_dtype).astype(grad.dtype), None, None
-
-
-def _barrier(platform: str, values: Array, scales: Array, other: Array) -> tuple[Array, Array, Array]:
-    """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
-    the forward for the backward pass, or makes all of them before a decoding loop begins.
-    """
-    if platform == "cpu":  # CPU drops barriers early, but cannot fold this zero
-        zero = jnp.square(other.reshape(-1)[0].astype(jnp.float32)) < -1
-        return values + zero.astype(values.dtype), scales, other
-    barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, other))
-    return barrier
-
-
-project_quantised.defvjp(lambda x, *kernel: (project_quantised(x, *kernel), kernel[:2]), _project_quantised_backward)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def look_up(platform: str, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Return the rows of `tokens`. `platform`: see `Decoder`.
@@ -222,7 +189,7 @@ def _add_sorted(table: Float[Array, "V D"], tokens: Int[Array, "B T"], grad: Flo
 
     def block(carry: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (last, total), (ids, rows) = carry, inputs
-        sums = _dot(ids[:, None] == ids, rows, ((1,), (0,)), rows.dtype)
+        sums = dot(ids[:, None] == ids, rows, ((1,), (0,)), rows.dtype)
         sums = sums + jnp.where((ids == last)[:, None], total, 0.0)
         return (ids[-1], sums[-1]), sums.astype(table.dtype)
 
@@ -271,7 +238,7 @@ class LoRA(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `QuantisedKernel`.
+    """Linear projection `x W (+ b) (+ LoRA)`, with the kernel stored as [n_in, n_out] or as a `StoredKernel`.
 
     Attributes:
         platform: platform of the devices for which programs are built; see `Decoder`.
@@ -280,7 +247,7 @@ class Linear(nnx.Module):
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (n_in, n_out), jnp.float32) * n_in**-0.5
-        self.kernel: nnx.Param[Array] | QuantisedKernel = nnx.Param(kernel.astype(param_dtype))
+        self.kernel: nnx.Param[Array] | StoredKernel = nnx.Param(kernel.astype(param_dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), param_dtype)) if bias else None
         self.lora: LoRA | None = nnx.data(None)
         self.dtype, self.platform, self.shape = dtype, "cpu", (n_in, n_out)
@@ -307,7 +274,7 @@ class Linear(nnx.Module):
         one axis, the heads would be copied into other tiles before and after attention. The kernel is, to be divided
         into heads, which costs more where each row has a single token.
         """
-        return self.platform == "tpu" and time > 1 and not isinstance(self.kernel, QuantisedKernel)
+        return self.platform == "tpu" and time > 1 and not isinstance(self.kernel, StoredKernel)
 
     def _apply(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
         out, sum_dtype = self._product(x, n_in, n_out), sum_dtype_of(x.dtype, self.platform)
@@ -317,8 +284,8 @@ class Linear(nnx.Module):
     def _product(self, x: Array, n_in: Axes, n_out: Axes) -> Array:
         """Return the product with the kernel."""
         kernel = self.kernel
-        if isinstance(kernel, QuantisedKernel):
-            return project_quantised(x, kernel.values[...], kernel.scales[...], self.dtype, kernel.kind, self.platform)
+        if isinstance(kernel, StoredKernel):
+            return kernel.project(x, self.dtype, self.platform)
         sum_dtype = sum_dtype_of(x.dtype, self.platform)
         return project(x, kernel[...].reshape(*n_in, *n_out), self.dtype, len(n_in), sum_dtype)
 
@@ -339,11 +306,11 @@ def apply_together(
     into another order.
     """
     platform, is_decoding = linears[0].platform, x.shape[-2] == 1
-    quantised = any(isinstance(linear.kernel, QuantisedKernel) for linear in linears)
-    if platform == "cpu" or (quantised and is_decoding):
+    stored = any(isinstance(linear.kernel, StoredKernel) for linear in linears)
+    if platform == "cpu" or (stored and is_decoding):
         return [linear(x) if width is None else linear.to_heads(x, width) for linear in linears]
     axes: list[Axes] = [linear.shape[1:] if width is None else linear.head_axes(x, width) for linear in linears]
-    products = _apply_kernels(linears, x, axes, quantised)
+    products = _apply_kernels(linears, x, axes, stored)
     parts = zip(linears, products, axes, _apply_adapters(linears, x, axes), strict=True)
     outs = [linear._finish(out, n_out, adapted) for linear, out, n_out, adapted in parts]
     if width is None:
@@ -358,9 +325,9 @@ def apply_joint(module: Any, x: Float[Array, "... n_in"], width: int | None = No
     return apply_together([getattr(module, name) for name in module.joint], x, width)
 
 
-def _apply_kernels(linears: Sequence[Linear], x: Array, axes: Sequence[Axes], quantised: bool) -> Sequence[Array]:
+def _apply_kernels(linears: Sequence[Linear], x: Array, axes: Sequence[Axes], stored: bool) -> Sequence[Array]:
     """Return the product of `x` with the kernel of each of `linears`, with these axes for n_out."""
-    if quantised:
+    if stored:
         return [linear._product(x, linear.shape[:1], n_out) for linear, n_out in zip(linears, axes, strict=True)]
     shapes = [(linear.shape[0], *n_out) for linear, n_out in zip(linears, axes, strict=True)]
     kernels = tuple(linear.kernel[...].reshape(shape) for linear, shape in zip(linears, shapes, strict=True))

@@ -2,7 +2,7 @@
 
 The adapters are our own module and not qwix's: qwix intercepts products by patching them while the model is traced,
 which fails inside rematerialised layers, and ours are rematerialised. The base under them may be quantised
-by qwix (`quantised`).
+(`stored_kernel`).
 
 Actor and reference share the base: `with_lora` copies the module, not its arrays.
 """
@@ -25,7 +25,7 @@ from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layer_stack import stack_layers, unstack_layers
 from covey.models.layers import Linear, LoRA, project
-from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise_kernel
+from covey.models.stored_kernel import FrozenParam, KernelFormat, StoredKernel
 from covey.models.value_model import HeadParam, ValueModel
 
 Model = TypeVar("Model", Decoder, ValueModel)
@@ -94,13 +94,13 @@ def merge_lora(model: Model) -> Model:
         return stack_layers(merge_lora(unstack_layers(model)))
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
-        if linear.lora is not None or isinstance(linear.kernel, QuantisedKernel):
+        if linear.lora is not None or isinstance(linear.kernel, StoredKernel):
             linear.kernel = nnx.Param(merge_kernel(linear, linear.kernel.dtype))
             linear.lora = None
     return model
 
 
-def merge_as_base(model: Model, dtype: DTypeLike, fmt: QuantisationFormat | None = None) -> Model:
+def merge_as_base(model: Model, dtype: DTypeLike, fmt: KernelFormat | None = None) -> Model:
     """Return a base for new adapters that computes what `model` does: its own adapters are merged, its weights cast to
     `dtype`, and its projections quantised to the format `fmt`, one projection at a time.
 
@@ -109,7 +109,7 @@ def merge_as_base(model: Model, dtype: DTypeLike, fmt: QuantisationFormat | None
     model = nnx.merge(*nnx.split(model))
     for linear in projections(model).values():
         kernel = merge_kernel(linear, dtype if fmt is None else jnp.float32)
-        linear.kernel = nnx.Param(kernel) if fmt is None else quantise_kernel(kernel, fmt, dtype)
+        linear.kernel = nnx.Param(kernel) if fmt is None else fmt.store(kernel, dtype)
         linear.lora = None
     parts: tuple[Any, ...] = nnx.split(model, FrozenParam, ...)
     merged: Model = nnx.merge(*parts[:2], jax.tree.map(lambda x: x.astype(dtype), parts[2]))

@@ -28,7 +28,7 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import sources, weights
 from covey.models.loading.cache import cache_folder
 from covey.models.lora import merge_as_base, split_trainable, with_lora
-from covey.models.quantised import parse_format
+from covey.models.stored_kernel import find_format
 from covey.monitor.run_files import CHECKPOINTS, RECIPE
 from covey.parallel import mesh_from_config, processes
 from covey.parallel.arrays import place_model
@@ -97,7 +97,7 @@ def abstract_for(recipe: AnyRecipe, platform: str) -> tuple[Decoder, Tokenizer]:
     options, seed, (runs, source) = recipe.model, recipe.seed, chain_of_runs(recipe.model.source)
     config, tokenizer = (runs and settings_of_run(runs[0])) or _settings_of(scratch.with_seed(source, seed))
     switches = decoder_options(options) | {"compute_dtype": resolve_compute_dtype(options.compute_dtype, platform)}
-    model = abstract_decoder(config, parse_format(options.quantize, options.quantize_block), **switches)
+    model = abstract_decoder(config, find_format(options.quantize, options.quantize_block), **switches)
     if options.adapter:
         read = offered("covey.adapters", "peft").load_adapter
         adapted = partial(read, folder=options.adapter, dropout=options.lora.dropout, seed=seed)
@@ -264,7 +264,7 @@ def _load_trained(options: ModelOptions, folder: str, mesh: Mesh | None) -> tupl
 
 
 def _merged(model: Decoder, options: ModelOptions) -> Decoder:
-    return merge_as_base(model, options.dtype, parse_format(options.quantize, options.quantize_block))
+    return merge_as_base(model, options.dtype, find_format(options.quantize, options.quantize_block))
 
 
 def _load_run(folder: Path, options: ModelOptions, mesh: Mesh | None) -> tuple[Decoder, Tokenizer, str]:

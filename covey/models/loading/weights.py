@@ -31,9 +31,9 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.models.loading import config_fields, hf_config, sources
 from covey.models.loading.cache import files_digest
 from covey.models.loading.stored_tensor import StoredTensor
-from covey.models.quantised import parse_format, quantise_tensors
 from covey.models.scratch import PREFIX
 from covey.models.scratch_checkpoint import ScratchCheckpoint
+from covey.models.stored_kernel import find_format
 from covey.models.value_model import ValueModel
 from covey.parallel.arrays import build_for_devices, flatten, shardings
 from covey.parallel.mesh import spans_processes
@@ -100,7 +100,7 @@ def load(
         WeightsError: the source is unavailable, incomplete, or not a supported model.
         RecipeError: there is no such format to quantise to, or its blocks do not divide the inputs of a projection.
     """
-    fmt = parse_format(quantize, quantize_block)
+    fmt = find_format(quantize, quantize_block)
     resolved, checkpoint = open_source(source)
     _check_head(num_labels(checkpoint), "model", str(resolved.path))
     abstract = abstract_decoder(
@@ -111,7 +111,7 @@ def load(
         remat=remat,
         remat_keeps=remat_keeps,
     )
-    tensors = tensors_for(checkpoint, mesh) if fmt is None else quantise_tensors(checkpoint.tensors(), fmt)
+    tensors = tensors_for(checkpoint, mesh) if fmt is None else fmt.tensors(checkpoint.tensors())
     model = fill_parameters(abstract, tensors, make_put(abstract, mesh), where=str(resolved.path))
     return LoadedModel(model, checkpoint.tokenizer, checkpoint.config, resolved.origin)
 

@@ -19,8 +19,8 @@ from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.layers import LoRA
 from covey.models.loading.weights import fill_parameters, make_put
 from covey.models.lora import projections, split_trainable, with_lora
-from covey.models.quantised import QuantisationFormat, dequantise, quantise_tensors
 from covey.parallel import flatten
+from covey_quantised.kernels import QuantisationFormat, dequantise
 
 HERE = Path(__file__).parent
 QWEN = runpy.run_path(str(HERE / "test_qwen3_5.py"))["load"]
@@ -68,7 +68,7 @@ def test_adapters_on_a_quantised_base_compute_what_they_do_on_its_numbers(family
     exact, how = make(), QuantisationFormat(kind, block)
     abstract = abstract_decoder(exact.config, how)
     tensors = tensors_of(exact)
-    base = fill_parameters(abstract, quantise_tensors(iter(tensors.items()), how), make_put(abstract, None))
+    base = fill_parameters(abstract, how.tensors(iter(tensors.items())), make_put(abstract, None))
     stored = {path: linear.kernel for path, linear in projections(base).items()}
     numbers = {f"{path}.kernel": dequantise(k.values[...], k.scales[...], k.kind) for path, k in stored.items()}
     plain = abstract_decoder(exact.config)

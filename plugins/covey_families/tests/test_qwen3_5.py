@@ -24,13 +24,13 @@ from covey.models.layers import LoRA
 from covey.models.loading.hf_config import text_config, text_name
 from covey.models.loading.weights import FolderCheckpoint, fill_parameters, make_put
 from covey.models.lora import with_lora
-from covey.models.quantised import QuantisationFormat, quantise_tensors
 from covey.parallel import flatten, make_mesh
 from covey.parallel.arrays import build_for_devices, place_model
 from covey.sampling.engine import Engine, Request, generate
 from covey.train.optimizers import param_group
 from covey_families.qwen3_5 import TEXT_PART
 from covey_formats.hf import _named_tensors
+from covey_quantised.kernels import QuantisationFormat
 
 HERE = Path(__file__).parent
 MODELS = json.loads((HERE / "golden.json").read_text())
@@ -162,7 +162,7 @@ def test_adapters_and_stacks_and_quantised_bases_have_the_projections_of_both_ki
     config, fmt = families.read_config(MODELS[0]["config"]), QuantisationFormat("int8", 64)
     abstract = abstract_decoder(config, fmt)
     tensors = ((path, np.asarray(x)) for path, x in flatten(nnx.state(load(0))).items())
-    base = fill_parameters(abstract, quantise_tensors(tensors, fmt), make_put(abstract, None))
+    base = fill_parameters(abstract, fmt.tensors(tensors), make_put(abstract, None))
     got, want = (logits(x, TOKENS[:, :24], np.ones((1, 24), bool)) for x in (base, load(0)))
     assert 0 < np.abs(got - want).mean() < 0.2 * want.std()
     assert jnp.isfinite(got).all()

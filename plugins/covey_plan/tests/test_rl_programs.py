@@ -15,7 +15,7 @@ from covey.config.schema import GRPOConfig, LoRAConfig, RLTrainingConfig, Rollou
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
 from covey.models.lora import with_lora
-from covey.models.quantised import parse_format
+from covey.models.stored_kernel import find_format
 from covey.parallel import make_mesh
 from covey.parallel.arrays import place_model
 from covey.parallel.programs import Program
@@ -39,7 +39,7 @@ PLACES = pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one device", "mes
 
 def policy(lora: int = 0, quantize: str = "none", **switches: Any) -> Decoder:
     """A policy of shapes."""
-    model = abstract_decoder(switches.pop("config", SHAPE), parse_format(quantize, 32), **switches)
+    model = abstract_decoder(switches.pop("config", SHAPE), find_format(quantize, 32), **switches)
     adapted = partial(with_lora, config=LoRAConfig(rank=lora), seed=0)
     return nnx.eval_shape(adapted, model) if lora else model
 

@@ -14,14 +14,13 @@ from covey.config.schema import ModelOptions
 from covey.errors import RecipeError
 from covey.models.loading import weights
 from covey.models.lora import projections, without_lora
-from covey.models.quantised import QuantisedKernel
 from covey.parallel import flatten
 from covey.recipes.load_model import load_source
+from covey_formats.files import causal_logits
+from covey_quantised.kernels import QuantisedKernel
 from tests.one_layer import ONE_LAYER
 
-causal_logits = pytest.importorskip("covey_formats.files").causal_logits
-
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[3] / "tests"
 TINY = str(ONE_LAYER)
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 24))
 SETTINGS = [
@@ -76,7 +75,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(trained: Path, tmp_path:
 @pytest.mark.slow
 def test_a_run_is_used_and_exported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What goes out whole is a float model that computes the same; an adapter's card says what it was trained on."""
-    pytest.importorskip("covey_formats")
     wanted = causal_logits(recipes.open_model(str(trained), ModelOptions())[0], TOKENS)
     for kind in ("hf", "peft", "gguf"):
         assert main(["export", str(trained), "--out", str(tmp_path / kind), "--format", kind]) == 0

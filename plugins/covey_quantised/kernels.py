@@ -2,7 +2,7 @@
 
 int8 has one scale per column; nf4 has the 16 levels of the paper's appendix E and one scale per block of inputs in a
 column. Only projections are quantised, one by one, while loading or after, and dequantised inside each product that
-needs them (`layers.project_quantised`): the whole model never exists in floating point.
+needs them (`project_quantised`): the whole model never exists in floating point.
 """
 
 import math
@@ -15,31 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from covey.errors import RecipeError, nearest
+from covey.errors import RecipeError
+from covey.models.layers import dot, project, sum_dtype_of
+from covey.models.stored_kernel import FrozenParam, StoredKernel
 
 
-@dataclass(frozen=True)
-class QuantisationFormat:
-    """Storage format of quantised kernels.
-
-    Attributes:
-        kind: int8 or nf4.
-        block: number of inputs that share a scale (nf4 only).
-    """
-
-    kind: str
-    block: int
-
-
-class FrozenParam(nnx.Variable[jax.Array]):
-    """Part of a quantised kernel; it is never trained."""
-
-
-class QuantisedKernel(nnx.Module):
+class QuantisedKernel(StoredKernel):
     """Quantised kernel that replaces a kernel [n_in, n_out]; `quantised[...]` is that kernel in float32.
 
     Attributes:
@@ -55,6 +39,10 @@ class QuantisedKernel(nnx.Module):
 
     def __getitem__(self, index: EllipsisType) -> Float[Array, "n_in n_out"]:
         return dequantise(self.values[...], self.scales[...], self.kind)
+
+    def project(self, x: Float[Array, "... n_in"], dtype: DTypeLike, platform: str) -> Float[Array, "... n_out"]:
+        """Compute `layers.project` with the kernel; see `project_quantised`."""
+        return project_quantised(x, self.values[...], self.scales[...], dtype, self.kind, platform)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,35 +61,48 @@ class QuantisedKernel(nnx.Module):
         return math.prod(self.shape)
 
 
-def parse_format(quantize: str, block: int) -> QuantisationFormat | None:
-    """Return the format that `config.schema.ModelOptions` names; None for `none`.
+@dataclass(frozen=True)
+class QuantisationFormat:
+    """Storage format of quantised kernels.
 
-    Raises:
-        RecipeError: there is no such format.
+    Attributes:
+        kind: int8 or nf4.
+        block: number of inputs that share a scale (nf4 only).
     """
-    if quantize not in ("none", *ELEMENTS_PER_BYTE):
-        raise RecipeError(
-            f"there is no format {quantize!r} for a base",
-            fix=nearest(quantize, ("none", *ELEMENTS_PER_BYTE)),
-            where="model.quantize",
-        )
-    return None if quantize == "none" else QuantisationFormat(quantize, block)
+
+    kind: str
+    block: int
+
+    def store(self, kernel: Array | np.ndarray, dtype: DTypeLike) -> QuantisedKernel:
+        """Quantise `kernel`. `dtype`: see `QuantisedKernel`.
+
+        Raises:
+            RecipeError: the blocks do not divide its inputs.
+        """
+        return QuantisedKernel(*quantise(kernel, self), self.kind, dtype)
+
+    def abstract(self, shape: tuple[int, ...], dtype: DTypeLike) -> QuantisedKernel:
+        """Return the shapes of `store` for a kernel that is not loaded yet."""
+        kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
+        values, scales = jax.eval_shape(partial(_quantise, kind=self.kind, block=_block_size(kernel, self)), kernel)
+        return QuantisedKernel(values, scales, self.kind, dtype)
+
+    def tensors(self, tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the tensors of a checkpoint, each kernel as its values and scales, one in memory at a time."""
+        for path, tensor in tensors:
+            if path.endswith(".kernel"):
+                values, scales = map(np.asarray, quantise(tensor, self))
+                del tensor
+                yield f"{path}.values", values
+                yield f"{path}.scales", scales
+                del values, scales  # free them before the next is read
+            else:
+                yield path, tensor
+                del tensor
 
 
-def quantise_kernel(kernel: Array | np.ndarray, fmt: QuantisationFormat, dtype: DTypeLike) -> QuantisedKernel:
-    """Quantise `kernel` to the format `fmt`. `dtype`: see `QuantisedKernel`.
-
-    Raises:
-        RecipeError: the blocks do not divide its inputs.
-    """
-    return QuantisedKernel(*quantise(kernel, fmt), fmt.kind, dtype)
-
-
-def abstract_kernel(shape: tuple[int, ...], fmt: QuantisationFormat, dtype: DTypeLike) -> QuantisedKernel:
-    """Return the shapes of `quantise_kernel` for a kernel that is not loaded yet."""
-    kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
-    values, scales = jax.eval_shape(partial(_quantise, kind=fmt.kind, block=_block_size(kernel, fmt)), kernel)
-    return QuantisedKernel(values, scales, fmt.kind, dtype)
+int8, nf4 = partial(QuantisationFormat, "int8"), partial(QuantisationFormat, "nf4")
+"""Functions that `covey.kernels` offers, of the number of inputs that share a scale."""
 
 
 def quantise(kernel: Any, fmt: QuantisationFormat) -> tuple[Array, Array]:
@@ -114,20 +115,38 @@ def quantise(kernel: Any, fmt: QuantisationFormat) -> tuple[Array, Array]:
     return values, scales
 
 
-def quantise_tensors(
-    tensors: Iterator[tuple[str, np.ndarray]], fmt: QuantisationFormat
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a checkpoint, each kernel as its values and scales, one in memory at a time."""
-    for path, tensor in tensors:
-        if path.endswith(".kernel"):
-            values, scales = map(np.asarray, quantise(tensor, fmt))
-            del tensor
-            yield f"{path}.values", values
-            yield f"{path}.scales", scales
-            del values, scales  # free them before the next is read
-        else:
-            yield path, tensor
-            del tensor
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def project_quantised(
+    x: Float[Array, "... n_in"], values: Array, scales: Array, dtype: DTypeLike, kind: str, platform: str
+) -> Array:
+    """Compute `project` with a kernel stored as `kind` (see `QuantisedKernel`): it is dequantised for each product,
+    forward and backward, and has no gradient. `platform`: see `Linear`.
+    """
+    values, scales, x = _barrier(platform, values, scales, x)
+    return project(x, dequantise(values, scales, kind), dtype, 1, sum_dtype_of(x.dtype, platform))
+
+
+def _project_quantised_backward(
+    dtype: DTypeLike, kind: str, platform: str, saved: tuple[Array, Array], grad: Array
+) -> tuple[Array, None, None]:
+    values, scales, grad = _barrier(platform, *saved, grad)
+    kernel = dequantise(values, scales, kind)
+    sum_dtype = sum_dtype_of(grad.dtype, platform)
+    return dot(grad, kernel, ((grad.ndim - 1,), (1,)), dtype, sum_dtype).astype(grad.dtype), None, None
+
+
+def _barrier(platform: str, values: Array, scales: Array, other: Array) -> tuple[Array, Array, Array]:
+    """Return all three, none usable before the others are computed. Otherwise the compiler keeps a float kernel from
+    the forward for the backward pass, or makes all of them before a decoding loop begins.
+    """
+    if platform == "cpu":  # CPU drops barriers early, but cannot fold this zero
+        zero = jnp.square(other.reshape(-1)[0].astype(jnp.float32)) < -1
+        return values + zero.astype(values.dtype), scales, other
+    barrier: tuple[Array, Array, Array] = jax.lax.optimization_barrier((values, scales, other))
+    return barrier
+
+
+project_quantised.defvjp(lambda x, *kernel: (project_quantised(x, *kernel), kernel[:2]), _project_quantised_backward)
 
 
 def dequantise(values: Int[Array, "rows n_out"], scales: Float[Array, "blocks n_out"], kind: str) -> Array:

@@ -17,15 +17,18 @@ from covey.errors import RecipeError
 from covey.models.attention import causal_attention
 from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder, abstract_decoder
-from covey.models.layers import project, project_quantised
+from covey.models.layers import project
 from covey.models.loading import weights
 from covey.models.lora import merge_as_base, merge_lora, projections, split_trainable, with_lora, without_lora
-from covey.models.quantised import FrozenParam, QuantisationFormat, QuantisedKernel, quantise, quantise_kernel
+from covey.models.stored_kernel import FrozenParam
 from covey.parallel import flatten, make_mesh, reshard, shardings
+from covey_formats.files import causal_logits
+from covey_formats.hf import write_hf
+from covey_formats.peft import write_peft
+from covey_formats.peft_reader import load_adapter
+from covey_quantised.kernels import QuantisationFormat, QuantisedKernel, project_quantised, quantise
 
-causal_logits = pytest.importorskip("covey_formats.files").causal_logits
-
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 TOKENS = np.random.RandomState(0).randint(0, 300, (2, 32))
 """As many as an export compares, which has the same programs then."""
 CONFIG = ModelConfig(
@@ -80,7 +83,7 @@ def load(how: QuantisationFormat, **switches: Any) -> Decoder:
 def test_a_kernel_is_what_the_format_makes_of_it(how: QuantisationFormat) -> None:
     """Worked by hand; so it is never farther off than half the widest step of its scale."""
     exact = kernel()
-    found = np.asarray(quantise_kernel(exact, how, "float32")[...])
+    found = np.asarray(how.store(exact, "float32")[...])
     assert_nearest(found, exact, how)
     assert np.abs(found - exact).max() > 1e-3
 
@@ -89,14 +92,14 @@ def test_scales_are_those_of_columns_and_not_of_rows() -> None:
     """Trap: the kernel is [in, out], and a scale a row would be as many numbers in a square one."""
     exact = np.ones((16, 16), np.float32) * 10.0 ** np.arange(-8, 8)
     for how in KINDS:
-        np.testing.assert_allclose(quantise_kernel(exact, how, "float32")[...], exact, rtol=0.5 / 127)
+        np.testing.assert_allclose(how.store(exact, "float32")[...], exact, rtol=0.5 / 127)
 
 
 def test_a_column_of_zeros_stays_zero() -> None:
     exact = kernel()
     exact[:, 3] = 0
     for how in KINDS:
-        found = np.asarray(quantise_kernel(exact, how, "float32")[...])
+        found = np.asarray(how.store(exact, "float32")[...])
         assert np.isfinite(found).all()
         assert not found[:, 3].any()
 
@@ -115,7 +118,7 @@ def test_what_a_kernel_takes_at_rest(how: QuantisationFormat, share: float) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_and_its_gradient_are_those_of_the_float_kernel(how: QuantisationFormat, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 64)).astype(np.float32)).astype(dtype)
-    quantised = quantise_kernel(kernel(), how, "float32")
+    quantised = how.store(kernel(), "float32")
     arrays = quantised.values[...], quantised.scales[...]
     ours = jax.jit(
         jax.value_and_grad(lambda x: project_quantised(x, *arrays, dtype, how.kind, "cpu").astype(jnp.float32).var())
@@ -284,11 +287,10 @@ def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_pa
     loaded = weights.load(TINY)
     model = stirred(load(how))
     wanted = causal_logits(model, TOKENS)
-    pytest.importorskip("covey_formats.hf").write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
+    write_hf(model, loaded.tokenizer, tmp_path / "hf", source=TINY)
     np.testing.assert_allclose(causal_logits(weights.load(tmp_path / "hf").model, TOKENS), wanted, atol=1e-4)
-    peft = pytest.importorskip("covey_formats.peft")
-    peft.write_peft(model, 300, tmp_path / "peft", base="somewhere")
-    adapted = peft.load_adapter(load(how), tmp_path / "peft")
+    write_peft(model, 300, tmp_path / "peft", base="somewhere")
+    adapted = load_adapter(load(how), tmp_path / "peft")
     np.testing.assert_allclose(causal_logits(adapted, TOKENS), wanted, atol=1e-5)
     assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["r"] == 4
 
@@ -299,7 +301,7 @@ def test_it_goes_out_whole_and_its_adapter_alone(how: QuantisationFormat, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantize": "int9"}, "no format 'int9'.*\n.*did you mean 'int8'"),
+        ({"quantize": "int9"}, "no kernel format 'int9'.*\n.*did you mean 'int8'"),
         ({"quantize": "nf4", "quantize_block": 64}, r"blocks of 64 do not divide the 96 inputs(.|\n)*such as 32"),
         ({"quantize": "nf4", "quantize_block": 3}, "blocks of 3 (.|\n)*an even divisor of 64, such as 2"),
     ],

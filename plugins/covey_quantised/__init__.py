@@ -1,0 +1,1 @@
+"""Bases in 8 or 4 bits under adapters (QLoRA)."""
