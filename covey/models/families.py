@@ -102,7 +102,7 @@ def _unknown_family(kind: str, config: Config, where: str) -> WeightsError:
     inner = text if isinstance(text, dict) else {}
     if has_experts(kind, {**config, **inner}):
         why = ": mixtures of experts are not"
-    elif str(inner.get("model_type")) in FAMILIES:
+    elif str(inner.get("model_type")) in (*FAMILIES, *INSTALLED.names()):
         why = f": its text model alone, {inner['model_type']!r}, is"
         fix = "save the text model as a folder of its own: docs/add-a-model.md shows how"
     return WeightsError(
@@ -296,32 +296,16 @@ _GEMMA_NORMS = {
 }
 GEMMA_NAMES = NameTable("model.layers.{}.", _ATTENTION | _GEMMA_NORMS, _TOP)
 
-_POST_NORMS = {name: theirs for name, theirs in _GEMMA_NORMS.items() if name.startswith("post_")}
-_OLMO2_NAMES = NameTable("model.layers.{}.", _ATTENTION | _POST_NORMS, _TOP)
-
-_FUSED = dict.fromkeys(("attn.q_proj.kernel", "attn.k_proj.kernel", "attn.v_proj.kernel"), "self_attn.qkv_proj.weight")
-_FUSED |= dict.fromkeys(("mlp.gate_proj.kernel", "mlp.up_proj.kernel"), "mlp.gate_up_proj.weight")
-_PHI3_NAMES = NameTable("model.layers.{}.", {**_LLAMA_NAMES.layer, **_FUSED}, _TOP)
-
-_NANOCHAT_MLP = {"mlp.up_proj.kernel": "mlp.fc1.weight", "mlp.down_proj.kernel": "mlp.fc2.weight"}
-_NANOCHAT_NAMES = NameTable("model.layers.{}.", _ATTENTION | _NANOCHAT_MLP, _TOP)
-
 FAMILIES = {
     "llama": Family(
         "Llama (SmolLM2, Llama 3)", hf_config.read_llama, hf_config.write_llama, _LLAMA_NAMES, "LlamaForCausalLM"
     ),
     "mistral": Family("Mistral", hf_config.read_mistral, hf_config.write_mistral, _LLAMA_NAMES, "MistralForCausalLM"),
-    "phi3": Family("Phi-3", hf_config.read_phi3, hf_config.write_mistral, _PHI3_NAMES, "Phi3ForCausalLM"),
-    "olmo2": Family("OLMo 2", hf_config.read_olmo2, hf_config.write_olmo2, _OLMO2_NAMES, "Olmo2ForCausalLM"),
-    "smollm3": Family("SmolLM3", hf_config.read_smollm3, hf_config.write_smollm3, _LLAMA_NAMES, "SmolLM3ForCausalLM"),
     "qwen2": Family("Qwen2", hf_config.read_qwen2, hf_config.write_qwen2, _LLAMA_NAMES, "Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3", hf_config.read_qwen3, hf_config.write_qwen3, _LLAMA_NAMES, "Qwen3ForCausalLM"),
     "gemma2": Family("Gemma 2", hf_config.read_gemma2, hf_config.write_gemma2, GEMMA_NAMES, "Gemma2ForCausalLM"),
     "gemma3_text": Family(
         "Gemma 3 text", hf_config.read_gemma3, hf_config.write_gemma3, GEMMA_NAMES, "Gemma3ForCausalLM"
-    ),
-    "nanochat": Family(
-        "nanochat", hf_config.read_nanochat, hf_config.write_nanochat, _NANOCHAT_NAMES, "NanoChatForCausalLM"
     ),
 }
 

@@ -144,6 +144,7 @@ def test_targets_are_names_patterns_or_all_by_our_paths_or_theirs(targets: tuple
 
 
 def test_a_family_with_other_names_knows_both() -> None:
+    pytest.importorskip("covey_families")
     model = Decoder(NANOCHAT, rngs=nnx.Rngs(0))
     by_ours, by_theirs = (with_lora(model, LoRAConfig(rank=2, targets=(name,))) for name in ("up_proj", "fc1"))
     assert arrays(by_ours).keys() == arrays(by_theirs).keys() > arrays(model).keys()

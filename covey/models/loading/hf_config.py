@@ -19,7 +19,6 @@ from covey.models.config import ModelConfig
 from covey.models.loading.config_fields import (
     LAYER_KINDS,
     read_rope_scaling,
-    rope_kind,
     rope_settings,
     write_rope_scaling,
 )
@@ -66,47 +65,13 @@ def read_llama(c: Config) -> ModelConfig:
 def read_mistral(c: Config) -> ModelConfig:
     """Read Mistral: all layers have the window, which an absent key sets to 4096 and null removes."""
     c = {"num_key_value_heads": 8, "sliding_window": 4096, **c}
-    return read_common(c, windows=_one_window(c))
-
-
-def read_phi3(c: Config) -> ModelConfig:
-    """Read Phi-3 and Phi-4 with plain rotary positions; all layers have the window, if there is one.
-
-    `longrope` is refused: it rotates a text otherwise once the text is longer than a limit, so that what was cached
-    for its beginning is wrong. transformers reads `su` and `yarn` of this family as the same.
-    """
-    kind = rope_kind(rope_settings(c) or c.get("rope_scaling") or {})
-    if kind != "default":
-        raise WeightsError(
-            f"RoPE scaling {kind!r} is not supported for phi3",
-            want="a model with plain rotary positions",
-            fix="Phi-3 models for 4k tokens have them: Phi-3-mini-4k-instruct",
-        )
-    return read_common(c, windows=_one_window(c))
-
-
-def read_olmo2(c: Config) -> ModelConfig:
-    """Read OLMo 2."""
-    check_switches_off(c, "attention_bias")
-    return read_common(c, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_whole=True)
-
-
-def read_smollm3(c: Config) -> ModelConfig:
-    """Read SmolLM3: every fourth layer does not rotate, or the layers that `no_rope_layers` marks with 0."""
-    check_switches_off(c, "attention_bias", "mlp_bias")
-    c = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, **c}
-    layers, every = range(c["num_hidden_layers"]), c.get("no_rope_layer_interval", 4)
-    marks = c.get("no_rope_layers")
-    rotates = [(i + 1) % every != 0 for i in layers] if marks is None else [bool(marks[i]) for i in layers]
-    windowed = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
-    windows = _layer_windows(c, lambda layer: windowed and not rotates[layer])
-    return read_common(c, rope_layers=tuple(rotates), windows=windows)
+    return read_common(c, windows=one_window(c))
 
 
 def read_qwen2(c: Config) -> ModelConfig:
     """Read Qwen2 and Qwen2.5."""
     first = c.get("max_window_layers") if c.get("use_sliding_window") else None
-    windows = _layer_windows(c, lambda layer: first is not None and layer >= first)
+    windows = layer_windows(c, lambda layer: first is not None and layer >= first)
     return read_common(c, attention_bias=True, windows=windows)
 
 
@@ -122,7 +87,7 @@ def read_gemma2(c: Config) -> ModelConfig:
         c,
         attn_softcap=c["attn_logit_softcapping"],
         final_softcap=c["final_logit_softcapping"],
-        windows=_layer_windows(c, lambda layer: layer % 2 == 0),
+        windows=layer_windows(c, lambda layer: layer % 2 == 0),
     )
 
 
@@ -137,7 +102,7 @@ def read_gemma3(c: Config) -> ModelConfig:
         c,
         qk_norm=True,
         final_softcap=c.get("final_logit_softcapping"),
-        windows=_layer_windows(c, lambda layer: (layer + 1) % every != 0),
+        windows=layer_windows(c, lambda layer: (layer + 1) % every != 0),
         **_read_gemma3_ropes(c),
     )
 
@@ -157,20 +122,6 @@ def _read_gemma3_ropes(c: Config) -> Fields:
     }
 
 
-def read_nanochat(c: Config) -> ModelConfig:
-    """Read nanochat in its transformers form, where tensors have Llama's names."""
-    check_switches_off(c, "attention_bias")
-    return read_common(
-        c,
-        gated_mlp=False,
-        qk_norm=True,
-        norm_scales=False,
-        embed_norm=True,
-        rope_backwards=True,
-        final_softcap=c.get("final_logit_softcapping", 15.0),
-    )
-
-
 def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
     check_switches_off(c, "attention_bias", "use_bidirectional_attention")
     common = {
@@ -184,7 +135,7 @@ def _read_gemma(c: Config, **switches: Any) -> ModelConfig:
     return read_common(c, **(common | switches))
 
 
-def _layer_windows(c: Config, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
+def layer_windows(c: Config, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
     """Return the window of each layer by its declared kind; where kinds are not declared, `slides` tells which layers
     have one.
     """
@@ -194,7 +145,7 @@ def _layer_windows(c: Config, slides: Callable[[int], bool]) -> tuple[int | None
     return tuple(None if field is None else c[field] for field in fields) if any(fields) else None
 
 
-def _one_window(c: Config) -> tuple[int, ...] | None:
+def one_window(c: Config) -> tuple[int, ...] | None:
     """Return the window that all layers share. A family with one has no types of layers."""
     layers, window = c["num_hidden_layers"], c.get("sliding_window")
     if any((kind == "sliding_attention") != (window is not None) for kind in c.get("layer_types") or ()):
@@ -224,18 +175,8 @@ def write_llama(c: ModelConfig) -> Fields:
 
 
 def write_mistral(c: ModelConfig) -> Fields:
-    """Write Mistral, or Phi-3."""
+    """Write Mistral, or a family with the same fields."""
     return write_common(c) | {"sliding_window": write_layer_types(c)["sliding_window"]}
-
-
-def write_olmo2(c: ModelConfig) -> Fields:
-    return write_common(c) | {"attention_bias": False}
-
-
-def write_smollm3(c: ModelConfig) -> Fields:
-    rotates = c.rope_layers or (True,) * c.num_layers
-    own = {"no_rope_layers": list(map(int, rotates)), "use_sliding_window": c.windows is not None}
-    return write_llama(c) | write_layer_types(c) | own
 
 
 def write_qwen2(c: ModelConfig) -> Fields:
@@ -276,10 +217,6 @@ def write_gemma3(c: ModelConfig) -> Fields:
         for kind, (theta, scaling) in kinds.items()
     }
     return {name: value for name, value in fields.items() if not name.startswith("rope_")} | {"rope_parameters": named}
-
-
-def write_nanochat(c: ModelConfig) -> Fields:
-    return write_common(c) | {"attention_bias": False, "final_logit_softcapping": c.final_softcap}
 
 
 def write_common(c: ModelConfig) -> Fields:
