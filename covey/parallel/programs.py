@@ -6,7 +6,6 @@ reads the programs that run.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,15 +39,6 @@ class Program:
         platforms = None if platform is None else (platform,)
         lowered: jax.stages.Lowered = self.function.trace(*self.args, **self.kwargs).lower(lowering_platforms=platforms)
         return lowered
-
-
-def on_host() -> AbstractContextManager[Any]:
-    """Return a context in which JAX computes on the host's processor, if it may use that: for a few numbers."""
-    try:
-        context: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS leaves out the processor
-        return nullcontext()
-    return context
 
 
 def is_abstract(tree: Any) -> bool:

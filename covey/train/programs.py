@@ -11,6 +11,7 @@ weights. And on accelerators layers are stacks: kernels do not grow with the lay
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -26,7 +27,7 @@ from covey.models.layer_stack import is_state
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import processes
 from covey.parallel.arrays import dotted_path, optimizer_shardings
-from covey.parallel.programs import Program, abstract, on_host, takes_shapes
+from covey.parallel.programs import Program, abstract, takes_shapes
 from covey.train.gradient_sums import GradientLayout, GradientSums
 from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
 from covey.types import MetricSums
@@ -119,6 +120,15 @@ class UpdatePrograms:
         """Return the program of the update: of its largest part, where it is made layer by layer."""
         rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
         return self._update.largest_program(self._reduced, rates)
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Return a context in which JAX computes on the host's processor, if it may use that: for a few numbers."""
+    try:
+        context: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves out the processor
+        return nullcontext()
+    return context
 
 
 def accumulate_grads(
