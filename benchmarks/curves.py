@@ -25,7 +25,7 @@ from benchmarks.update import micro_batched, trainer_of
 from covey.errors import CoveyError
 from covey.losses.logprobs import token_logps
 from covey.models.config import ModelConfig
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey.registry import install_command
 from covey.sampling.engine import Engine, Request
 

@@ -29,6 +29,7 @@ from covey.train.trainer import MicroBatch, Trainer
 from covey.types import Group
 from covey_plan import work
 from covey_plan.roofline import machine_peaks
+from covey_plan.update_programs import gradients_program
 
 
 def measure(settings: Settings) -> Result:
@@ -79,7 +80,7 @@ def _inputs(rows: Rows, groups: list[Group]) -> LossInputs:
 def _facts(trainer: Trainer, parts: list[MicroBatch]) -> dict[str, Any]:
     batches = [part.batch for part in parts]
     compiled = (
-        trainer.programs.gradients_program(batches[0]).lower().compile()
+        gradients_program(trainer.programs, batches[0]).lower().compile()
     )  # its memory is half of what remat saves
     shape = (sum(len(b.rows.tokens) for b in batches), batches[0].rows.tokens.shape[1])
     waste = np.mean([padding_fraction(b.rows) for b in batches])

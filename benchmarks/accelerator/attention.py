@@ -20,8 +20,8 @@ from covey.models.config import ModelConfig
 from covey.models.span_attention import span_attention
 from covey.packing.rows import Rows, attention_spans, pack
 from covey.parallel.mesh import platform_of
-from covey.parallel.programs import on_host
 from covey.sampling.cache import Block, CacheLayout, decode_attention
+from covey.train.programs import on_host
 from covey.types import Completion, FinishReason, Group
 
 

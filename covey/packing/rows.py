@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from covey.models.attention import Attend
@@ -71,12 +71,6 @@ class Rows(NamedTuple):
     def scored(self) -> Bool[Any, "R M"]:
         """Mask that is True where a scored token is not padding."""
         return self.segment_ids > 0
-
-
-def abstract_rows(count: int, length: int, sharding: Sharding) -> Rows:
-    """Return the shapes of `count` rows of `length` tokens."""
-    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
-    return Rows._make([*[shape((count, length))] * 7, shape((count, length, 2)), None])
 
 
 def pack(

@@ -36,7 +36,7 @@ from jaxtyping import PyTree, UInt8
 from covey.errors import CoveyError
 from covey.parallel import processes
 from covey.parallel.mesh import PROCESS, local_mesh, platform_of, spans_processes, with_auto_axes
-from covey.parallel.programs import abstract, is_abstract
+from covey.parallel.shapes import abstract, is_abstract
 
 Rules = Mapping[str, tuple[str, ...]]
 """Mesh axes that split each logical axis, outermost first; axes that a mesh does not have are skipped."""

@@ -28,7 +28,7 @@ from covey.packing.bins import compile_cost
 from covey.packing.rows import Rows
 from covey.parallel import processes
 from covey.parallel.arrays import reshard
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey.registry import offered
 from covey.rl.batches import RowSizes, TrainBatch, policy_loss_fn, put_micro_batches, value_loss_fn
 from covey.rl.roles import ClusterConfig, Role, load_models

@@ -20,7 +20,7 @@ from covey.models.dtypes import round_for_sampling, sampling_type, with_rounded_
 from covey.models.layer_stack import LayerStacks, buffers, unstack_layers
 from covey.packing.rows import pack, rows_at_a_time
 from covey.parallel.arrays import mesh_of
-from covey.parallel.programs import abstract, takes_shapes
+from covey.parallel.shapes import abstract, takes_shapes
 from covey.registry import offered
 from covey.rl.scorers import RowScorer
 from covey.sampling.engine import Engine, Request, generate

@@ -25,10 +25,10 @@ from covey.models.dtypes import operand_type, round_kernels
 from covey.models.layer_stack import LayerStacks
 from covey.models.lora import adapters_change_base, merge_lora, split_trainable, without_lora
 from covey.models.value_model import ValueModel
-from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches, unpack
+from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches, unpack
 from covey.parallel import processes
 from covey.parallel.arrays import reshard, rows_placement
-from covey.parallel.programs import Program, abstract
+from covey.parallel.shapes import abstract
 
 RoleName = TypeVar("RoleName", bound=str)
 
@@ -40,11 +40,15 @@ class RowScorer:
         model: the model; weights are passed to each call.
         name: name of the program.
         compute: function (graph, weights, rows) → arrays [R, M].
+
+    Attributes:
+        program: the jitted function of weights and rows.
+        operand_type: type to which the weights' kernels are rounded before a call.
     """
 
     def __init__(self, model: Decoder | ValueModel, name: str, compute: Callable[[Any, Any, Rows], Any]):
-        self.graph, self._name, self._operand_type = nnx.split(model)[0], name, operand_type(model)
-        self._score = processes.here().in_order(name, jax.jit(partial(compute, self.graph)))
+        self.graph, self.name, self.operand_type = nnx.split(model)[0], name, operand_type(model)
+        self.program = processes.here().in_order(name, jax.jit(partial(compute, self.graph)))
 
     @classmethod
     def of_logps(cls, model: Decoder, temperature: float) -> "RowScorer":
@@ -62,11 +66,6 @@ class RowScorer:
         """Return the scorer of the values of a value model."""
         return cls(model, "values", row_values)
 
-    def program(self, params: Any, count: int, length: int) -> Program:
-        """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
-        rows = abstract_rows(count, length, rows_placement(params))
-        return Program(self._name, self._score, (round_kernels(abstract(params), self._operand_type), rows))
-
     def __call__(self, params: Any, rows: Rows, lengths: Sequence[int], size: int) -> list[list[np.ndarray]]:
         """Return for each result of the program one float32 array per completion, `lengths[i]` long; on a mesh over
         several processes with the values of the completions in rows of this process's devices.
@@ -77,9 +76,9 @@ class RowScorer:
             lengths: number of tokens of each completion.
             size: number of rows that are computed at a time.
         """
-        params, placement = round_kernels(params, self._operand_type), rows_placement(params)
+        params, placement = round_kernels(params, self.operand_type), rows_placement(params)
         parts = [
-            jax.tree.leaves(self._score(params, processes.here().put_host(p, placement)))
+            jax.tree.leaves(self.program(params, processes.here().put_host(p, placement)))
             for p in split_micro_batches(rows, size)
         ]
         results = [np.zeros((size * len(parts), *x.shape[1:]), x.dtype) for x in parts[0]]
@@ -106,7 +105,7 @@ class InferenceWorker:
     def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
         self.params: dict[str, nnx.State[Any, Any]] = {}
         self._temperature = temperature
-        self._scorers: dict[str, RowScorer] = {}
+        self.programrs: dict[str, RowScorer] = {}
         for role, model in models.items():
             self.host(role, model)
 
@@ -118,14 +117,14 @@ class InferenceWorker:
         """
         _check_kind(role, model)
         self.params[role], temperature = nnx.state(model), self._temperature
-        self._scorers[role] = (
+        self.programrs[role] = (
             RowScorer.of_values(model) if isinstance(model, ValueModel) else RowScorer.of_logps(model, temperature)
         )
 
     def release(self, role: str) -> None:
         """Let go of the model in `role`, if there is one."""
         self.params.pop(role, None)
-        self._scorers.pop(role, None)
+        self.programrs.pop(role, None)
 
     def model(self, role: str) -> Any:
         """Return the model in `role` with its current weights.
@@ -134,7 +133,7 @@ class InferenceWorker:
             RecipeError: no model has this role.
         """
         params = self._params_of(role)
-        return nnx.merge(self._scorers[role].graph, params)
+        return nnx.merge(self.programrs[role].graph, params)
 
     def has(self, role: str) -> bool:
         """Return whether a model has this role.
@@ -172,7 +171,7 @@ class InferenceWorker:
             RecipeError: no model has this role.
         """
         params = self._params_of(role)
-        return self._scorers[role](params, rows, lengths, size)[0]
+        return self.programrs[role](params, rows, lengths, size)[0]
 
     def rewards(
         self,

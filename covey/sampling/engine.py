@@ -37,7 +37,7 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import Decoder
 from covey.models.layer_kinds import any_state
 from covey.parallel.arrays import flatten
-from covey.parallel.programs import abstract, is_abstract
+from covey.parallel.shapes import abstract, is_abstract
 from covey.registry import offered
 from covey.sampling import sequence
 from covey.sampling.cache import CacheLayout

@@ -21,10 +21,9 @@ from covey.data.loader import FittedPrompts
 from covey.data.rows import Row
 from covey.errors import DataError
 from covey.losses.logprobs import token_logps
-from covey.packing.rows import Rows, abstract_rows, pack, rows_at_a_time, split_micro_batches
+from covey.packing.rows import Rows, pack, rows_at_a_time, split_micro_batches
 from covey.parallel import processes
-from covey.parallel.arrays import put_rows, rows_placement
-from covey.parallel.programs import Program, abstract
+from covey.parallel.arrays import put_rows
 from covey.text.tokenizer import Tokenizer
 from covey.train.programs import LossFn
 from covey.train.trainer import MicroBatch
@@ -120,23 +119,22 @@ class HeldOutLoss:
     Args:
         graph: the decoder's `nnx.GraphDef`; each call passes the weights.
         loss_fn: the loss function, as in the trainer.
+
+    Attributes:
+        program: the jitted function of weights and rows.
     """
 
     def __init__(self, graph: Any, config: SFTConfig, loss_fn: LossFn = supervised_loss, mesh: Mesh | None = None):
         self.config, self.mesh = config, mesh
-        self._sum = processes.here().in_order(
+        self.program = processes.here().in_order(
             "held-out loss", jax.jit(lambda params, rows: loss_fn(graph, params, rows)[0])
         )
-
-    def program(self, params: Any, count: int, length: int) -> Program:
-        """Return the program for `count` rows of `length` tokens; `params` are arrays or shapes."""
-        return Program("loss", self._sum, (abstract(params), abstract_rows(count, length, rows_placement(params))))
 
     def __call__(self, params: Any, groups: Sequence[Group]) -> dict[str, float]:
         """Return `loss`, in nats per token, and `perplexity`, its exponential."""
         total = count = 0.0
         for part in put_micro_batches(pack_rows(groups, self.config), self.config, params, self.mesh):
-            total, count = total + float(self._sum(params, part.batch)), count + part.denominator
+            total, count = total + float(self.program(params, part.batch)), count + part.denominator
         loss = total / (count or math.nan)
         return {"loss": loss, "perplexity": perplexity(loss)}
 

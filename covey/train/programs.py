@@ -11,6 +11,7 @@ weights. And on accelerators layers are stacks: kernels do not grow with the lay
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -21,14 +22,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from covey.models.decoder import Decoder, compiler_options
-from covey.models.dtypes import operand_type, round_kernels
+from covey.models.dtypes import operand_type
 from covey.models.layer_stack import is_state
 from covey.models.lora import apply_lora_dropout, split_trainable
 from covey.parallel import processes
 from covey.parallel.arrays import dotted_path, optimizer_shardings
-from covey.parallel.programs import Program, abstract, on_host, takes_shapes
+from covey.parallel.shapes import abstract, takes_shapes
 from covey.train.gradient_sums import GradientLayout, GradientSums
-from covey.train.optimizers import PARAM_GROUPS, LearningRates, ScheduledOptimizer
+from covey.train.optimizers import LearningRates, ScheduledOptimizer
 from covey.types import MetricSums
 
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], MetricSums]]
@@ -63,6 +64,7 @@ class UpdatePrograms:
         accumulate: trainable, frozen, sums of gradients (donated), micro-batch, step → sums, metrics.
         reduce: sums → sums over all parts of the rows; None where there are no parts (see `gradient_sums`).
         norm: sums, scale → the norm of sums · scale.
+        update: the update, of all weights or layer by layer.
         apply: trainable, optimizer's state (both donated), sums, scale, learning rates → trainable, optimizer's state.
             It calls one program, or one for each layer.
     """
@@ -77,11 +79,8 @@ class UpdatePrograms:
         state_shardings = optimizer_shardings(optimizer, trainable)
         state = jax.tree.map(abstract, jax.eval_shape(optimizer.init, trainable), state_shardings)
         self.layout = GradientLayout(model, trainable)
-        sum_shardings, reduced_shardings = self.layout.shardings(), self.layout.shardings(reduced=True)
+        sum_shardings = self.layout.shardings()
         self.zeros = jax.jit(self.layout.zeros, out_shardings=sum_shardings)
-        sums = jax.eval_shape(self.zeros, self.trainable)
-        self._sums = jax.tree.map(abstract, sums, sum_shardings)
-        self._reduced = jax.tree.map(abstract, jax.eval_shape(self.layout.reduce, sums), reduced_shardings)
         accumulate = jax.jit(
             partial(accumulate_grads, self.graph, loss_fn, self.layout, self.layout.parts == 1 and _with_norm(model)),
             donate_argnums=(2,),
@@ -89,15 +88,15 @@ class UpdatePrograms:
             compiler_options=compiler_options(model),
         )
         self.accumulate = processes.here().in_order("gradients", accumulate)
-        reduce = jax.jit(self.layout.reduce, out_shardings=reduced_shardings)
+        reduce = jax.jit(self.layout.reduce, out_shardings=self.layout.shardings(reduced=True))
         self.reduce = processes.here().in_order("reduce", reduce) if self.layout.parts > 1 else None
         self.norm = processes.here().in_order("norm", jax.jit(self.layout.norm))
-        self._update: LayerUpdates | WholeUpdate
+        self.update: LayerUpdates | WholeUpdate
         if isinstance(optimizer, ScheduledOptimizer) and len(self.layout.layers) > 1:
-            self._update = LayerUpdates(optimizer, self.layout, self.norm, self.trainable, state)
+            self.update = LayerUpdates(optimizer, self.layout, self.norm, self.trainable, state)
         else:
-            self._update = WholeUpdate(optimizer, self.layout, self.trainable, state)
-        self.init, self.apply = takes_shapes(self._update.init, state_shardings), self._update.apply
+            self.update = WholeUpdate(optimizer, self.layout, self.trainable, state)
+        self.init, self.apply = takes_shapes(self.update.init, state_shardings), self.update.apply
         self._rates = optimizer.learning_rates if isinstance(optimizer, ScheduledOptimizer) else None
 
     def learning_rates(self, step: int) -> dict[str, float]:
@@ -106,19 +105,14 @@ class UpdatePrograms:
             rates: dict[str, float] = jax.tree.map(float, jax.device_get(self._rates(step) if self._rates else {}))
         return rates
 
-    def gradients_program(self, batch: Any) -> Program:
-        """Return the program that adds the gradients of a micro-batch of these shapes to the sums of the step."""
-        frozen = round_kernels(self.frozen, self.operand_type)
-        return Program("gradients", self.accumulate, (self.trainable, frozen, self._sums, abstract(batch), 0))
 
-    def reduce_programs(self) -> list[Program]:
-        """Return the program that sums the gradients of all parts of the rows, where each has its own."""
-        return [Program("reduce", self.reduce, (self._sums,))] if self.reduce else []
-
-    def apply_program(self) -> Program:
-        """Return the program of the update: of its largest part, where it is made layer by layer."""
-        rates = dict.fromkeys(PARAM_GROUPS if self._rates else (), 1.0)
-        return self._update.largest_program(self._reduced, rates)
+def on_host() -> AbstractContextManager[Any]:
+    """Return a context in which JAX computes on the host's processor, if it may use that: for a few numbers."""
+    try:
+        context: AbstractContextManager[Any] = jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS leaves out the processor
+        return nullcontext()
+    return context
 
 
 def accumulate_grads(
@@ -157,15 +151,10 @@ class WholeUpdate:
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, layout: GradientLayout, trainable: Any, state: Any):
-        self._trainable, self._state = trainable, state
         shardings = jax.tree.map(lambda x: x.sharding, (trainable, state))
         self.init = jax.jit(optimizer.init, out_shardings=shardings[1])
         apply = jax.jit(partial(apply_sums, optimizer, layout), donate_argnums=(0, 1), out_shardings=shardings)
         self.apply: Any = processes.here().in_order("apply", apply)
-
-    def largest_program(self, sums: GradientSums, learning_rates: LearningRates) -> Program:
-        """Return the program for sums of these shapes."""
-        return Program("apply", self.apply, (self._trainable, self._state, sums, 1.0, learning_rates))
 
 
 def apply_sums(
@@ -252,19 +241,20 @@ class LayerUpdates:
 
     Attributes:
         parts: the layers, then all other weights.
+        shared: numbers of the leaves of the optimizer's state that belong to no weight.
     """
 
     def __init__(self, optimizer: ScheduledOptimizer, layout: GradientLayout, norm: Any, trainable: Any, state: Any):
         self._clips, self._norm = optimizer.clips, norm
-        self._weights, (self._state, self._structure) = jax.tree.leaves(trainable), jax.tree.flatten(state)
+        leaves, (self._state, self._structure) = jax.tree.leaves(trainable), jax.tree.flatten(state)
         make_program, weights, moments = cache(PartProgram), _numbers(trainable), _numbers(state)
-        self._shared = _select(moments, {})[0]
+        self.shared = _select(moments, {})[0]
         self.parts = []
         for names in _parts(layout, _transformations(optimizer, trainable)):
             (chosen, structure), (in_state, state_structure) = _select(weights, names), _select(moments, names)
             sums, indices = zip(*(layout.places[number] for number in chosen), strict=True)
             in_loops = tuple(index is not None for index in indices)
-            places = _shardings(self._weights, chosen), _shardings(self._state, in_state)
+            places = _shardings(leaves, chosen), _shardings(self._state, in_state)
             program = make_program(optimizer, structure, state_structure, in_loops, places)
             index = next((index for index in indices if index is not None), 0)
             self.parts.append(Part(chosen, in_state, sums, index, program))
@@ -281,7 +271,7 @@ class LayerUpdates:
     ) -> tuple[Any, Any]:
         """Make the optimizer's step with `sums` · `scale`, as `apply_sums` does; weights and state are donated."""
         (weights, structure), (state, state_structure) = jax.tree.flatten(trainable), jax.tree.flatten(opt_state)
-        _put(state, self._shared, jax.device_get(_pick(state, self._shared)))  # each call donates a copy
+        _put(state, self.shared, jax.device_get(_pick(state, self.shared)))  # each call donates a copy
         numbers = scale, float(self._norm(sums, scale)) if self._clips else 0.0, learning_rates
         totals, new_state = jax.tree.leaves(sums), list(state)
         for part in self.parts:
@@ -290,14 +280,6 @@ class LayerUpdates:
             _put(weights, part.weights, of_part[0])
             _put(new_state, part.state, of_part[1])
         return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, new_state)
-
-    def largest_program(self, sums: GradientSums, learning_rates: LearningRates) -> Program:
-        """Return the program of the largest part, for sums of these shapes."""
-        part = max(self.parts, key=lambda part: sum(x.size for x in _pick(self._weights, part.weights)))
-        state = list(self._state)
-        _put(state, self._shared, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _pick(state, self._shared)])
-        own = _pick(self._weights, part.weights), _pick(state, part.state), _pick(jax.tree.leaves(sums), part.sums)
-        return Program("apply", part.program.apply, (*own, part.index, 1.0, 1.0, learning_rates))
 
 
 def _transformations(optimizer: ScheduledOptimizer, trainable: Any) -> dict[str, str]:

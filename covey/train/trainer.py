@@ -19,7 +19,7 @@ from covey.errors import NumbersError
 from covey.models.dtypes import round_kernels
 from covey.models.layer_stack import LayerStacks
 from covey.models.lora import split_trainable
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey.train.gradient_sums import GradientSums
 from covey.train.optimizers import MATRIX
 from covey.train.programs import LOSS, NORM, LossFn, UpdatePrograms

@@ -20,7 +20,8 @@ from covey.models import families
 from covey.models.decoder import Decoder
 from covey.models.layers import Linear, LoRA
 from covey.models.loading.hf_config import WRAPPERS, text_name
-from covey.models.loading.weights import open_safetensors, read_float
+from covey.models.loading.stored_tensor import StoredTensor
+from covey.models.loading.weights import FLOAT_TYPES, open_safetensors
 from covey.models.lora import projections
 from covey.text.tokenizer import read_json
 
@@ -133,7 +134,7 @@ def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Mat
                     want=f"adapters of projections, such as {NAME_PREFIX}{min(ours)}.lora_A.weight",
                     where=str(folder),
                 )
-            matrices.setdefault(module, {})[match[2]] = read_float(file, name, folder).T
+            matrices.setdefault(module, {})[match[2]] = _read_float(file, name, folder).T
     for module, pair in matrices.items():
         if len(pair) < 2:
             lacks, paths = "B" if "A" in pair else "A", ", ".join(ours[module])
@@ -141,6 +142,20 @@ def _read_matrices(folder: Path, ours: Mapping[str, list[str]]) -> dict[str, Mat
     if not matrices:
         raise WeightsError(f"{TENSORS_FILE} holds no adapter", where=str(folder))
     return {module: (pair["A"], pair["B"]) for module, pair in matrices.items()}
+
+
+def _read_float(file: Any, name: str, folder: Path) -> np.ndarray:
+    """Read one tensor in the file's type.
+
+    Raises:
+        WeightsError: it does not hold floating-point numbers.
+    """
+    tensor = StoredTensor(file, name)
+    if tensor.kind not in FLOAT_TYPES:
+        raise WeightsError(
+            f"{name} is stored as {tensor.kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder)
+        )
+    return tensor.whole()
 
 
 KNOWN_FIELDS = {

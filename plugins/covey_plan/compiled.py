@@ -18,9 +18,9 @@ import jax
 import psutil
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from covey.parallel.programs import Program
 from covey.train.allocator import release_free_memory
 from covey_plan import hlo
+from covey_plan.program import Program
 
 T = TypeVar("T")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.parallel.arrays import flatten
-from covey.parallel.programs import Program
 from covey_plan.compiled import CompiledProgram
+from covey_plan.program import Program
 
 SAMPLING = ("prefill", "admit", "decode")
 """Names of the programs that run while the KV cache exists."""

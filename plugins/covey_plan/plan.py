@@ -24,7 +24,6 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.models.lora import split_trainable
 from covey.parallel.arrays import place_model
 from covey.parallel.mesh import MESH_AXES, platform_of
-from covey.parallel.programs import Program
 from covey.recipes.load_model import abstract_for
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import evaluation_rollout
@@ -50,6 +49,7 @@ from covey_plan.memory import (
     tokens_of_step,
 )
 from covey_plan.overlap import Overlap, overlap_of
+from covey_plan.program import Program
 from covey_plan.programs import RLPrograms, SFTPrograms
 from covey_plan.roofline import CPU_SHARE, PhaseTime, machine_peaks, step_times
 from covey_plan.search import Trial, search

@@ -15,17 +15,25 @@ from covey.losses.policy import LossInputs
 from covey.models.decoder import Decoder
 from covey.models.lora import has_lora
 from covey.packing.bins import micro_batch_sizes, most_rows, row_length_bucket
-from covey.packing.rows import Rows, abstract_rows
+from covey.packing.rows import Rows
 from covey.parallel.arrays import num_row_shards, rows_placement
-from covey.parallel.programs import Program
+from covey.parallel.shapes import abstract
 from covey.rl.batches import RowBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import BatchRequirements, Scheduler
 from covey.sft.learner import SFTLearner
+from covey_plan.program import Program
 from covey_plan.sampler_programs import SamplerPrograms
 from covey_plan.schedule import fitted
+from covey_plan.update_programs import (
+    abstract_rows,
+    apply_program,
+    gradients_program,
+    reduce_programs,
+    score_program,
+)
 from covey_report.token_values import longest_shown, token_values_interval
 
 
@@ -53,22 +61,22 @@ class RLPrograms:
 
     def score(self, count: int, length: int) -> Program:
         """Return the program of the actor's log-probs of `count` rows of `length` tokens."""
-        return self.cluster.scorer.program(self.trainer.params, count, length)
+        return score_program(self.cluster.scorer, self.trainer.params, count, length)
 
     def token_values(self, count: int, length: int) -> Program:
         """Return the program of the log-probs and entropies of `count` rows of `length` tokens."""
-        return self.cluster.token_scorer.program(self.trainer.params, count, length)
+        return score_program(self.cluster.token_scorer, self.trainer.params, count, length)
 
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
         rows, a = abstract_rows(count, length, rows_placement(self.trainer.params)), self._algorithm
         keys = self.cluster.measures_agreement
         batch = abstract_policy_batch(rows, old_logps=a.needs_old_logps, ref_logps=a.needs_reference, keys=keys)
-        return self.trainer.programs.gradients_program(batch)
+        return gradients_program(self.trainer.programs, batch)
 
     def apply(self) -> Program:
         """Return the program of the optimizer's update."""
-        return self.trainer.programs.apply_program()
+        return apply_program(self.trainer.programs)
 
     def prefill(self, prompts: int, length: int) -> Program:
         """Return the program that prefills `prompts` prompts of `length` tokens."""
@@ -148,7 +156,7 @@ class RLPrograms:
             self.score(*rows),
             self.token_values(*self.token_value_size()),
             self.gradients(*rows),
-            *self.trainer.programs.reduce_programs(),
+            *reduce_programs(self.trainer.programs),
             self.apply(),
             self.prefill(*scheduler.prefill_shape),
             self.admit(*slots, *scheduler.prefill_shape),
@@ -206,19 +214,21 @@ class SFTPrograms:
 
     def loss(self, count: int, length: int) -> Program:
         """Return the program of the held-out loss of `count` rows of `length` tokens."""
-        return self.learner.held_out.program(self.trainer.params, count, length)
+        params = self.trainer.params
+        rows = abstract_rows(count, length, rows_placement(params))
+        return Program("loss", self.learner.held_out.program, (abstract(params), rows))
 
     def gradients(self, count: int, length: int) -> Program:
         """Return the program of the gradients of a micro-batch of `count` rows of `length` tokens."""
         rows = abstract_rows(count, length, rows_placement(self.trainer.params))
-        return self.trainer.programs.gradients_program(rows)
+        return gradients_program(self.trainer.programs, rows)
 
     def apply(self) -> Program:
         """Return the program of the optimizer's update."""
-        return self.trainer.programs.apply_program()
+        return apply_program(self.trainer.programs)
 
     def largest(self) -> list[Program]:
         """Return the programs of the largest shapes that the settings provide for."""
         config, length = self.learner.config, row_length_bucket(self.learner.config.row_length)
         rows = most_rows(length, config.max_tokens_per_micro_batch, num_row_shards(self.learner.mesh)), length
-        return [self.loss(*rows), self.gradients(*rows), *self.trainer.programs.reduce_programs(), self.apply()]
+        return [self.loss(*rows), self.gradients(*rows), *reduce_programs(self.trainer.programs), self.apply()]

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from covey.config.schema import RolloutConfig
-from covey.parallel.programs import Program, abstract
+from covey.parallel.shapes import abstract
 from covey.sampling.cache import LayerCache, Prefix
 from covey.sampling.logits import SamplingParams, TracedSamplingParams
 from covey.sampling.model_runner import Programs, empty_slots, front, sharding_for
 from covey.sampling.programs import Slots
+from covey_plan.program import Program
 
 
 class SamplerPrograms:

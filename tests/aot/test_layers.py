@@ -20,13 +20,13 @@ from covey.models.layer_kinds import projection_shapes
 from covey.models.layer_stack import stack_layers
 from covey.models.layers import MLP, Linear
 from covey.models.lora import with_lora
-from covey.packing.rows import abstract_rows
 from covey.parallel.arrays import place_model, rows_placement
 from covey.rl.batches import policy_loss_fn
 from covey.sampling.logits import SamplingParams
 from covey.train.programs import UpdatePrograms
 from covey_plan.hlo import Program
 from covey_plan.programs import abstract_policy_batch
+from covey_plan.update_programs import abstract_rows, gradients_program
 
 ROWS, TIME, WIDTH = 2, 1024, 2304
 
@@ -70,7 +70,7 @@ def test_an_update_attends_once_in_a_layer_and_copies_no_layer_of_a_stack(topolo
     programs = UpdatePrograms(model, optax.sgd(1.0), loss)
     rows = abstract_rows(1, 640, rows_placement(programs.trainable))
     batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False, keys=False)
-    text = programs.gradients_program(batch).lower().compile().as_text()
+    text = gradients_program(programs, batch).lower().compile().as_text()
     assert sorted(re.findall(r"%\w*tree_attention_(\w+?)_*(?:\.\d+)? = ", text)) == ["dkv", "dq", "forward"]
     kernels = {f"bf16[{n_in},{n_out}]" for n_in, n_out in projection_shapes(config, 0).values()}
     made = Program(text).of("copy", "dynamic-slice", "fusion")

@@ -15,7 +15,6 @@ from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder
 from covey.models.layer_stack import stack_layers
 from covey.models.lora import with_lora
-from covey.packing.rows import abstract_rows
 from covey.parallel.arrays import place_model, rows_placement
 from covey.rl.batches import policy_loss_fn
 from covey.sampling.logits import SamplingParams
@@ -25,6 +24,7 @@ from covey_plan.hlo import Program
 from covey_plan.machines import parse_target
 from covey_plan.programs import abstract_policy_batch
 from covey_plan.topologies import cuda_version, place_on
+from covey_plan.update_programs import abstract_rows, gradients_program
 
 SUM = re.compile(r"= (?P<shape>\([^()]*\)|\S+) (?P<name>reduce|scatter)\((?P<rest>.*)")
 
@@ -78,5 +78,5 @@ def compiled_gradients(config: ModelConfig, name: str, rank: int, time: int) -> 
     programs = UpdatePrograms(model, optax.sgd(1.0), loss)
     rows = abstract_rows(4, time, rows_placement(programs.trainable))
     batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False, keys=False)
-    text: str = lower(programs.gradients_program(batch)).compile().as_text()
+    text: str = lower(gradients_program(programs, batch)).compile().as_text()
     return text

@@ -26,7 +26,7 @@ from covey.models.value_model import make_value_model
 from covey.monitor.record import StepRecord
 from covey.packing.rows import Rows, pack, scatter_to_rows
 from covey.parallel import flatten, make_mesh, mesh_of, reshard
-from covey.parallel.programs import is_abstract
+from covey.parallel.shapes import is_abstract
 from covey.rl.batches import TrainBatch
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner

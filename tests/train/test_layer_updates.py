@@ -20,7 +20,7 @@ from covey.models.lora import split_trainable, with_lora
 from covey.models.value_model import make_value_model
 from covey.parallel.arrays import build_for_devices, place_model
 from covey.parallel.mesh import make_mesh
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey.train.optimizers import make_optimizer
 from covey.train.programs import LayerUpdates, UpdatePrograms, WholeUpdate
 
@@ -81,7 +81,7 @@ def test_layers_are_updated_to_the_bits_of_one_program(
     rng = np.random.default_rng(0)
     zeros = programs.zeros(trainable)
     sums = jax.tree.map(lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding), zeros)
-    layers = programs._update
+    layers = programs.update
     whole = WholeUpdate(optimizer, programs.layout, programs.trainable, abstract(programs.init(trainable)))
     assert isinstance(layers, LayerUpdates)
     got, wanted = (moved(programs, update, trainable, sums) for update in (layers, whole))
@@ -95,7 +95,7 @@ def test_programs_do_not_grow_with_the_layers() -> None:
     def count(layers: int, adapters: LoRAConfig | None) -> int:
         model = decoder(layers)
         programs = updates_of(with_lora(model, adapters) if adapters else model, make_optimizer(ADAMW, 8))
-        return len({part.program for part in programs._update.parts})
+        return len({part.program for part in programs.update.parts})
 
     assert [count(layers, ADAPTERS) for layers in (2, 5)] == [1, 1]
     assert [count(layers, None) for layers in (2, 5)] == [2, 2]
@@ -105,4 +105,4 @@ def test_a_transformation_of_a_user_and_stacks_have_one_program() -> None:
     """A user's transformation may need all weights at once; stacks have few kernels, however many layers there are."""
     stacked = stack_layers(build_for_devices(decoder(), "tpu"))
     for model, optimizer in ((decoder(), optax.lamb(0.1)), (stacked, make_optimizer(ADAMW, 8))):
-        assert isinstance(updates_of(model, optimizer)._update, WholeUpdate)
+        assert isinstance(updates_of(model, optimizer).update, WholeUpdate)

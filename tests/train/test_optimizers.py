@@ -104,7 +104,10 @@ def test_a_run_of_another_length_makes_its_updates_by_the_same_program(schedule:
     texts = set()
     for steps, peak in ((20, 1e-3), (30, 1e-3), (30, 2e-3)):
         optimizer = make_optimizer(dataclasses.replace(config, learning_rate=peak), steps)
-        texts.add(UpdatePrograms(model, optimizer, lambda *_: None).apply_program().lower().as_text())  # type: ignore[arg-type, return-value]
+        programs = UpdatePrograms(model, optimizer, lambda *_: None)  # type: ignore[arg-type, return-value]
+        weights, rates = programs.trainable, dict.fromkeys(programs.learning_rates(0), 1.0)
+        shapes = weights, programs.init(weights), jax.eval_shape(programs.zeros, weights), 1.0, rates
+        texts.add(programs.apply.lower(*shapes).as_text())
     assert len(texts) == 1
 
 

@@ -446,20 +446,6 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
-def read_float(file: Any, name: str, folder: Path) -> np.ndarray:
-    """Read one tensor in the file's type.
-
-    Raises:
-        WeightsError: it does not hold floating-point numbers.
-    """
-    tensor = StoredTensor(file, name)
-    if tensor.kind not in FLOAT_TYPES:
-        raise WeightsError(
-            f"{name} is stored as {tensor.kind}", want="one of: " + ", ".join(FLOAT_TYPES), where=str(folder)
-        )
-    return tensor.whole()
-
-
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 QUANTISED = {
     ".qweight": "GPTQ or AWQ", ".absmax": "bitsandbytes", ".SCB": "bitsandbytes", "_scale_inv": "FP8",

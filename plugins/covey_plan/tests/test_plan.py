@@ -21,7 +21,7 @@ from covey.config import recipe
 from covey.errors import RecipeError
 from covey.models.config import ModelConfig
 from covey.parallel import flatten, make_mesh
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey_plan import here, plan, roofline, table
 from covey_plan.compiled import CompiledProgram, compile_program
 from covey_plan.cost import cost_of

@@ -10,7 +10,7 @@ from covey import write_peft
 from covey.config import recipe
 from covey.parallel import flatten
 from covey.parallel.arrays import place_model
-from covey.parallel.programs import abstract
+from covey.parallel.shapes import abstract
 from covey.recipes.load_model import abstract_for, load_source
 from covey_plan.plan import policy_programs, supervised_programs
 

@@ -18,11 +18,11 @@ from covey.models.lora import with_lora
 from covey.models.stored_kernel import find_format
 from covey.parallel import make_mesh
 from covey.parallel.arrays import place_model
-from covey.parallel.programs import Program
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
 from covey.rl.roles import ClusterConfig, Role
 from covey.text.tokenizer import Tokenizer
+from covey_plan.program import Program
 from covey_plan.programs import RLPrograms
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
@@ -105,10 +105,10 @@ def recorded(learner: GRPOLearner) -> dict[str, Recorder]:
     assert cluster.trainer is not None
     update, sampler = cluster.trainer.programs, cluster.rollout.engine.programs
     places = {
-        "score": (cluster.scorer, "_score"),
+        "score": (cluster.scorer, "program"),
         "gradients": (update, "accumulate"),
         **{name: (sampler, name) for name in ("prefill", "admit", "decode")},
-        "apply": (update._update.parts[0].program, "apply"),  # all layers share it
+        "apply": (update.update.parts[0].program, "apply"),  # all layers share it
     }
     recorders = {name: Recorder(getattr(*place)) for name, place in places.items()}
     for name, (owner, attribute) in places.items():

@@ -16,6 +16,7 @@ from covey.sft.batch import groups_of, pack_rows, put_micro_batches
 from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey_plan.programs import SFTPrograms
+from covey_plan.update_programs import apply_program
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SHAPE = ModelConfig(
@@ -34,9 +35,9 @@ def test_a_learner_calls_what_was_built_from_shapes(mesh: tuple[int, ...] | None
     batch = next(put_micro_batches(rows, CONFIG, trainer.trainable, place)).batch
     grads = update.zeros(trainer.trainable)
     called = [
-        learner.held_out._sum.lower(trainer.params, batch),
+        learner.held_out.program.lower(trainer.params, batch),
         update.accumulate.lower(trainer.trainable, trainer.frozen, grads, batch, trainer.step),
-        update.apply_program().lower(),
+        apply_program(update).lower(),
     ]
     shapes = place_model(abstract_decoder(SHAPE), place or jax.devices()[0])
     planned = SFTPrograms(SFTLearner(model=shapes, tokenizer=TOKENIZER, config=CONFIG, mesh=place), total_steps=2)
