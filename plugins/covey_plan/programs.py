@@ -23,10 +23,10 @@ from covey.rl.cluster import RLCluster
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import BatchRequirements, Scheduler
-from covey.sft.learner import SFTLearner
 from covey_plan.sampler_programs import SamplerPrograms
 from covey_plan.schedule import fitted
 from covey_report.token_values import longest_shown, token_values_interval
+from covey_sft.learner import SFTLearner
 
 
 class RLPrograms:

@@ -36,7 +36,12 @@ from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
-from covey.sft.batch import (
+from covey.text.tokenizer import Tokenizer
+from covey.train.optimizers import make_optimizer
+from covey.train.programs import LossFn
+from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
+from covey.types import Group
+from covey_sft.batch import (
     HeldOutLoss,
     drop_long_examples,
     groups_of,
@@ -45,11 +50,6 @@ from covey.sft.batch import (
     put_micro_batches,
     supervised_loss,
 )
-from covey.text.tokenizer import Tokenizer
-from covey.train.optimizers import make_optimizer
-from covey.train.programs import LossFn
-from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
-from covey.types import Group
 
 HELD_OUT = "held-out data"
 
