@@ -15,7 +15,6 @@ from covey.config.schema import RewardSafetyConfig as RewardSafetyConfig
 from covey.config.schema import RLTrainingConfig as RLTrainingConfig
 from covey.config.schema import RolloutConfig as RolloutConfig
 from covey.config.schema import SFTConfig as SFTConfig
-from covey.data.examples import as_examples as as_examples
 from covey.data.loader import PromptLoader as PromptLoader
 from covey.data.rows import as_rows as as_rows
 from covey.data.sources import load_data as load_data
@@ -53,6 +52,7 @@ from covey_functions.padded import make_completion_mask as make_completion_mask
 from covey_functions.padded import pad_to_length as pad_to_length
 from covey_functions.padded import selective_log_softmax as selective_log_softmax
 from covey_ppo.learner import PPOLearner as PPOLearner
+from covey_sft.examples import as_examples as as_examples
 from covey_sft.learner import SFTLearner as SFTLearner
 from covey_trackers.trackers import Tracked as Tracked
 from covey_trackers.trackers import Trackers as Trackers

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.data import ExampleLoader, PromptLoader
+from covey.data import PromptLoader
 from covey.data.loader import fit_prompts
 from covey.data.rows import count_plain
 from covey.models.config import ModelConfig
@@ -27,6 +27,7 @@ from covey.types import Prompt
 from covey_report.run_files import TOKENS
 from covey_report.token_values import token_values_interval
 from covey_sft.batch import drop_long_examples, encode_example
+from covey_sft.examples import ExampleLoader
 from covey_sft.learner import HELD_OUT
 
 
