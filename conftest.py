@@ -69,8 +69,8 @@ KEPT = 150.0
 ALIKE = {
     "small runs": (
         "faults/test_folder_faults", "faults/test_kill_faults", "faults/test_number_faults", "faults/test_run_faults",
-        "run/test_load_model", "run/test_run", "run/test_sft_run",
-        "../plugins/covey_formats/tests/test_export_run", "../plugins/covey_quantised/tests/test_quantised_run",
+        "run/test_load_model", "run/test_run", "../plugins/covey_formats/tests/test_export_run",
+        "../plugins/covey_quantised/tests/test_quantised_run", "../plugins/covey_sft/tests/test_run",
     ),
     "learners": (
         "run/test_learners", "run/test_off_policy", "run/test_settings", "../plugins/covey_envs/tests/test_guess",

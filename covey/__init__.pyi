@@ -15,7 +15,6 @@ from covey.config.schema import RewardSafetyConfig as RewardSafetyConfig
 from covey.config.schema import RLTrainingConfig as RLTrainingConfig
 from covey.config.schema import RolloutConfig as RolloutConfig
 from covey.config.schema import SFTConfig as SFTConfig
-from covey.data.examples import as_examples as as_examples
 from covey.data.loader import PromptLoader as PromptLoader
 from covey.data.rows import as_rows as as_rows
 from covey.data.sources import load_data as load_data
@@ -34,7 +33,6 @@ from covey.rl.roles import ClusterConfig as ClusterConfig
 from covey.rl.roles import Role as Role
 from covey.sampling.engine import Engine as Engine
 from covey.sampling.engine import Request as Request
-from covey.sft.learner import SFTLearner as SFTLearner
 from covey.train.checkpoint import Checkpointer as Checkpointer
 from covey.types import Completion as Completion
 from covey.types import FinishReason as FinishReason
@@ -54,6 +52,8 @@ from covey_functions.padded import make_completion_mask as make_completion_mask
 from covey_functions.padded import pad_to_length as pad_to_length
 from covey_functions.padded import selective_log_softmax as selective_log_softmax
 from covey_ppo.learner import PPOLearner as PPOLearner
+from covey_sft.examples import as_examples as as_examples
+from covey_sft.learner import SFTLearner as SFTLearner
 from covey_trackers.trackers import Tracked as Tracked
 from covey_trackers.trackers import Trackers as Trackers
 

@@ -21,7 +21,6 @@ ROLES = {
     "recipes": "a recipe as a run, and its model",
     "run": "the loop, a run folder: stop, resume",
     "rl": "GRPO and PPO: the loop and its workers",
-    "sft": "supervised fine-tuning",
     "rewards": "reward functions and scores",
     "monitor": "metrics, files and displays of a run",
     "train": "trainer, optimizers, checkpoints",

@@ -325,7 +325,7 @@ def keywords_of(cls: type) -> dict[str, Any] | None:
         kinds |= {p.name: p.annotation for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
-        if base.__module__.partition(".")[0] != covey.__name__:
+        if not base.__module__.startswith(("covey.", "covey_")):  # neither Covey's nor a plugin's
             return None
     return kinds
 

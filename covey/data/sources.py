@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
 from covey.data import arithmetic, first_letter, readers
-from covey.data.examples import as_example
 from covey.data.rows import (
     FORMS,
-    PAIR,
     Form,
     Row,
     as_chat_row,
@@ -27,7 +25,6 @@ from covey.data.rows import (
     as_rows,
     chat,
     find_chat_form,
-    find_form,
     format_counts,
 )
 from covey.errors import DataError
@@ -167,9 +164,8 @@ def with_answers(make: Callable[[int], tuple[list[Row], list[Row]]], system: str
 
 
 def _jsonl_examples(config: SFTDataConfig) -> Splits:
-    names = config.prompt_column, config.completion_column
-    find = lambda record: PAIR if all(name in record for name in names) else find_form(record)  # noqa: E731
-    return open_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names), find=find)
+    """Return the examples of a file, which the package of supervised training reads."""
+    return offered("covey.examples", "jsonl")(config)  # type: ignore[no-any-return]
 
 
 def _no_examples(config: SFTDataConfig) -> Splits:

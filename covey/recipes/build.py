@@ -22,7 +22,6 @@ from covey.models.lora import with_lora, without_lora
 from covey.models.value_model import ValueModel, make_value_model
 from covey.parallel import mesh_from_config, processes
 from covey.parallel.mesh import rollout_mesh_from_config
-from covey.recipes.answers import Answers
 from covey.recipes.load_model import decoder_options, load_to_train
 from covey.registry import offered
 from covey.rewards.call import check_columns, check_evaluation_columns
@@ -34,7 +33,6 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.settings import check_same_recipe
 from covey.sampling.responder import ResponderFactory
-from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 
@@ -63,7 +61,8 @@ def load_inputs(recipe: Recipe | SFTRecipe) -> tuple[Dataset, Mesh | None]:
 
 
 def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
-    """Make the run of a recipe: load its model and make its learner.
+    """Make the run of a recipe: load its model and make its learner. Packages offer other methods than reinforcement
+    learning by the entry points `covey.methods`.
 
     Args:
         recipe: the checked recipe.
@@ -71,8 +70,9 @@ def build(recipe: Recipe | SFTRecipe, data: Dataset, mesh: Mesh | None, run: Sav
         mesh: the devices to train on; the default device when not given.
         run: its folder, display and contexts.
     """
-    make = build_rl if isinstance(recipe, Recipe) else build_sft
-    return make(recipe, data, mesh, run)  # type: ignore[arg-type]  # each gets its own kind
+    is_rl = isinstance(recipe, Recipe)
+    make: Callable[..., ReadyRun] = build_rl if is_rl else offered("covey.methods", recipe.method).build
+    return make(recipe, data, mesh, run)
 
 
 def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
@@ -92,22 +92,6 @@ def build_rl(recipe: Recipe, data: Dataset, mesh: Mesh | None, run: SavedRun) ->
     loader = PromptLoader(rows, recipe.training.prompts_per_step, seed=recipe.seed)
     counts = {"prompts": len(loader.rows), **unfit}
     return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts, other_models)
-
-
-def build_sft(recipe: SFTRecipe, data: Dataset, mesh: Mesh | None, run: SavedRun) -> ReadyRun:
-    """Make a run of supervised training; see `build`."""
-    model, tokenizer, origin = load_to_train(recipe, mesh, run.folder)
-    learner = SFTLearner(
-        model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, seed=recipe.seed, observers=[]
-    )
-    fitted = learner.drop_long_examples(data.train)
-    if fitted.dropped or fitted.truncated:
-        run.phase(f"examples longer than max_length: {fitted.dropped} dropped, {fitted.truncated} cut")
-    held_out = learner.drop_long_examples(data.test, HELD_OUT).rows[: recipe.evaluation.prompts or None]
-    learner.answer = Answers(recipe, learner.program_model, tokenizer, held_out)
-    loader = learner.loader(fitted.rows)
-    counts = {"examples": len(loader.rows), "dropped": fitted.dropped, "truncated": fitted.truncated}
-    return ReadyRun(learner, loader, tokenizer, model.config, held_out, origin, counts)
 
 
 def load_value_models(

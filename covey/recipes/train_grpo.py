@@ -30,8 +30,8 @@ from covey.rewards.call import RewardFn, RewardFns, check_columns, check_evaluat
 from covey.rewards.scoring import RewardRunner
 from covey.rl.cluster import RLCluster
 from covey.rl.grpo import GRPOLearner
+from covey.rl.learner import as_recipe
 from covey.rl.roles import ClusterConfig, Role
-from covey.rl.settings import settings_of
 from covey.sampling.responder import ResponderFactory
 from covey.text.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ def train_grpo(
     with _naming("eval_dataset"):
         held_out = None if eval_dataset is None else _read_held_out(eval_dataset, functions, eval_config)
     config = ClusterConfig(role_to_mesh or {}, training_config or RLTrainingConfig(), rollout_config or RolloutConfig())
-    validate(settings_of(config, grpo_config, functions, environments, reward_runner, eval_config))
+    validate(as_recipe(config, grpo_config, functions, environments, reward_runner, eval_config))
     actor, own_tokenizer, origin = _load_actor(model, lora or LoRAConfig(), config, options)
     cluster = RLCluster(
         actor=actor, tokenizer=tokenizer or own_tokenizer, cluster_config=config, environments=environments

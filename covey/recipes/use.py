@@ -20,10 +20,9 @@ from covey.display import echo, show_log, typed_lines
 from covey.errors import DataError
 from covey.monitor.progress import Progress
 from covey.parallel import processes
-from covey.parallel.arrays import on_local_devices
-from covey.recipes.answers import answer_examples, answering_worker, select_answerable
-from covey.recipes.build import load_data, open_environments
-from covey.recipes.load_model import available_mesh, available_own_mesh, load_for, open_model
+from covey.recipes.build import open_environments
+from covey.recipes.load_model import available_own_mesh, load_for, open_model
+from covey.registry import offered
 from covey.rewards.call import RewardFn, check_columns, check_evaluation_columns, environment_reward
 from covey.rewards.scoring import RewardRunner
 from covey.rl.evaluate import evaluate as evaluate_model
@@ -31,7 +30,6 @@ from covey.rl.learner import fit_rows
 from covey.rl.rollout_worker import RolloutWorker
 from covey.run.saved_run import console_of_process
 from covey.run.settings import check_same_recipe
-from covey.sft.learner import HELD_OUT, SFTLearner
 from covey.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,9 @@ TEXT_ONLY = "The model has no chat template: it continues each line alone"
 
 def evaluate(source: str, recipe: Recipe | SFTRecipe) -> dict[str, Any]:
     """Evaluate the model or run at `source` on the held-out rows of `recipe`; print and return the metrics."""
-    return evaluate_sft(source, recipe) if isinstance(recipe, SFTRecipe) else evaluate_rl(source, recipe)
+    if isinstance(recipe, Recipe):
+        return evaluate_rl(source, recipe)
+    return offered("covey.methods", recipe.method).evaluate(source, recipe)  # type: ignore[no-any-return]
 
 
 def evaluate_rl(source: str, recipe: Recipe) -> dict[str, Any]:
@@ -69,31 +69,6 @@ def evaluate_rl(source: str, recipe: Recipe) -> dict[str, Any]:
             )
         progress.evaluation(source, evaluation.summary())
     return evaluation.summary()
-
-
-def evaluate_sft(source: str, recipe: SFTRecipe) -> dict[str, Any]:
-    """Evaluate the held-out loss of the model or run at `source` and some answers; print and return the metrics.
-
-    The loss is computed on the mesh of all processes. Each answers its share of the examples, with a copy of the model
-    on its devices.
-    """
-    held_out = load_data(recipe).test
-    check_same_inputs(recipe, held_out)
-    with Progress(0, console_of_process()) as progress, show_log(progress.phase, progress.message):
-        mesh = available_mesh(recipe.model.mesh)
-        model, tokenizer, _ = load_for(recipe, mesh, source)
-        progress.phase("evaluating")
-        learner = SFTLearner(model=model, tokenizer=tokenizer, config=recipe.training, mesh=mesh, observers=[])
-        chosen = learner.drop_long_examples(held_out, HELD_OUT).rows[: recipe.evaluation.prompts or None]
-        metrics = learner.held_out_loss(chosen) | {"examples": len(chosen)}
-        del learner  # on accelerators it has stacks of the model's layers
-        worker = answering_worker(model, tokenizer, recipe.rollout)
-        answerable = select_answerable(worker, chosen, recipe.evaluation.answers)
-        if answerable:
-            worker.update_params(on_local_devices(worker.params))
-        metrics |= answer_examples(worker, answerable, recipe, progress.advance)[0]
-        progress.evaluation(source, metrics)
-    return metrics
 
 
 def scoring_functions(recipe: Recipe) -> list[RewardFn | str]:

@@ -23,8 +23,9 @@ import numpy as np
 from flax import nnx
 
 from covey.config.algorithms import algorithm_of, off_policy_problems, with_correction
-from covey.config.recipe import validate
-from covey.config.schema import EvalConfig, GRPOConfig, RLTrainingConfig
+from covey.config.recipe import Recipe, validate
+from covey.config.schema import DataConfig, EnvsConfig, EvalConfig, GRPOConfig, RewardSafetyConfig, RLTrainingConfig
+from covey.config.schema.data import FROM_PYTHON
 from covey.data.loader import FittedPrompts, PromptLoader, fit_prompts
 from covey.data.rows import Row, as_rows
 from covey.errors import EpisodeError, NumbersError, RecipeError, raise_together
@@ -37,17 +38,23 @@ from covey.monitor.record import Observer, OnBadBatch, StepRecord, total_steps
 from covey.parallel import processes
 from covey.parallel.arrays import stack_bytes
 from covey.parallel.values import serialize
-from covey.rewards.call import RewardFn, RewardFns, check_columns, environment_reward, resolve_reward_fns
+from covey.rewards.call import (
+    RewardFn,
+    RewardFns,
+    check_columns,
+    environment_reward,
+    function_names,
+    resolve_reward_fns,
+)
 from covey.rewards.scoring import RewardRunner, Scorer
 from covey.rl.batches import AGREEMENT, PackedGroups, Replay, TrainBatch, gather_batches, make_train_batch
 from covey.rl.cluster import RLCluster
 from covey.rl.evaluate import Evaluation, evaluate
 from covey.rl.evaluate import during_training as during
 from covey.rl.metrics import Clock, StepStats, gather_step_stats, step_metrics
-from covey.rl.roles import Role
+from covey.rl.roles import ClusterConfig, Role
 from covey.rl.rollout_worker import RolloutWorker
 from covey.rl.rollouts import FailureCounts, Rollouts, SampledStep, SamplingContext, load_steps
-from covey.rl.settings import settings_of
 from covey.rl.stage_sizes import stage_sizes
 from covey.rl.step_data import (
     Experience,
@@ -64,6 +71,7 @@ from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
 from covey.sampling.logits import DRAW_VERSION
 from covey.sampling.model_runner import SamplerStats
+from covey.sampling.responder import ResponderFactory
 from covey.train.trainer import Metrics, NonFiniteGuard
 from covey.types import Group
 
@@ -127,7 +135,7 @@ class Learner(Trainee):
         functions = resolve_reward_fns(reward_fns, reward_funcs)
         self.reward_fns = all_functions(functions, rl_cluster)
         given = {"reward_model": Role.REWARD, "critic": Role.CRITIC}
-        self.settings = settings_of(
+        self.settings = as_recipe(
             rl_cluster.config,
             config,
             functions,
@@ -549,3 +557,31 @@ def all_functions(given: Sequence[RewardFn], cluster: RLCluster) -> list[RewardF
             want="reward_fns= or reward_funcs=, an environment, or a reward model",
         )
     return functions
+
+
+def as_recipe(
+    config: ClusterConfig,
+    algorithm: GRPOConfig | None,
+    functions: Sequence[RewardFn],
+    environments: ResponderFactory | None,
+    runner: RewardRunner | None,
+    evaluation: EvalConfig | None,
+    **more: Any,
+) -> Recipe:
+    """Return the settings of a script's run as a recipe, which has the same checks and is recorded in a run folder;
+    `more` are further settings.
+    """
+    own = getattr(environments, "config", None)
+    named = EnvsConfig(environment=environments.name if environments else None)
+    return Recipe(
+        seed=config.rollout_config.seed,
+        data=DataConfig(task=FROM_PYTHON),
+        rewards=tuple(function_names(functions)),
+        envs=own if isinstance(own, EnvsConfig) else named,
+        reward_safety=runner.safety if runner else RewardSafetyConfig(),
+        rollout=config.rollout_config,
+        grpo=algorithm or GRPOConfig(),
+        training=config.training_config,
+        evaluation=evaluation or EvalConfig(),
+        **more,
+    )

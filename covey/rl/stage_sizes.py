@@ -55,15 +55,16 @@ def stage_sizes(training: RLTrainingConfig, num_generations: int) -> StageSizes:
 def _size_error(stage: str, size: int, step: int, num_generations: int) -> RecipeError:
     """Return the error for an invalid stage size, in prompts and in completions, with the valid sizes."""
     name, G = f"{stage}_micro_batch_size", num_generations
-    what = f"{name} {size} prompts × num_generations {G} = {size * G} samples"
-    what += f", and a step has prompts_per_step {step} × {G} = {step * G}"
-    nearest = min(max(size, 1), step)
-    fix = f"{nearest}, or null for the whole step"
-    if 1 <= size // G <= step and size % G == 0 and G > 1:
-        fix += f"; {size} samples would be {size // G} prompts"
-    want = f"1 to {step} prompts: counted before the ×{G} repeat, × {G} samples inside the stage; "
-    want += f"the nearest that divide the step evenly: {_divisors_near(size, step)}"
-    return RecipeError(what, want=want, fix=fix, where=f"training.{name}")
+    are_samples = G > 1 and size % G == 0 and 1 <= size // G <= step
+    return RecipeError(
+        f"{name} {size} prompts × num_generations {G} = {size * G} samples, "
+        f"and a step has prompts_per_step {step} × {G} = {step * G}",
+        want=f"1 to {step} prompts: counted before the ×{G} repeat, × {G} samples inside the stage; "
+        f"the nearest that divide the step evenly: {_divisors_near(size, step)}",
+        fix=f"{min(max(size, 1), step)}, or null for the whole step"
+        + (f"; {size} samples would be {size // G} prompts" if are_samples else ""),
+        where=f"training.{name}",
+    )
 
 
 def _divisors_near(size: int, step: int) -> str:

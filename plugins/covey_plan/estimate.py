@@ -24,7 +24,6 @@ from covey.monitor.formats import duration
 from covey.rl.evaluate import during_training, presets_of
 from covey.run.outputs import Output
 from covey.run.saved_run import SavedRun, memory_in_use
-from covey.sft.batch import encode_example
 from covey.train.trainer import Trainer
 from covey_plan.lengths import Lengths, cut_geometric, expected_lengths
 from covey_plan.machines import MACHINES, Machine
@@ -33,6 +32,7 @@ from covey_plan.roofline import CPU_SHARE, present_rates, step_times
 from covey_plan.schedule import fitted
 from covey_plan.topologies import mesh_size
 from covey_plan.work import Sizes
+from covey_sft.batch import encode_example
 
 ROWS_READ, WIDTH = 64, 60
 """Number of rows whose lengths stand for all, and of characters of a line."""

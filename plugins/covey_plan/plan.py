@@ -31,7 +31,6 @@ from covey.rl.roles import ClusterConfig, Role
 from covey.sampling.cache import Block
 from covey.sampling.logits import SamplingParams
 from covey.sampling.scheduler import MIN_SLOTS, Scheduler, smaller_batch
-from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey_kernels import gpu_decode, tpu_decode
 from covey_plan.compiled import CompiledProgram, compile_program, process_memory
@@ -55,6 +54,7 @@ from covey_plan.roofline import CPU_SHARE, PhaseTime, machine_peaks, step_times
 from covey_plan.search import Trial, search
 from covey_plan.topologies import Places, mesh_size, place_on, rollout_config
 from covey_plan.work import Sizes
+from covey_sft.learner import SFTLearner
 
 TOTAL_STEPS = 100
 """Number of steps of the schedule, on which no size depends."""

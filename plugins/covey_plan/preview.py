@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from covey.config.recipe import Recipe, SFTRecipe
-from covey.data import ExampleLoader, PromptLoader
+from covey.data import PromptLoader
 from covey.data.loader import fit_prompts
 from covey.data.rows import count_plain
 from covey.models.config import ModelConfig
@@ -22,12 +22,13 @@ from covey.recipes.build import load_data, prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rl.evaluate import presets_of
 from covey.sampling.scheduler import check_length, check_positions
-from covey.sft.batch import drop_long_examples, encode_example
-from covey.sft.learner import HELD_OUT
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 from covey_report.run_files import TOKENS
 from covey_report.token_values import token_values_interval
+from covey_sft.batch import drop_long_examples, encode_example
+from covey_sft.examples import ExampleLoader
+from covey_sft.learner import HELD_OUT
 
 
 @dataclass(frozen=True)

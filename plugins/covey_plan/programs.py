@@ -23,7 +23,6 @@ from covey.rl.cluster import RLCluster
 from covey.rl.roles import Role
 from covey.rl.stage_sizes import stage_sizes
 from covey.sampling.scheduler import BatchRequirements, Scheduler
-from covey.sft.learner import SFTLearner
 from covey_plan.program import Program
 from covey_plan.sampler_programs import SamplerPrograms
 from covey_plan.schedule import fitted
@@ -35,6 +34,7 @@ from covey_plan.update_programs import (
     score_program,
 )
 from covey_report.token_values import longest_shown, token_values_interval
+from covey_sft.learner import SFTLearner
 
 
 class RLPrograms:

@@ -21,7 +21,6 @@ from covey.recipes.build import prompt_encoder
 from covey.recipes.load_model import abstract_for
 from covey.rewards.call import Reward, of_evaluation
 from covey.rewards.registry import resolve
-from covey.sft.batch import encode_example
 from covey_data.duplicates import Duplicates, count_duplicates, trained_columns
 from covey_report.data_findings import find_problems
 from covey_report.diagnosis import Finding
@@ -37,6 +36,7 @@ from covey_report.scan import (
 )
 from covey_report.segments import Segment, prompt_segments
 from covey_report.token_texts import token_texts
+from covey_sft.batch import encode_example
 
 LEARNT = "completion"
 """Role of the tokens that supervised training learns."""

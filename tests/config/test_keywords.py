@@ -7,6 +7,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def refused(cls: type, *args: Any, **keywords: Any) -> str:
 
 
 CONFIGS = [getattr(covey, name) for name in covey.__all__ if name.endswith(("Config", "Options", "Recipe"))]
-OTHERS = (covey.GRPOLearner, covey.SFTLearner, covey.RLCluster)
+OFFERED = {"covey_ppo": "PPOLearner", "covey_sft": "SFTLearner"}
+LEARNERS = [covey.GRPOLearner, *(getattr(covey, name) for package, name in OFFERED.items() if find_spec(package))]
+OTHERS = (*LEARNERS, covey.RLCluster)
 
 
 # --- names
@@ -68,7 +71,7 @@ def test_a_wrong_keyword_is_answered_with_the_right_one(cls: type, name: str, fi
     assert fix in message
 
 
-@pytest.mark.parametrize("make", [covey.RLCluster, covey.GRPOLearner, covey.SFTLearner, covey.RLCluster.load])
+@pytest.mark.parametrize("make", [*OTHERS, covey.RLCluster.load])
 @pytest.mark.parametrize("name", ["peft_config", "lora_config"])
 def test_adapters_of_other_libraries_are_answered_with_ours(make: Any, name: str) -> None:
     given = {"actor": "scratch:arithmetic-tiny", name: {"r": 8}} if make == covey.RLCluster.load else {name: {"r": 8}}

@@ -8,7 +8,6 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.data import load_data
-from covey.data.examples import ExampleLoader
 from covey.data.loader import PromptLoader
 from covey.errors import CoveyError, DataError
 
@@ -19,7 +18,7 @@ LINES = '{"prompt": "a"}\n{"prompt": "b"}\n'
 def test_columns_that_no_prompt_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
     """Once, where a run and a script make their batches; a system message beside messages is read."""
     rows = [{"prompt": "2+2?", "completion": "4", "system": "Count.", "tools": [{}], "history": [], "level": 1}]
-    ExampleLoader(rows, 1)
+    PromptLoader(rows, 1)
     PromptLoader([{"messages": [ASKED], "system": "Count.", "images": None}], 1)
     assert [record.message for record in caplog.records] == [
         "no prompt has what 'system' and 'tools' hold: write it into the chat"

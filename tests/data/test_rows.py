@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.data import rows as rows_module
-from covey.data.examples import as_examples
 from covey.data.rows import as_rows
 from covey.errors import DataError
 
@@ -145,6 +144,7 @@ def test_values_of_rows_stay_as_they_are(rows):
 
 
 def test_examples_come_from_frames_and_tables_too() -> None:
+    as_examples = pytest.importorskip("covey_sft.examples").as_examples
     rows = [{"prompt": "2+2?", "completion": "4"}, {"prompt": "3+3?", "completion": "6"}]
     assert as_examples(pandas.DataFrame(rows)) == as_examples(pyarrow.Table.from_pylist(rows)) == rows
     chats = [{"messages": [*CHAT, {"role": "assistant", "content": "4"}]}]

@@ -272,6 +272,8 @@ def test_a_column_that_the_reward_asks_for_and_the_data_lack(
     words: tuple[str, ...], function: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """Told before the model is loaded, and with the columns that there are."""
+    if words[0] == "sft":
+        pytest.importorskip("covey_sft")
     monkeypatch.chdir(tmp_path)
     row = {"prompt": "a", "completion": "b", "anwser": "4", "letters": "A"}
     Path("data.jsonl").write_text(f"{json.dumps(row)}\n" * 10)

@@ -44,7 +44,6 @@ from covey.models.loading import weights  # noqa: E402
 from covey.models.loading.hf_config import MODULE  # noqa: E402
 from covey.models.lora import merge_lora, with_lora  # noqa: E402
 from covey.packing.rows import pack  # noqa: E402
-from covey.sft.batch import supervised_loss  # noqa: E402
 from covey.train.trainer import MicroBatch, Trainer  # noqa: E402
 from covey.types import Completion, FinishReason, Group  # noqa: E402
 from covey_formats.files import causal_logits  # noqa: E402
@@ -53,6 +52,7 @@ from covey_formats.gguf_writer import write_gguf  # noqa: E402
 from covey_formats.hf import write_hf  # noqa: E402
 from covey_formats.peft import write_peft  # noqa: E402
 from covey_formats.peft_reader import load_adapter  # noqa: E402
+from covey_sft.batch import supervised_loss  # noqa: E402
 
 LIMIT = 1e-4
 GGUF = ("llama", "qwen2", "qwen3")

@@ -36,7 +36,6 @@ from covey import (
     RLTrainingConfig,
     RolloutConfig,
     SFTConfig,
-    SFTLearner,
     train_grpo,
 )
 from covey.cli.checks import resume_command
@@ -335,14 +334,16 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
 def test_supervised_runs_keep_theirs_too(tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(12)]
 
-    def made(stop: bool = False) -> SFTLearner:
+    def made(stop: bool = False) -> Any:
         def observer(record: StepRecord) -> None:
             if stop and record.step == 2:
                 signal.raise_signal(signal.SIGINT)
 
         optimizer = OptimizerConfig(learning_rate=1e-3)
         config = SFTConfig(max_steps=3, batch_size=4, optimizer=optimizer, row_length=64, max_tokens_per_micro_batch=64)
-        return SFTLearner(model="scratch:arithmetic-tiny@1", config=config, observers=[observer])
+        return pytest.importorskip("covey_sft.learner").SFTLearner(
+            model="scratch:arithmetic-tiny@1", config=config, observers=[observer]
+        )
 
     straight, resumed = made(), made()
     straight.train(rows, rows[:4], out=tmp_path / "straight")
@@ -511,15 +512,19 @@ def test_a_supervised_recipe_and_a_script_get_the_same_verdicts(name: str) -> No
         tried = changed(ready, f"training.{setting}", value)
         problems = [p.what for p in all_contradictions(tried) if p.key.startswith("training")]
         with pytest.raises(RecipeError) if problems else nullcontext() as error:
-            SFTLearner(model="scratch:arithmetic-tiny@1", config=tried.training)
+            pytest.importorskip("covey_sft.learner").SFTLearner(
+                model="scratch:arithmetic-tiny@1", config=tried.training
+            )
         assert all(what in str(error.value) for what in problems)
 
 
 def test_the_metrics_of_a_loss_of_the_users_may_be_shown_and_others_not() -> None:
     config = SFTConfig(max_steps=1, show=("my_metric",))
-    SFTLearner(model="scratch:arithmetic-tiny@1", config=config, loss_fn=lambda graph, params, rows: (0.0, {}))
+    pytest.importorskip("covey_sft.learner").SFTLearner(
+        model="scratch:arithmetic-tiny@1", config=config, loss_fn=lambda graph, params, rows: (0.0, {})
+    )
     with pytest.raises(RecipeError, match="my_metric"):
-        SFTLearner(model="scratch:arithmetic-tiny@1", config=config)
+        pytest.importorskip("covey_sft.learner").SFTLearner(model="scratch:arithmetic-tiny@1", config=config)
 
 
 @pytest.mark.slow

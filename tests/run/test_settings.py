@@ -191,7 +191,7 @@ def test_a_setting_that_may_change_acts_whatever_the_checkpoint_has(
     made: after the checkpoint is loaded they have the new value, or the change is refused by its name. Some values need
     an environment, which is not checked here.
     """
-    for name in ("settings_of", "validate"):
+    for name in ("as_recipe", "validate"):
         monkeypatch.setattr(f"covey.rl.learner.{name}", lambda *_, **__: None)
     words, names = RUNS[run]
     then = recipe.load("arithmetic-tiny", [*SMALL, *words])

@@ -28,12 +28,12 @@ from covey.recipes import use as using
 from covey.recipes.load_model import load_for
 from covey.rl import rollout_worker
 from covey.sampling.engine import Request
-from covey.sft import learner as sft_learner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Completion, FinishReason
 from tests.one_layer import ONE_LAYER
 
 EXPORTING = [import_module("covey_formats.export")] if find_spec("covey_formats") else []
+SFT = [import_module(f"covey_sft.{name}") for name in ("learner", "run") if find_spec("covey_sft")]
 PLANNING = [import_module(f"covey_plan.{name}") for name in ("plan", "preview") if find_spec("covey_plan")]
 TESTS = Path(__file__).parents[1]
 TINY = str(ONE_LAYER)
@@ -95,9 +95,10 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.extend(read(group.prompt_tokens) for group in learnt(*args))
         raise SeenError
 
-    learnt = sft_learner.groups_of
     monkeypatch.setattr(rollout_worker, "generate", generate)
-    monkeypatch.setattr(sft_learner, "groups_of", groups_of)
+    for learner in SFT[:1]:
+        learnt = learner.groups_of
+        monkeypatch.setattr(learner, "groups_of", groups_of)
     return texts
 
 
@@ -119,7 +120,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return wrapped
 
-    for module in (load_model, using, *EXPORTING):
+    for module in (load_model, using, *EXPORTING, *SFT[1:]):
         monkeypatch.setattr(module, "load_for", printing("load_for", module.load_for))
     shapes = printing("abstract_for", load_model.abstract_for)
     for module in (load_model, *PLANNING):
@@ -148,8 +149,9 @@ USES: dict[str, Callable[..., Any]] = {
 def test_a_use_of_a_recipe_shows_the_model_its_variables(
     use: str, tools: tuple[str, ...], tmp_path: Path, shown: list[str], loads: list[str]
 ) -> None:
-    if tools:
-        pytest.importorskip("covey_envs")
+    for package, is_needed in {"covey_envs": tools, "covey_sft": use.startswith("sft")}.items():
+        if is_needed:
+            pytest.importorskip(package)
     with suppress(SeenError):
         USES[use](tmp_path, *tools)
     wanted = prints(ROW, "calculator" if tools else "")

@@ -62,11 +62,12 @@ from covey.monitor.record import StepRecord
 from covey.parallel import flatten, make_mesh, processes, reshard
 from covey.recipes import use
 from covey.recipes.load_model import load_source
-from covey.recipes.use import answer_examples
 from covey.rl.evaluate import evaluate
 from covey.train.checkpoint import Checkpointer
 from covey.types import Group
 from covey_hosts.order import OrderError
+from covey_sft import run as sft_run
+from covey_sft.answers import answer_examples
 
 OWN = (*CLOCKS, "waste/")
 """Metrics that say how the work was done, not what came of it."""
@@ -335,7 +336,7 @@ def commands(model: str) -> dict[str, Any]:
     def exported(name: str, *options: str) -> int:
         return main(["export", str(source), "--out", str(out / name), *options])
 
-    with mock.patch.object(use, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
+    with mock.patch.object(sft_run, "answer_examples", answer), redirect_stdout(shown), redirect_stderr(shown):
         figures = use.evaluate(str(source), recipe.load(source, (), recipe.SFTRecipe))
         with mock.patch("covey_formats.export._mesh_over_processes", return_value=make_mesh((4,), ("fsdp",))):
             codes = [exported("hf"), exported("peft", "--format", "peft")]

@@ -12,11 +12,11 @@ from covey.models.decoder import Decoder, abstract_decoder
 from covey.packing.rows import Rows
 from covey.parallel import make_mesh
 from covey.parallel.arrays import place_model
-from covey.sft.batch import groups_of, pack_rows, put_micro_batches
-from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey_plan.programs import SFTPrograms
 from covey_plan.update_programs import apply_program
+from covey_sft.batch import groups_of, pack_rows, put_micro_batches
+from covey_sft.learner import SFTLearner
 
 TOKENIZER = Tokenizer.from_folder(Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama")
 SHAPE = ModelConfig(

@@ -22,8 +22,11 @@ from covey.models.lora import with_lora
 from covey.monitor.record import StepRecord
 from covey.packing.rows import tree_attention
 from covey.parallel import flatten, make_mesh
-from covey.sft import batch
-from covey.sft.batch import (
+from covey.text.tokenizer import Tokenizer
+from covey.train.trainer import Trainer
+from covey.types import Group, Mean
+from covey_sft import batch
+from covey_sft.batch import (
     HeldOutLoss,
     drop_long_examples,
     encode_example,
@@ -32,14 +35,11 @@ from covey.sft.batch import (
     put_micro_batches,
     supervised_loss,
 )
-from covey.sft.learner import SFTLearner
-from covey.text.tokenizer import Tokenizer
-from covey.train.trainer import Trainer
-from covey.types import Group, Mean
+from covey_sft.learner import SFTLearner
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-TINY = Path(__file__).parents[1] / "parity" / "golden" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "tests" / "parity" / "golden" / "tiny-llama"
 RATE = 300.0
 """High, so that what float32 loses in the sum of weight and step is far below 1e-5 of the step."""
 LAYOUT = SFTConfig(row_length=256, max_tokens_per_micro_batch=256)

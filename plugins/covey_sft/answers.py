@@ -14,11 +14,11 @@ from covey.parallel.arrays import on_local_devices
 from covey.rl.evaluate import evaluate
 from covey.rl.rollout_worker import RolloutWorker
 from covey.run.outputs import Measured
-from covey.sft.learner import SFTLearner
 from covey.text.tokenizer import Tokenizer
 from covey.types import Group
+from covey_sft.learner import SFTLearner
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"covey.{__name__}")
 
 
 class Answers:

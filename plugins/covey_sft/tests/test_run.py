@@ -25,16 +25,16 @@ from covey.errors import DataError, ResumeError
 from covey.models.lora import has_lora
 from covey.monitor.writer import MetricsWriter
 from covey.parallel import flatten
-from covey.recipes import use
 from covey.recipes.load_model import load_source
-from covey.recipes.use import answer_examples, answering_worker, select_answerable
 from covey.registry import all_offered
-from covey.sft.learner import SFTLearner
 from covey.train.checkpoint import Checkpointer
+from covey_sft import run as sft_run
+from covey_sft.answers import answer_examples, answering_worker, select_answerable
+from covey_sft.learner import SFTLearner
 from tests.one_layer import ONE_LAYER
 
 TINY = str(ONE_LAYER)
-LETTERS = str(Path(__file__).parents[1] / "letters.jsonl")
+LETTERS = str(Path(__file__).parents[3] / "tests" / "letters.jsonl")
 SETTINGS = [
     "name=tiny",
     f"model.source={TINY}",
@@ -254,8 +254,8 @@ def test_the_command_trains_and_others_use_the_run(
         return learner
 
     with monkeypatch.context() as patch:
-        patch.setattr(use, "answer_examples", answer)
-        patch.setattr(use, "SFTLearner", watched)
+        patch.setattr(sft_run, "answer_examples", answer)
+        patch.setattr(sft_run, "SFTLearner", watched)
         assert main(["eval", "run"]) == 0
     assert seen == [None]  # a learner's copy of the weights is free again
     assert "run: loss " in capsys.readouterr().out

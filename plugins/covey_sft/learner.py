@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from covey.config.recipe import SFTRecipe, validate
 from covey.config.schema import SFTConfig, SFTDataConfig
 from covey.config.schema.data import FROM_PYTHON
-from covey.data.examples import ExampleLoader, as_examples
 from covey.data.loader import FittedPrompts
 from covey.data.rows import Row
 from covey.errors import NumbersError, RecipeError
@@ -36,7 +35,12 @@ from covey.run.outputs import Measured
 from covey.run.saved_run import ReadyRun, SavedRun
 from covey.run.script import checksum, model_options
 from covey.run.trainee import Trainee
-from covey.sft.batch import (
+from covey.text.tokenizer import Tokenizer
+from covey.train.optimizers import make_optimizer
+from covey.train.programs import LossFn
+from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
+from covey.types import Group
+from covey_sft.batch import (
     HeldOutLoss,
     drop_long_examples,
     groups_of,
@@ -45,11 +49,7 @@ from covey.sft.batch import (
     put_micro_batches,
     supervised_loss,
 )
-from covey.text.tokenizer import Tokenizer
-from covey.train.optimizers import make_optimizer
-from covey.train.programs import LossFn
-from covey.train.trainer import Metrics, NonFiniteGuard, Trainer
-from covey.types import Group
+from covey_sft.examples import ExampleLoader, as_examples
 
 HELD_OUT = "held-out data"
 
@@ -116,7 +116,7 @@ class SFTLearner(Trainee):
         """Train for `max_steps` updates, or for `num_epochs` epochs over the data.
 
         Args:
-            train_ds: examples in any of the forms `data.examples` takes, or a ready `loader` (whose position a resumed
+            train_ds: examples in any of the forms `examples` takes, or a ready `loader` (whose position a resumed
                 run has restored).
             eval_ds: held-out examples, in the same forms. Their loss is computed before and after training
                 (`evaluations` has the metrics) and every `eval_every_n_steps`.

@@ -6,6 +6,7 @@ A completion is kept as text. `Tokenizer.encode_completion` turns it into tokens
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from covey.config.schema import SFTDataConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import (
     FORM_COLUMNS,
@@ -23,6 +24,7 @@ from covey.data.rows import (
     plain_value,
     split_columns,
 )
+from covey.data.sources import JSONL, Splits, open_rows
 from covey.errors import DataError, nearest
 from covey.types import Prompt
 
@@ -71,6 +73,13 @@ def as_example(row: Any, where: str, prompt: str = "prompt", completion: str = "
         asked, answer = _chat(as_turns(text, where), where) if is_chat else ("", _check_not_empty(text, where))
     used = {prompt, completion, *form.columns, *form.optional}
     return {**{name: plain_value(row[name]) for name in row if name not in used}, "prompt": asked, "completion": answer}
+
+
+def read_examples(config: SFTDataConfig) -> Splits:
+    """Return the examples of the file or the data set at `config.path`, as `covey.examples` offers it."""
+    names = config.prompt_column, config.completion_column
+    find = lambda record: PAIR if all(name in record for name in names) else find_form(record)  # noqa: E731
+    return open_rows(config, (), JSONL, lambda record, where: as_example(record, where, *names), find=find)
 
 
 class ExampleLoader(PromptLoader):

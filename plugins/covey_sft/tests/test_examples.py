@@ -11,12 +11,12 @@ import pytest
 from covey.cli.main import main
 from covey.config.schema import DataConfig, SFTDataConfig
 from covey.data import load_data
-from covey.data.examples import as_example, as_examples
 from covey.data.rows import FORMS
 from covey.errors import DataError
 from covey.rewards.numbers import arithmetic_answer, number_only
+from covey_sft.examples import as_example, as_examples
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 EARLIER = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 SYSTEM = {"role": "system", "content": "C."}

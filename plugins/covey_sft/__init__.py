@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: learner, batches, and runs by a recipe."""
