@@ -132,6 +132,10 @@ class Tinker:
         self._known: dict[str, bytes] = {}
         self._results: OrderedDict[str, Any] = OrderedDict()
         self._weights: OrderedDict[str, Weights] = OrderedDict()
+        self._begins: dict[str, Callable[[str, Any, bytes], dict[str, Any]]] = {
+            "create_session": self._create_session, "create_sampling_session": self._create_sampling_session,
+            "asample": self._sample, "create_model": self._make, "load_weights": self._make,
+        }  # fmt: skip
         self._works: dict[str, Callable[[Run, Any], Any]] = {
             "create_model": self._create, "load_weights": self._load, "forward_backward": self._forward_backward,
             "optim_step": self._optim_step, "save_weights": self._save,
@@ -192,7 +196,7 @@ class Tinker:
             *(Route(PREFIX + path, answer) for path, answer in gets.items()),
         ]
 
-    # --- requests that are accepted
+    # --- requests of the journal
 
     def accept(self, kind: str, body: bytes) -> dict[str, Any]:
         """Accept a request of the journal; return what the client gets at once.
@@ -201,33 +205,27 @@ class Tinker:
             ApiError: it is refused.
         """
         form: Any = read_request(body) if kind == "forward_backward" else parse(FORMS[kind], body)
-        if kind == "create_session":
-            return self._create_session(body)
-        if kind == "create_sampling_session":
-            return self._create_sampling_session(form, body)
-        if kind == "asample":
-            return self._sample(form, body)
+        is_ordered = kind in self._works and getattr(form, "model_id", None) is not None
+        promise = (self._in_order if is_ordered else self._begins[kind])(kind, form, body)
         if kind == "load_weights":
             self._copied.add(form.path.split("/")[2])
-        if kind == "create_model" or form.model_id is None:
-            return self._begin(kind, form, body)
-        return self._in_order(kind, form, body)
+        return promise
 
-    def _create_session(self, body: bytes) -> dict[str, Any]:
+    def _create_session(self, kind: str, form: forms.Loose, body: bytes) -> dict[str, Any]:
         name = f"session-{len(self.sessions) + 1}"
-        self._accept(name, "create_session", body)
+        self._accept(name, kind, body)
         self.sessions.add(name)
-        return {"session_id": name, "type": "create_session"}
+        return {"session_id": name, "type": kind}
 
-    def _create_sampling_session(self, form: forms.SamplingSession, body: bytes) -> dict[str, Any]:
+    def _create_sampling_session(self, kind: str, form: forms.SamplingSession, body: bytes) -> dict[str, Any]:
         if form.model_path is None:
             self._check_base(form.base_model)
         name = f"{form.session_id}:sample:{form.sampling_session_seq_id}"
-        self._accept(name, "create_sampling_session", body)
+        self._accept(name, kind, body)
         self.samplers[name] = form.model_path
-        return {"sampling_session_id": name, "type": "create_sampling_session"}
+        return {"sampling_session_id": name, "type": kind}
 
-    def _begin(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
+    def _make(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
         """Make a model, whose requests have numbers from 1 on."""
         if form.session_id not in self.sessions:
             raise ApiError(f"there is no session {form.session_id!r:.100}", 404, "session_id")
@@ -258,7 +256,7 @@ class Tinker:
             run.expected += 1
         return {"request_id": name, "model_id": run.id}
 
-    def _sample(self, form: forms.Sample, body: bytes) -> dict[str, Any]:
+    def _sample(self, kind: str, form: forms.Sample, body: bytes) -> dict[str, Any]:
         """Sample from a snapshot; the noise follows from the numbers of the session and of the request."""
         session, path = form.sampling_session_id, form.model_path
         if session is not None and session not in self.samplers:
@@ -267,7 +265,7 @@ class Tinker:
         key = hashlib.sha256(body).hexdigest() if session is None else f"{session}:{form.seq_id}"
         name, tokens = f"sample:{key}", np.array([token for chunk in form.prompt.chunks for token in chunk.tokens])
         _check_tokens(tokens, self.service)
-        self._accept(name, "asample", body, name)
+        self._accept(name, kind, body, name)
         if name not in self._results:
             draw = partial(self._draw, form, tokens.astype(np.int32), path, key)
             self._keep(name, draw if self._replaying else asyncio.ensure_future(_outcome(draw())))
