@@ -486,8 +486,8 @@ WAITING: dict[str, tuple[Hostile, str]] = {
     "a body a byte at a time": (slow_body, "408"),
     "connections that say nothing": (half_open, f"{CLOSED} 400"),
     "half of a body": (
-        partial(each, requests=[http(JSON, content_length="99"), *chunked(b"1;" + b"x" * 10**5)]),
-        "408",
+        partial(each, requests=[http(JSON, content_length="99"), *chunked(b"1;" + b"x" * 10**5, b"f" * 17 + b"\r\na")]),
+        "400 408",
     ),
     "an HTTP/0.9 line": (partial(each, requests=[b"GET /\r\n", b"GET /health\r\n\r\n"]), f"400 {CLOSED}"),
 }
