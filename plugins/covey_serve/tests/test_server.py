@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_the_help_of_the_command_needs_no_server() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.count("\n  covey serve ") == 3
     assert "--key-file" in shown
+
+
+@pytest.mark.slow
+def test_a_server_that_is_terminated_cleans_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "covey", "serve", "scratch:arithmetic-tiny", "--port", "0"]
+    sizes = ["--rollout.max-prompt-length", "16", "--rollout.max-new-tokens", "8", "--slots", "2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, text=True, env=environment) as server:
+        lines: Any = server.stdout
+        assert next(line for line in lines if line.startswith("listening on "))
+        assert list(tmp_path.glob("covey-serve-*"))
+        server.terminate()
+    assert server.returncode == 0
+    assert not list(tmp_path.glob("covey-serve-*"))
 
 
 def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
