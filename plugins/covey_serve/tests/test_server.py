@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -156,6 +157,32 @@ def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.Mon
         slow, silent, second = asyncio.run(check(listener))
     assert slow == silent == b""
     assert second.endswith(b"ok")
+
+
+def test_more_connections_than_there_may_be_leave_those_that_are_there() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def check(listener: Any) -> list[int]:
+        server = uvicorn.Server(server_config(app, 3))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        opened = [await asyncio.open_connection("127.0.0.1", listener.getsockname()[1]) for _ in range(5)]
+        answered = []
+        for number in (0, 1, 2, 3, 4, 0):
+            reader, writer = opened[number]
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+                await asyncio.wait_for(reader.readuntil(b"ok"), 30)
+                answered.append(number)
+        for _, writer in opened:
+            writer.close()
+        server.should_exit = True
+        await serving
+        return answered
+
+    with listen("127.0.0.1", 0) as listener:
+        assert asyncio.run(check(listener)) == [0, 1, 2, 0]
 
 
 def test_a_chat_with_a_server_sends_all_that_was_said(
