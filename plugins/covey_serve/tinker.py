@@ -430,7 +430,7 @@ class Tinker:
         if not isinstance(result, asyncio.Future):  # it is asked for the first time
             waiting = asyncio.wrap_future(result) if isinstance(result, Future) else result()
             result = self._results[name] = asyncio.ensure_future(_outcome(waiting))
-        done, _ = await asyncio.wait({result}, timeout=WAIT)
+        done, _ = await asyncio.wait({result}, timeout=min(WAIT, self.service.limits.seconds / 2))
         if not done:
             return {"type": "try_again", "request_id": name, "queue_state": "active"}
         if name.startswith("sample:"):
