@@ -1,6 +1,7 @@
 """Settings of the HTTP servers of Covey's commands."""
 
 import asyncio
+import math
 from typing import Any
 
 import h11
@@ -12,7 +13,9 @@ HEADER_SECONDS = 20.0
 
 
 class TimedProtocol(H11Protocol):
-    """A connection that is closed if the headers of a request do not arrive in time, which uvicorn does not limit."""
+    """A connection that is closed if the headers of a request do not arrive in time, which uvicorn does not limit, or
+    if there are too many: uvicorn would refuse the requests of all.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -20,6 +23,9 @@ class TimedProtocol(H11Protocol):
         """Begin to wait for the first request."""
         super().connection_made(transport)
         self._watch()
+        if len(self.connections) >= (self.config.limit_concurrency or math.inf):
+            self.connections.discard(self)
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Take data, and wait for the rest of the headers, or no longer."""
@@ -56,6 +62,6 @@ def server_config(app: Any, connections: int) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=connections,
+        limit_concurrency=connections + 1,
         timeout_graceful_shutdown=1,
     )

@@ -88,6 +88,8 @@ def make_app(service: Service, routes: Sequence[Route] = (), key: str | None = N
 
     async def refuse(request: Request, error: Exception) -> Response:
         api = as_api_error(error)
+        if isinstance(error, HTTPException):
+            api = ApiError(f"there is no {request.method} {request.url.path:.200}", error.status_code)
         service.metrics.refused[api.status] += 1
         return api.response()
 

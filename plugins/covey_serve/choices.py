@@ -64,8 +64,9 @@ class Choice:
         """
         if self.completion is None:
             self._decode_new()
-            held = (n for n in range(min(self._longest, len(self._held)), 0, -1) if self._may_stop(self._held[-n:]))
-            end = len(self._held) - next(held, 0)
+            sizes = range(min(max(map(len, self.stops), default=1) - 1, len(self._held)), 0, -1)
+            may_stop = (n for n in sizes if any(stop.startswith(self._held[-n:]) for stop in self.stops))
+            end = len(self._held) - next(may_stop, 0)
             new, self._held = self._held[:end], self._held[end:]
         else:
             new = self.text[self.sent :]
@@ -90,13 +91,6 @@ class Choice:
         if self.completion is None:
             return None
         return "tool_calls" if self.calls else ENDS.get(self.completion.finish, "length")
-
-    @property
-    def _longest(self) -> int:
-        return max(map(len, self.stops), default=1) - 1
-
-    def _may_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self.stops)
 
 
 @dataclass(frozen=True)

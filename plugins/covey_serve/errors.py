@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from covey.errors import CoveyError
@@ -43,8 +42,6 @@ def as_api_error(error: BaseException) -> ApiError:
         busy = "requests wait already" in error.what
         parts = [error.what, *(f"wanted: {error.want}" for _ in error.want[:1]), *(error.fix for _ in error.fix[:1])]
         return ApiError("; ".join(parts), 429 if busy else 400, code="queue_full" if busy else None)
-    if isinstance(error, HTTPException):
-        return ApiError(f"this server does not have that: {error.detail}", error.status_code)
     if isinstance(error, TimeoutError):
         return ApiError("the request took longer than the server allows", 504, code="timeout")
     return ApiError(f"the server failed: {type(error).__name__}", 500)

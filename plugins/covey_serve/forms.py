@@ -113,19 +113,6 @@ class ToolForm(Form):
     function: FunctionForm
 
 
-class ChosenName(Form):
-    """The name of a function."""
-
-    name: str
-
-
-class ChosenTool(Form):
-    """The only tool that the model may call."""
-
-    type: Literal["function"]
-    function: ChosenName
-
-
 class Offer(Form):
     """Tools that are offered to the model, and how its turn begins."""
 
@@ -146,7 +133,7 @@ class ChatForm(Generation, Offer):
     max_completion_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     logprobs: StrictBool | None = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolForm | None = None
 
     @property
     def top(self) -> int | None:
@@ -156,7 +143,7 @@ class ChatForm(Generation, Offer):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
-        if not isinstance(self.tool_choice, ChosenTool):
+        if not isinstance(self.tool_choice, ToolForm):
             return [] if self.tool_choice == "none" else super().offered
         name = self.tool_choice.function.name
         if not (chosen := [schema for schema in super().offered if schema["function"]["name"] == name]):

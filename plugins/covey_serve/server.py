@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ def serve(source: str, options: ServeOptions) -> None:
             want="--host 127.0.0.1, or a key that clients must know",
             fix="--key-file FILE, which is made with a new key if it is not there",
         )
+    # uvicorn raises the signal that ended it once more, which would skip what follows.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     key = None if options.key_file is None else read_key(Path(options.key_file).expanduser())
     with listen(options.host, options.port) as listener:
         service = load_service(source, options)

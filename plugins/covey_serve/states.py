@@ -1,5 +1,6 @@
 """Adapters and states of AdamW as files of a folder: one for each name, replaced as a whole."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class States:
         file, tree = self.file(path), _tree(model, moments)
         file.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: jax.device_get(x) for name, x in flatten(tree).items()}
-        replace_file(file, safetensors.numpy.save(arrays, {"rank": str(model.rank), "steps": str(model.steps)}))
+        # One entry: safetensors writes several in any order.
+        facts = {"facts": json.dumps({"rank": model.rank, "steps": model.steps})}
+        replace_file(file, safetensors.numpy.save(arrays, facts))
 
     def keep(self, path: str, name: str) -> None:
         """Give the present state at a path a second name, at which it stays when the first is saved again."""
@@ -72,7 +75,7 @@ class States:
     def rank(self, path: str) -> int:
         """Return the rank of saved adapters."""
         with self._open(path) as file:
-            return int(file.metadata()["rank"])
+            return _facts(file)["rank"]
 
     def load(self, path: str, *, moments: bool) -> Trained:
         """Return the adapters of a state, with the saved state of AdamW if `moments`, otherwise with a new one.
@@ -87,7 +90,7 @@ class States:
             if missing := wanted.keys() - set(file.keys()):
                 raise ApiError(f"{path} has no {min(missing)}", param="path")
             arrays = {name: jnp.asarray(file.get_tensor(name)) for name in wanted}
-            steps = int(file.metadata().get("steps", 0))  # a state of an earlier version has none
+            steps = _facts(file)["steps"]
         if any((arrays[name].shape, arrays[name].dtype) != (x.shape, x.dtype) for name, x in wanted.items()):
             raise ApiError(f"{path} is a state of another model", param="path")
         loaded = jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in wanted])
@@ -98,6 +101,13 @@ class States:
             return safe_open(self.file(path), "numpy")
         except (OSError, SafetensorError) as error:
             raise ApiError(f"there is no state {path}", 404, "path") from error
+
+
+def _facts(file: Any) -> dict[str, int]:
+    """Return the rank and the number of steps of a state; earlier versions wrote the rank alone."""
+    metadata = file.metadata()
+    facts: dict[str, int] = json.loads(metadata.get("facts") or f'{{"rank": {metadata["rank"]}, "steps": 0}}')
+    return facts
 
 
 def _tree(model: Trained, moments: bool) -> dict[str, Any]:

@@ -43,8 +43,10 @@ MAX_RESULTS = 16_384
 """Number of results that are kept; the oldest go first."""
 MAX_WEIGHTS = 8
 """Number of snapshots whose weights are kept in memory."""
-MAX_EARLY = 4096
-"""How many numbers a request may come before its turn."""
+MAX_FETCHED = 256
+"""Number of results that are kept once they were fetched, for clients whose answer was lost."""
+MAX_EARLY, MAX_WAITING = 4096, 2**30
+"""How many numbers a request may come before its turn, and how many bytes of requests to a model may wait."""
 SIZES = ("seed", "slots", "max_prompt_length", "max_new_tokens")
 """Settings on which samples depend, to the last bit."""
 NEEDED = {"cross_entropy": ("target_tokens", "weights")}
@@ -73,6 +75,7 @@ class Run:
         saved: numbers of the requests that saved the state and are done, from the last but one on.
         expected: number of the next request.
         early: requests that wait for earlier ones, by number.
+        accepted, begun: bytes of requests that were accepted, and of those that the device thread has begun.
         rows: its run folder, while it is open.
     """
 
@@ -82,6 +85,8 @@ class Run:
     saved: deque[int] = field(default_factory=partial(deque[int], maxlen=2))
     expected: int = 1
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
+    accepted: int = 0
+    begun: int = 0
     rows: RunFolder | None = None
 
     @property
@@ -131,7 +136,12 @@ class Tinker:
         self.sessions = set[str]()
         self._known: dict[str, bytes] = {}
         self._results: OrderedDict[str, Any] = OrderedDict()
+        self._kept: OrderedDict[str, None] = OrderedDict()
         self._weights: OrderedDict[str, Weights] = OrderedDict()
+        self._begins: dict[str, Callable[[str, Any, bytes], dict[str, Any]]] = {
+            "create_session": self._create_session, "create_sampling_session": self._create_sampling_session,
+            "asample": self._sample, "create_model": self._make, "load_weights": self._make,
+        }  # fmt: skip
         self._works: dict[str, Callable[[Run, Any], Any]] = {
             "create_model": self._create, "load_weights": self._load, "forward_backward": self._forward_backward,
             "optim_step": self._optim_step, "save_weights": self._save,
@@ -192,7 +202,7 @@ class Tinker:
             *(Route(PREFIX + path, answer) for path, answer in gets.items()),
         ]
 
-    # --- requests that are accepted
+    # --- requests of the journal
 
     def accept(self, kind: str, body: bytes) -> dict[str, Any]:
         """Accept a request of the journal; return what the client gets at once.
@@ -201,33 +211,27 @@ class Tinker:
             ApiError: it is refused.
         """
         form: Any = read_request(body) if kind == "forward_backward" else parse(FORMS[kind], body)
-        if kind == "create_session":
-            return self._create_session(body)
-        if kind == "create_sampling_session":
-            return self._create_sampling_session(form, body)
-        if kind == "asample":
-            return self._sample(form, body)
+        is_ordered = kind in self._works and getattr(form, "model_id", None) is not None
+        promise = (self._in_order if is_ordered else self._begins[kind])(kind, form, body)
         if kind == "load_weights":
             self._copied.add(form.path.split("/")[2])
-        if kind == "create_model" or form.model_id is None:
-            return self._begin(kind, form, body)
-        return self._in_order(kind, form, body)
+        return promise
 
-    def _create_session(self, body: bytes) -> dict[str, Any]:
+    def _create_session(self, kind: str, form: forms.Loose, body: bytes) -> dict[str, Any]:
         name = f"session-{len(self.sessions) + 1}"
-        self._accept(name, "create_session", body)
+        self._accept(name, kind, body)
         self.sessions.add(name)
-        return {"session_id": name, "type": "create_session"}
+        return {"session_id": name, "type": kind}
 
-    def _create_sampling_session(self, form: forms.SamplingSession, body: bytes) -> dict[str, Any]:
+    def _create_sampling_session(self, kind: str, form: forms.SamplingSession, body: bytes) -> dict[str, Any]:
         if form.model_path is None:
             self._check_base(form.base_model)
         name = f"{form.session_id}:sample:{form.sampling_session_seq_id}"
-        self._accept(name, "create_sampling_session", body)
+        self._accept(name, kind, body)
         self.samplers[name] = form.model_path
-        return {"sampling_session_id": name, "type": "create_sampling_session"}
+        return {"sampling_session_id": name, "type": kind}
 
-    def _begin(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
+    def _make(self, kind: str, form: Any, body: bytes) -> dict[str, Any]:
         """Make a model, whose requests have numbers from 1 on."""
         if form.session_id not in self.sessions:
             raise ApiError(f"there is no session {form.session_id!r:.100}", 404, "session_id")
@@ -244,21 +248,32 @@ class Tinker:
         run, result = self._run(form.model_id), Future[Any]()
         number = form.seq_id = form.seq_id or max([run.expected - 1, *run.early]) + 1
         name, rest = f"{run.id}:{number}", None
-        if name not in self._known and not run.expected <= number <= run.expected + MAX_EARLY:
-            raise ApiError(f"the next request to {run.id} is {run.expected}, and not {number}", 409, "seq_id")
+        if name not in self._known:
+            self._check_turn(run, number)
         if kind == "save_weights_for_sampler":
             rest = "sampler", json.dumps(_snapshot_names(form)).encode()
         if self._accept(name, kind, body, run.id, number, rest):
             if rest is not None:
                 self._repeat(*rest)
             self._keep(name, result)
-            run.early[number] = partial(_settle, result, partial(self._works[kind], run, form))
+            run.accepted += len(body)
+            run.early[number] = partial(self._work, kind, run, form, len(body), result)
         while (due := run.early.pop(run.expected, None)) is not None:
             self.service.device.run(due)
             run.expected += 1
         return {"request_id": name, "model_id": run.id}
 
-    def _sample(self, form: forms.Sample, body: bytes) -> dict[str, Any]:
+    def _check_turn(self, run: Run, number: int) -> None:
+        """Refuse a number that is not near the next one, or while too much waits: the next one finds room yet where
+        later ones do not.
+        """
+        room = MAX_WAITING if number == run.expected else MAX_WAITING // 2
+        if not run.expected <= number <= run.expected + MAX_EARLY:
+            raise ApiError(f"the next request to {run.id} is {run.expected}, and not {number}", 409, "seq_id")
+        if run.accepted - run.begun > room and not self._replaying:
+            raise ApiError(f"{run.accepted - run.begun:,} bytes of requests to {run.id} wait already", 429)
+
+    def _sample(self, kind: str, form: forms.Sample, body: bytes) -> dict[str, Any]:
         """Sample from a snapshot; the noise follows from the numbers of the session and of the request."""
         session, path = form.sampling_session_id, form.model_path
         if session is not None and session not in self.samplers:
@@ -267,7 +282,7 @@ class Tinker:
         key = hashlib.sha256(body).hexdigest() if session is None else f"{session}:{form.seq_id}"
         name, tokens = f"sample:{key}", np.array([token for chunk in form.prompt.chunks for token in chunk.tokens])
         _check_tokens(tokens, self.service)
-        self._accept(name, "asample", body, name)
+        self._accept(name, kind, body, name)
         if name not in self._results:
             draw = partial(self._draw, form, tokens.astype(np.int32), path, key)
             self._keep(name, draw if self._replaying else asyncio.ensure_future(_outcome(draw())))
@@ -309,6 +324,13 @@ class Tinker:
                 self._old_samples, self._fetched = self._fetched, set()
 
     # --- their work, in the device thread
+
+    def _work(self, kind: str, run: Run, form: Any, size: int, result: Future[Any]) -> None:
+        run.begun += size
+        try:
+            result.set_result(self._works[kind](run, form))
+        except Exception as error:
+            result.set_exception(error)
 
     def _create(self, run: Run, form: forms.CreateModel) -> Any:
         lora = form.lora_config
@@ -408,11 +430,14 @@ class Tinker:
         if not isinstance(result, asyncio.Future):  # it is asked for the first time
             waiting = asyncio.wrap_future(result) if isinstance(result, Future) else result()
             result = self._results[name] = asyncio.ensure_future(_outcome(waiting))
-        done, _ = await asyncio.wait({result}, timeout=WAIT)
+        done, _ = await asyncio.wait({result}, timeout=min(WAIT, self.service.limits.seconds / 2))
         if not done:
             return {"type": "try_again", "request_id": name, "queue_state": "active"}
         if name.startswith("sample:"):
             self._fetched.add(name)
+        self._kept[name] = None
+        if len(self._kept) > MAX_FETCHED:
+            self._results.pop(self._kept.popitem(last=False)[0], None)
         value = result.result()
         return Response(value, media_type="application/x-protobuf") if isinstance(value, bytes) else value
 
@@ -502,13 +527,6 @@ async def _outcome(work: Awaitable[Any]) -> Any:
     except Exception as error:
         api = as_api_error(error)
         return {"error": api.message, "category": "user" if api.status < 500 else "server"}
-
-
-def _settle(result: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        result.set_result(work())
-    except Exception as error:
-        result.set_exception(error)
 
 
 def _lora(rank: int) -> dict[str, Any]:

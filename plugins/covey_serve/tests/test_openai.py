@@ -274,7 +274,7 @@ def test_mistakes_have_their_status(client: TestClient, complete: Callable[..., 
 
 def test_metrics_count_what_was_answered(client: TestClient, complete: Callable[..., Any], service: Service) -> None:
     before = service.metrics.tokens.copy()
-    complete(prompt=[[5, 6, 7]], max_tokens=2)
+    complete(prompt=[[5, 6, 7]], max_tokens=2, seed=1)
     text = client.get("/metrics").text
     assert f"covey:prompt_tokens_total {before['prompt'] + 3}\n" in text
     assert f"covey:generation_tokens_total {before['completion'] + 2}\n" in text

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -108,6 +110,20 @@ def test_the_help_of_the_command_needs_no_server() -> None:
     assert "--key-file" in shown
 
 
+@pytest.mark.slow
+def test_a_server_that_is_terminated_cleans_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "covey", "serve", "scratch:arithmetic-tiny", "--port", "0"]
+    sizes = ["--rollout.max-prompt-length", "16", "--rollout.max-new-tokens", "8", "--slots", "2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, text=True, env=environment) as server:
+        lines: Any = server.stdout
+        assert next(line for line in lines if line.startswith("listening on "))
+        assert list(tmp_path.glob("covey-serve-*"))
+        server.terminate()
+    assert server.returncode == 0
+    assert not list(tmp_path.glob("covey-serve-*"))
+
+
 def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a second request; a body and an answer may take longer."""
 
@@ -141,6 +157,32 @@ def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.Mon
         slow, silent, second = asyncio.run(check(listener))
     assert slow == silent == b""
     assert second.endswith(b"ok")
+
+
+def test_more_connections_than_there_may_be_leave_those_that_are_there() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def check(listener: Any) -> list[int]:
+        server = uvicorn.Server(server_config(app, 3))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        opened = [await asyncio.open_connection("127.0.0.1", listener.getsockname()[1]) for _ in range(5)]
+        answered = []
+        for number in (0, 1, 2, 3, 4, 0):
+            reader, writer = opened[number]
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+                await asyncio.wait_for(reader.readuntil(b"ok"), 30)
+                answered.append(number)
+        for _, writer in opened:
+            writer.close()
+        server.should_exit = True
+        await serving
+        return answered
+
+    with listen("127.0.0.1", 0) as listener:
+        assert asyncio.run(check(listener)) == [0, 1, 2, 0]
 
 
 def test_a_chat_with_a_server_sends_all_that_was_said(

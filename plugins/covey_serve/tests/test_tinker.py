@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from covey.errors import ResumeError
 from covey.monitor.writer import read_rows
 from covey_report.board.folder import RunsFolder
+from covey_serve import tinker
 from covey_serve.app import make_app
 from covey_serve.journal import Journal
 from covey_serve.service import Service
@@ -425,6 +426,30 @@ def test_a_journal_of_another_version_is_refused(
         journal.write(kind, body)
     with pytest.raises(ResumeError, match=f"request 1 of the journal, '{kind}', cannot be done again"):
         serve("b")
+
+
+def test_what_waits_and_what_was_fetched_is_bounded(
+    serve: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request whose turn it is finds room where later ones wait, and all are done once it is there."""
+    client = serve()
+    client.begin()
+    promises = {1: client.gradients(1, [datum(1)])}
+    logprobs(client.result(promises[1]))
+    size = client.tinker.runs[RUN].accepted
+    monkeypatch.setattr(tinker, "MAX_WAITING", 5 * size)
+    for number in (3, 4, 5):
+        promises[number] = client.gradients(number, [datum(number)])
+    answer = client.gradients(6, [datum(6)])
+    assert "of requests to session-1:train:0 wait already" in answer["error"]["message"]
+    assert client.gradients(3, [datum(3)]) == promises[3]  # a repeat waits already
+    client.gradients(2, [datum(2)])
+    assert len(logprobs(client.result(promises[5]))) == 4
+    promises[6] = client.gradients(6, [datum(6)])
+    monkeypatch.setattr(tinker, "MAX_FETCHED", 2)
+    assert len(logprobs(client.result(promises[6]))) == 4
+    assert len(logprobs(client.result(promises[5]))) == 4
+    assert "there is no request" in client.result(promises[1])["error"]["message"]
 
 
 def test_names_with_dots_have_files_of_their_own(serve: Callable[..., Client]) -> None:
