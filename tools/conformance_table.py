@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.display import escape_markdown
 from covey_conformance.results import PASS, Cell, expectation, heading
+from covey_formats.markdown import escape_markdown
 from tools.written_part import with_part, write
 
 ROOT = Path(__file__).parents[1]
