@@ -4,8 +4,9 @@ client among hostile ones.
 Starts `covey serve` twice. The first server has the honest client alone, which trains, samples and asks for a
 completion in each turn. At the second, the hostile clients of `REQUESTS`, `ACTING` and `WAITING` come meanwhile. Each
 must get what is wanted of it, and the honest client the same bits as alone. At the end no sample may run or wait,
-nothing in the log may be a traceback, and the last round of hostile clients may add at most 64 MB of memory. Prints a
-line for each hostile client with what it got, and ends with one line of JSON. Takes about three minutes.
+nothing in the log may be a traceback, and the memory after the last round of hostile clients may be `MAX_GROWTH` above
+that after the first. Prints a line for each hostile client with what it got, and ends with one line of JSON. Takes
+about three minutes.
 """
 
 import argparse
@@ -39,6 +40,10 @@ LATE = 90.0
 """Seconds for which a hostile client waits for the server."""
 PATHS = ("../x", "/etc/passwd", "tinker://a/weights/../../x", "tinker://../weights/x", "tinker://a/weights/x\n", "a\0b")
 CLOSED = "closed"
+MAX_GROWTH = 256
+"""MB by which memory may grow between the first round and the last. Measured in 7 rounds: 554, 739, 742, 575, 575, 586,
+589 MB, because what 10,000 connections need is given back late.
+"""
 
 
 @contextmanager
@@ -281,6 +286,18 @@ async def cancel_storm(port: int) -> Counter[str]:
     return Counter(await asyncio.gather(*(leave(n % 2 == 0) for n in range(200)), return_exceptions=False))
 
 
+async def unread_answers(port: int) -> Counter[str]:
+    """Streams that nobody reads."""
+    body = http(JSON, {"prompt": [[1, 2, 3]], "n": 8, "max_tokens": 16, "stream": True, "logprobs": 0})
+    opened = [await asyncio.open_connection("127.0.0.1", port, limit=1) for _ in range(50)]
+    for _, writer in opened:
+        writer.write(body)
+    await asyncio.sleep(3)
+    for _, writer in opened:
+        writer.transport.abort()
+    return Counter({"left": len(opened)})
+
+
 async def own_model(port: int) -> Counter[str]:
     """Another body under a number that was used; numbers far away, negative and without end."""
     client = Tinker(port)
@@ -495,6 +512,7 @@ WAITING: dict[str, tuple[Hostile, str]] = {
 ACTING: dict[str, tuple[Hostile, str]] = {
     CONNECTIONS: (many_connections, f"open 200 {CLOSED}"),
     "200 answers that nobody waits for": (cancel_storm, "200 left"),
+    "50 answers that nobody reads": (unread_answers, "left"),
     "repeated and impossible numbers": (own_model, "200 400 409"),
     "requests before their turn": (early_flood, "200"),
     "bad arrays": (bad_data, "error done"),
@@ -565,8 +583,10 @@ def main() -> int:
     if found["tracebacks"]:
         print("\n".join(log[place.start() : place.start() + 3000] for place in [*re.finditer("Traceback", log)][:3]))
     print(json.dumps({"clients": len(names)} | found))
-    grown = found["memory_mb"][-1] - found["memory_mb"][-2] if options.rounds > 1 else 0
-    return int(not found["equal"] or found["left"] != ["0", "0"] or found["tracebacks"] or found["wrong"] or grown > 64)
+    grown = found["memory_mb"][-1] - found["memory_mb"][0]
+    return int(
+        not found["equal"] or found["left"] != ["0", "0"] or found["tracebacks"] or found["wrong"] or grown > MAX_GROWTH
+    )
 
 
 if __name__ == "__main__":
