@@ -76,12 +76,14 @@ def check_positions(config: RolloutConfig, positions: int) -> None:
         )
 
 
-def length_bucket(length: int, smallest: int = 64) -> int:
-    """Round the length of a buffer up to a power of two from `smallest` on, or from 256 on also to 1.5 times one."""
+def length_bucket(length: int, smallest: int = 64, halves_from: int = 256) -> int:
+    """Round the length of a buffer up to a power of two from `smallest` on, or from `halves_from` on also to 1.5 times
+    one.
+    """
     size = smallest
     while size < length:
         half = size + size // 2
-        if size >= 256 and half >= length:
+        if size >= halves_from and half >= length:
             return half
         size *= 2
     return size
@@ -180,7 +182,8 @@ class Scheduler:
         paused: samples that wait for a response.
         swapped: number of tokens in the KV cache of each sample that is begun but in no slot.
         prefills_alone: whether each prompt is prefilled alone, padded to the bucket of its own length. With
-            `fixed_shapes` no number of a sample then depends on other requests, and a short prompt costs little.
+            `fixed_shapes` no number of a sample then depends on other requests, and a short prompt costs little. The
+            buckets are finer, because each prompt pays for its own padding.
     """
 
     def __init__(self, config: RolloutConfig, *, may_resize: bool = True, fixed_shapes: bool = False):
@@ -240,7 +243,7 @@ class Scheduler:
     def prefill_shape(self) -> tuple[int, int]:
         """Number of prompts that are prefilled together, and the length to which they are padded."""
         length = self.waiting[self._first].prompt_length if self.prefills_alone else self._longest_prompt
-        return self._prefill_rows, length_bucket(length, smallest=16)
+        return self._prefill_rows, length_bucket(length, smallest=16, halves_from=32 if self.prefills_alone else 256)
 
     @property
     def longest_cache(self) -> int:

@@ -2,8 +2,9 @@
 
     handlers of requests ─▶ open(stream), run(job) ─▶ queue ─▶ device thread ─▶ events of the stream ─▶ handlers
 
-An engine samples with one set of weights at a time. Requests for other weights wait until its batch has ended; then the
-weights of the oldest waiting request come, and all that wait for these weights enter together.
+Adapters of several clients are side by side in one engine, as far as there is room, and each request samples with its
+own. An engine for whole weights has one set of them at a time: requests for others wait until its batch has ended; then
+the weights of the oldest waiting request come, and all that wait for these weights enter together.
 """
 
 import asyncio
@@ -16,13 +17,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+import numpy as np
+
+from covey.config.schema import LoRAConfig
 from covey.errors import CoveyError
 from covey.rl.rollout_worker import RolloutWorker
 from covey.sampling.engine import Finished, Request
+from covey.sampling.scheduler import power_of_two
 from covey.sampling.sequence import SampledTokens
 from covey.types import Completion
+from covey_serve.adapters import BLOCK, Place, RowRunner, write
 
 T = TypeVar("T")
+
+COLUMNS = 64
+"""Sum of the ranks of adapters that are side by side, each rounded up to blocks, unless one alone has a larger rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +42,22 @@ class Weights:
     Attributes:
         rank: rank of the adapters; 0 for none.
         adapters: state of the adapters; for rank 0 all weights, or None for those of the model as it was loaded.
+
+    Raises:
+        CoveyError: a number of the adapters is not finite, which would spoil the rows of other adapters.
     """
 
     rank: int = 0
     adapters: Any = None
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of their engine."""
+        return max(COLUMNS, power_of_two(self.rank)) if self.rank else 0
+
+    def __post_init__(self) -> None:
+        if self.rank and not all(np.isfinite(x).all() for x in jax.tree.leaves(self.adapters)):
+            raise CoveyError("the adapters have numbers that are not finite", want="a state from before")
 
 
 class Event(NamedTuple):
@@ -173,14 +195,57 @@ class Lane:
                     stream.send(Event(prompt, number, one.drawn))
 
 
-class Device:
-    """The thread, and the engines: one for each rank of adapters.
+class AdapterLane(Lane):
+    """An engine in which the adapters of several streams are side by side.
 
     Args:
-        make_worker: function from a rank to the worker of an engine.
+        worker: worker of a model `with_columns`.
+        columns: number of columns.
 
     Attributes:
-        lanes: engines by rank.
+        starts: first column of the adapters that are there.
+    """
+
+    def __init__(self, worker: RolloutWorker, columns: int):
+        super().__init__(worker)
+        self.columns, self.starts = columns, dict[Weights, int]()
+        self.engine.update_weights(worker.sampling_params())
+        self.engine.runner = RowRunner(self.engine, lambda request: self._place(self.places[request][0].weights))
+
+    def _place(self, weights: Weights) -> Place:
+        start = self.starts[weights]
+        return slice(start, start + weights.rank), LoRAConfig().alpha / weights.rank
+
+    def _enter(self) -> None:
+        """Put the requests of streams into the engine, in their order, as long as there is room for their adapters."""
+        while self.waiting and self._has(self.waiting[0].weights):
+            self._add(self.waiting.popleft())
+
+    def _has(self, weights: Weights) -> bool:
+        """Return whether adapters are there, or could come into columns that no request uses."""
+        if weights in self.starts:
+            return True
+        in_use, taken = {stream.weights for stream, _ in self.places.values()}, np.zeros(self.columns, bool)
+        self.starts = {one: start for one, start in self.starts.items() if one in in_use}
+        for one in self.starts:
+            taken[self._place(one)[0]] = True
+        free = (start for start in range(0, self.columns, BLOCK) if not taken[start:][: weights.rank].any())
+        start = next(free, self.columns)
+        if start + weights.rank > self.columns:
+            return False
+        self.engine.update_weights(write(self.engine.runner.params, weights.adapters, start))
+        self.starts[weights] = start
+        return True
+
+
+class Device:
+    """The thread, and the engines: one for whole weights, and one or more for adapters.
+
+    Args:
+        make_worker: function from a number of columns for adapters to the worker of an engine.
+
+    Attributes:
+        lanes: engines by their number of columns, 0 for whole weights.
         failure: what ended the thread; None while it runs.
     """
 
@@ -211,7 +276,7 @@ class Device:
 
         def enter() -> None:
             try:
-                self.lane(stream.weights.rank).waiting.append(stream)
+                self.lane(stream.weights.columns).waiting.append(stream)
             except Exception as error:
                 stream.send(error)
 
@@ -221,7 +286,7 @@ class Device:
         """End a stream, whatever is left of it. It may have ended already."""
 
         def leave() -> None:
-            if (lane := self.lanes.get(stream.weights.rank)) is not None:
+            if (lane := self.lanes.get(stream.weights.columns)) is not None:
                 lane.close(stream)
 
         self._jobs.put(leave)
@@ -231,11 +296,12 @@ class Device:
         self._jobs.put(None)
         self._thread.join()
 
-    def lane(self, rank: int) -> Lane:
-        """Return the engine for adapters of this rank. Only the thread calls it."""
-        if rank not in self.lanes:
-            self.lanes[rank] = Lane(self._make_worker(rank))
-        return self.lanes[rank]
+    def lane(self, columns: int) -> Lane:
+        """Return the engine with this number of columns. Only the thread calls it."""
+        if columns not in self.lanes:
+            worker = self._make_worker(columns)
+            self.lanes[columns] = AdapterLane(worker, columns) if columns else Lane(worker)
+        return self.lanes[columns]
 
     def counts(self) -> tuple[int, int]:
         """Return the number of samples that run and that wait, as they were a moment ago."""

@@ -20,6 +20,7 @@ from covey.sampling.engine import Request
 from covey.sampling.sequence import StopCondition, StopIds
 from covey.sampling.stop_strings import StopStrings
 from covey.text.tokenizer import Tokenizer
+from covey_serve.adapters import with_columns
 from covey_serve.device import Device, Event, Stream, Weights
 from covey_serve.errors import ApiError
 from covey_serve.forms import MAX_TOP
@@ -184,9 +185,10 @@ class Service:
         asked += [StopIds(ask.stop_ids)] if ask.stop_ids else []
         return (*asked, *stop_conditions(self.config, self.decode))
 
-    def _make_worker(self, rank: int) -> RolloutWorker:
-        """Make the engine for adapters of a rank, whose sizes follow the settings alone."""
-        return RolloutWorker(self._model(rank), self.tokenizer, self.config, fixed_shapes=True)
+    def _make_worker(self, columns: int) -> RolloutWorker:
+        """Make an engine with columns for adapters, whose sizes follow the settings alone."""
+        model = with_columns(self.model, columns) if columns else self.model
+        return RolloutWorker(model, self.tokenizer, self.config, fixed_shapes=True)
 
 
 async def next_event(stream: Stream) -> Event:

@@ -194,6 +194,18 @@ def test_fixed_shapes_follow_the_settings_alone() -> None:
         assert (len(scheduler.slots), scheduler.cache_length, scheduler.prefill_shape) == (16, 256, (8, 128))
 
 
+def test_a_prompt_that_is_prefilled_alone_has_the_bucket_of_its_own_length() -> None:
+    scheduler = Scheduler(RolloutConfig(max_prompt_length=200, max_new_tokens=50), fixed_shapes=True)
+    scheduler.prefills_alone = True
+    shapes = []
+    for number, length in enumerate((5, 17, 33, 49, 65, 97, 130)):
+        scheduler.add(number, length, 1)
+        scheduler.fit()
+        shapes.append(scheduler.prefill_shape)
+        scheduler.cancel(number)
+    assert shapes == [(1, 16), (1, 32), (1, 48), (1, 64), (1, 96), (1, 128), (1, 192)]
+
+
 def programs_of_a_run(**how: bool) -> dict[str, int]:
     rng, config = np.random.default_rng(0), RolloutConfig(max_prompt_length=256, max_new_tokens=256, slots=32)
     programs: set[tuple[object, ...]] = set()
