@@ -29,7 +29,6 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from covey import registry
 from covey.config.schema import CALCULATOR_MARKERS
 
 assert "jax" not in sys.modules, "JAX was imported before its flags were set"
@@ -52,12 +51,6 @@ FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1",  # a program in 32 pieces takes half as long again
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
-
-read_entry_points = functools.cache(lambda path, **wanted: importlib.metadata.entry_points(**wanted))
-registry.entry_points = lambda **wanted: read_entry_points(tuple(sys.path), **wanted)  # type: ignore[assignment]
-"""The metadata of all installed packages are read once for a group and a path: a run asks for a group twenty times, and
-no test installs a package in a folder that is on the path already.
-"""
 
 OF_ALL = ("aot", "docs", "test_accelerator", "test_architecture", "test_benchmarks", "test_regular_", "test_release")
 """Tests of the library with its plugins: `make test-core`, which hides the plugins, leaves them out."""

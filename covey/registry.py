@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, partial
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -22,6 +22,16 @@ from typing import Any
 from covey.display import safe_format
 from covey.errors import CoveyError, RecipeError, nearest
 from covey.exits import block_exit
+
+
+@cache
+def _read_entry_points(path: tuple[str, ...], group: str) -> EntryPoints:
+    return importlib.metadata.entry_points(group=group)
+
+
+def entry_points(group: str) -> EntryPoints:
+    """Return the entry points of a group. The metadata of the packages on the path are read once for each group."""
+    return _read_entry_points(tuple(sys.path), group)
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Registry:
 
     def _offered(self, name: str) -> EntryPoint:
         """Return the entry point of an installed package for `name`; no other package replaces that of a plugin."""
-        offers = list(entry_points(group=self.group, name=name))
+        offers = [point for point in entry_points(group=self.group) if point.name == name]
         offers = [offer for offer in offers if offer.dist and offer.dist.name == "covey"] or offers
         if len(offers) > 1:
             packages = " and ".join(sorted(str(offer.dist and offer.dist.name) for offer in offers))
@@ -98,8 +108,9 @@ def offered(group: str, name: str) -> Any:
     Raises:
         CoveyError: no package offers it, or the one that does cannot be imported.
     """
-    for point in entry_points(group=group, name=name):
-        return _load(point)
+    for point in entry_points(group=group):
+        if point.name == name:
+            return _load(point)
     raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
 
 

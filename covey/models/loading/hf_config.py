@@ -11,7 +11,6 @@ of two prefixes: of transformers 4.50, as on the hub, or of later versions. Tens
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from covey.errors import WeightsError
@@ -22,7 +21,7 @@ from covey.models.loading.config_fields import (
     rope_settings,
     write_rope_scaling,
 )
-from covey.registry import offered
+from covey.registry import entry_points, offered
 
 Config = Mapping[str, Any]
 """A config.json as read."""
