@@ -83,8 +83,11 @@ class Registry:
                 where=self.where,
             )
         if not offers:
-            fix = f"{nearest(name, self.names())}; a {self.member.lower()} of your own is named {self._form}"
-            if Path(f"{name}.py").is_file():
+            names = self.names()
+            fix = f"{nearest(name, names)}; a {self.member.lower()} of your own is named {self._form}"
+            if not names:
+                fix = install_command()
+            elif Path(f"{name}.py").is_file():
                 fix = f"{name}:{self.member.upper()}, with the name of a {self.member.lower()} in {name}.py"
             raise RecipeError(f"there is no {self.kind} {name!r}", fix=fix, where=self.where)
         return offers[0]
@@ -102,8 +105,11 @@ class Registry:
         return member
 
 
-def offered(group: str, name: str) -> Any:
+def offered(group: str, name: str, needed_for: str = "") -> Any:
     """Return the object that an installed package offers as `name` by the group `group` of entry points.
+
+    Args:
+        needed_for: the user's word for what needs it, in the error; `name` by default.
 
     Raises:
         CoveyError: no package offers it, or the one that does cannot be imported.
@@ -111,7 +117,8 @@ def offered(group: str, name: str) -> Any:
     for point in entry_points(group=group):
         if point.name == name:
             return _load(point)
-    raise CoveyError(f"{name} needs a package that offers it by the entry point {group}", fix=install_command())
+    what = f"{needed_for or name} needs a package that offers {name!r} by the entry point {group}"
+    raise CoveyError(what, fix=install_command())
 
 
 def all_offered(group: str) -> dict[str, Callable[[], Any]]:

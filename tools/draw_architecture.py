@@ -20,7 +20,7 @@ ROLES = {
     "cli": "the covey command",
     "recipes": "a recipe as a run, and its model",
     "run": "the loop, a run folder: stop, resume",
-    "rl": "GRPO and PPO: the loop and its workers",
+    "rl": "GRPO: the loop and its workers",
     "rewards": "reward functions and scores",
     "monitor": "metrics, files and displays of a run",
     "train": "trainer, optimizers, checkpoints",

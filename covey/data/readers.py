@@ -79,7 +79,7 @@ def open_records(
     """
     path = config.path or ""
     if path.startswith(HUBS):
-        return offered("covey.hubs", path.partition(":")[0])(config, columns, hub_config)  # type: ignore[no-any-return]
+        return offered("covey.hubs", path.partition(":")[0], path)(config, columns, hub_config)  # type: ignore[no-any-return]
     train, test = _find_files(config, wanted)
     return _open_file(train, columns), None if test is None else _open_file(test, columns)
 
@@ -116,7 +116,7 @@ def _open_file(path: Path, columns: RequiredColumns) -> Records:
 def _iter_file(path: Path, columns: RequiredColumns) -> Iterator[Record | DataError]:
     """Yield the records of a file, each of which has `columns`, or why it is none."""
     suffix, is_empty = path.suffix.lower(), True
-    form: Format = offered("covey.formats", suffix[1:]) if suffix in OTHER_FORMATS else JSON_LINES
+    form: Format = offered("covey.formats", suffix[1:], str(path)) if suffix in OTHER_FORMATS else JSON_LINES
     try:
         with path.open("rb") as file:
             check_utf8(file.read(4) if form.is_text else b"", str(path), DataError)

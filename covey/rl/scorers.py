@@ -105,7 +105,7 @@ class InferenceWorker:
     def __init__(self, models: Mapping[RoleName, Decoder | ValueModel], temperature: float = 1.0):
         self.params: dict[str, nnx.State[Any, Any]] = {}
         self._temperature = temperature
-        self.programrs: dict[str, RowScorer] = {}
+        self._scorers: dict[str, RowScorer] = {}
         for role, model in models.items():
             self.host(role, model)
 
@@ -117,14 +117,14 @@ class InferenceWorker:
         """
         _check_kind(role, model)
         self.params[role], temperature = nnx.state(model), self._temperature
-        self.programrs[role] = (
+        self._scorers[role] = (
             RowScorer.of_values(model) if isinstance(model, ValueModel) else RowScorer.of_logps(model, temperature)
         )
 
     def release(self, role: str) -> None:
         """Let go of the model in `role`, if there is one."""
         self.params.pop(role, None)
-        self.programrs.pop(role, None)
+        self._scorers.pop(role, None)
 
     def model(self, role: str) -> Any:
         """Return the model in `role` with its current weights.
@@ -133,7 +133,7 @@ class InferenceWorker:
             RecipeError: no model has this role.
         """
         params = self._params_of(role)
-        return nnx.merge(self.programrs[role].graph, params)
+        return nnx.merge(self._scorers[role].graph, params)
 
     def has(self, role: str) -> bool:
         """Return whether a model has this role.
@@ -171,7 +171,7 @@ class InferenceWorker:
             RecipeError: no model has this role.
         """
         params = self._params_of(role)
-        return self.programrs[role](params, rows, lengths, size)[0]
+        return self._scorers[role](params, rows, lengths, size)[0]
 
     def rewards(
         self,

@@ -1,4 +1,4 @@
-"""Formats of files beside JSON Lines, offered by `covey.formats`: a JSON list or object, CSV and TSV, Parquet."""
+"""Formats of files besides JSON Lines, offered by `covey.formats`: a JSON list or object, CSV and TSV, Parquet."""
 
 import codecs
 import csv

@@ -19,7 +19,7 @@ REASONING_SYSTEM = (
     "Solve the problem. Write your reasoning between <reasoning> and </reasoning>, "
     "then the answer, one number, between <answer> and </answer>."
 )
-"""System message for the reward functions that read tags: `gsm8k_rewards.py`, `answer_ratio`, `answer_number`."""
+"""System message for the reward functions that read tags, such as `format_exact` and `answer_number`."""
 
 MARKER_SYSTEM = "Solve the problem step by step. End with a line of #### and the answer, one number, like this: #### 42"
 """System message for `exact_answer`; set it as `data.system`."""

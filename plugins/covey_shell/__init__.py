@@ -1,1 +1,1 @@
-"""Commands beside training: check a recipe, list the built-in recipes, complete words in a shell."""
+"""Commands besides training: check a recipe, list the built-in recipes, complete words in a shell."""

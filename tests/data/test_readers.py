@@ -61,12 +61,15 @@ def test_a_broken_file_is_told(tmp_path: Path, name: str, content: bytes, messag
         load_data(DataConfig(task="jsonl", path=str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(("path", "group"), [("a.csv", "covey.formats"), ("hf:org/name", "covey.hubs")])
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [("a.csv", "'csv' by the entry point covey.formats"), ("hf:org/name", "'hf' by the entry point covey.hubs")],
+)
 def test_what_no_package_reads_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, group: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, wanted: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("covey.registry.entry_points", lambda **_: importlib.metadata.EntryPoints())
     Path("a.csv").write_text("prompt\na\n")
-    with pytest.raises(CoveyError, match=f"needs a package that offers it by the entry point {group}"):
+    with pytest.raises(CoveyError, match=f"^{path} needs a package that offers {wanted}"):
         load_data(DataConfig(task="jsonl", path=path))

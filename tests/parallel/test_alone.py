@@ -38,7 +38,7 @@ def test_what_names_one_process_opens_nothing() -> None:
 
 def test_several_processes_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.registry.entry_points", lambda **_: importlib.metadata.EntryPoints())
-    with pytest.raises(CoveyError, match=r"needs a package that offers it by the entry point covey\.processes"):
+    with pytest.raises(CoveyError, match=r"needs a package that offers 'start' by the entry point covey\.processes"):
         processes.start({ADDRESS: "here:1", COUNT: "2", NUMBER: "0"})
 
 

