@@ -46,11 +46,6 @@ class Check(NamedTuple):
     arguments: tuple[Any, ...]
     name: str = ""
 
-    @property
-    def executes_module(self) -> bool:
-        """Whether the check may import a module that the recipe names, which executes it."""
-        return ":" in self.name
-
     def run(self) -> None:
         """Make the check.
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from covey.config import recipe
-from covey.config.base import Config, GroupSize, NonNegativeInt, leaves
+from covey.config.base import Config, NonNegativeInt, leaves
 from covey.config.schema import RolloutConfig
 from covey.errors import CoveyError
 from covey.registry import all_offered
@@ -30,13 +30,6 @@ class ChatOptions(Config):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout", self.rollout.with_seed(self.seed))
-
-
-class GenerateOptions(ChatOptions):
-    """Settings of `covey generate`."""
-
-    n: GroupSize = 1
-    """Number of completions of the prompt."""
 
 
 OptionsT = TypeVar("OptionsT", bound=Config)
@@ -145,6 +138,7 @@ class Commands(Mapping[str, Command]):
             with suppress(CoveyError):  # told when the command is named
                 offered[name] = load()
         rows = self._own | offered
+        offered = {name: row if row.follows in rows else row._replace(follows="") for name, row in offered.items()}
         order: list[str] = []
         for name in (*self._own, ""):
             _append_with_followers(order, name, offered)
@@ -231,7 +225,7 @@ examples
             ),
         ),
         Command(
-            "eval", "covey.cli.model:evaluate", "RUN_OR_MODEL", "measure it on held-out prompts",
+            "eval", "covey.cli.evaluate:evaluate", "RUN_OR_MODEL", "measure it on held-out prompts",
             """\
 Measures a trained run, or a model, on a recipe's held-out prompts. A run brings its own recipe.
 Under a recipe for covey sft that is the loss on held-out examples, and a few answers.""",
@@ -243,33 +237,6 @@ examples
 The settings are those of covey train; the section evaluation matters here.""",
             options=(Option("--recipe", "NAME_OR_YAML"),),
             settings_of=("train", "sft"),
-        ),
-        Command(
-            "generate", "covey.cli.model:generate", 'RUN_OR_MODEL "PROMPT"', "complete a prompt",
-            "Completes a prompt. A run brings the rollout settings it was trained with.",
-            """\
-examples
-  covey generate smollm2-135m "Write one short sentence about rivers that starts with the letter S."
-  covey generate runs/quickstart-1 "Write one short sentence about rain." --n 4 --temperature 0.7""",
-            most=2,
-            settings=(GenerateOptions,),
-        ),
-        Command(
-            "chat", "covey.cli.model:chat", "RUN_OR_MODEL", "talk to it",
-            "A conversation in the terminal; Ctrl-D ends it. A server has the model already: see --server.",
-            """\
-examples
-  covey chat runs/quickstart-1
-  covey chat smollm2-135m --temperature 0.7
-  covey chat --server http://127.0.0.1:8000""",
-            least=0,
-            options=(
-                Option(
-                    "--server", "URL",
-                    "talk to the model that a server has, as RUN_OR_MODEL if it is given; the key is OPENAI_API_KEY",
-                ),
-            ),
-            settings=(ChatOptions,),
         ),
     )
 )  # fmt: skip

@@ -499,9 +499,6 @@ FORMS = (
 CHAT_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS if form.to_chat)
 """Columns of the forms that are chats, in one line, for errors."""
 
-FORM_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS)
-"""Columns of all forms in one line, for errors."""
-
 
 def count_plain(rows: Iterable[Row], tokenizer: Any, environment: Any = None, warn: bool = True) -> int:
     """Return the number of prompts that are plain text though the model has a chat template; warn if there are some. An

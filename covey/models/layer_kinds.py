@@ -85,12 +85,6 @@ def top_shapes(config: ModelConfig) -> Shapes:
     return shapes | {f"layer_inputs.{name}": shape for name, shape in inputs.items()}
 
 
-def projection_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the number of inputs and outputs of each projection of a layer, by its path in the layer."""
-    kernels = {path: shape for path, shape in layer_shapes(config, layer).items() if path.endswith(".kernel")}
-    return {path.removesuffix(".kernel"): (n_in, n_out) for path, (n_in, n_out) in kernels.items()}
-
-
 def attention_shapes(c: ModelConfig) -> Shapes:
     """Return the parameters of attention: global, with a window, or with a gate on its output."""
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

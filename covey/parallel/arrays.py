@@ -35,7 +35,7 @@ from jaxtyping import PyTree, UInt8
 
 from covey.errors import CoveyError
 from covey.parallel import processes
-from covey.parallel.mesh import PROCESS, local_mesh, platform_of, spans_processes, with_auto_axes
+from covey.parallel.mesh import PROCESS, platform_of, spans_processes, with_auto_axes
 from covey.parallel.shapes import abstract, is_abstract
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -416,15 +416,6 @@ def _bits(tree: Any) -> jax.Array:
         x = x.astype(jnp.uint8) if x.dtype == bool else x
         total += jnp.sum(jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), dtype=jnp.uint32)
     return total
-
-
-def on_local_devices(params: Tree) -> Tree:
-    """Return weights on this process's part of their mesh; themselves if that is the whole mesh."""
-    mesh = mesh_of(params)
-    if mesh is None or not spans_processes(mesh):
-        return params
-    own: Tree = reshard(params, shardings(params, local_mesh(mesh)))
-    return own
 
 
 def build_for_devices(model: Model, platform: str | None = None) -> Model:

@@ -11,7 +11,7 @@ from covey.models.dtypes import resolve_compute_dtype
 from covey.parallel import processes
 from covey.recipes.build import build, load_inputs, with_compute_dtype
 from covey.recipes.load_model import open_model, use_compilation_cache, with_absolute_paths
-from covey.recipes.use import chat, evaluate, generate
+from covey.recipes.use import evaluate
 from covey.run.folder import RunFolder, create_folder, reopen_folder
 from covey.run.saved_run import ReadyRun, train_in_folder
 
@@ -50,9 +50,7 @@ def _run_in(
 
 
 __all__ = [
-    "chat",
     "evaluate",
-    "generate",
     "open_model",
     "resume",
     "train",

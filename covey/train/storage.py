@@ -282,18 +282,6 @@ def is_open_at(file: IO[Any], path: Path) -> bool:
         return False
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of `folder`, as far as this machine can see."""
-    try:
-        with open_below(folder, LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def take_lock(folder: Path, patience: float = 0.0) -> IO[bytes]:
     """Take the folder's lock and hold it until the file is closed. The system releases it when the process ends, so no
     lock is ever stale.

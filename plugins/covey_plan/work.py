@@ -22,7 +22,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.recipe import Recipe, SFTRecipe
 from covey.losses.logprobs import chunk_columns
 from covey.models.config import ModelConfig
-from covey.models.layer_kinds import find_kind, has_state, projection_shapes
+from covey.models.layer_kinds import find_kind, has_state, layer_shapes
 from covey.packing.bins import rows_per_micro_batch
 from covey.packing.rows import GroupShape, Layout, make_layout
 from covey.rl.stage_sizes import stage_sizes
@@ -337,6 +337,12 @@ def _flops(c: ModelConfig, fed: Sequence[Span], tokens: int, scored: int, rank: 
         attention=4.0 * c.num_heads * _pairs(c, fed, [c.heads(layer)[1] for layer in range(c.num_layers)]),
         head=2.0 * scored * c.vocab_size * c.hidden_size,
     )
+
+
+def projection_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the number of inputs and outputs of each projection of a layer, by its path in the layer."""
+    kernels = {path: shape for path, shape in layer_shapes(config, layer).items() if path.endswith(".kernel")}
+    return {path.removesuffix(".kernel"): (n_in, n_out) for path, (n_in, n_out) in kernels.items()}
 
 
 def _in_kernels(c: ModelConfig) -> int:

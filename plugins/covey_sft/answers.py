@@ -10,7 +10,8 @@ from covey.config.schema import RolloutConfig
 from covey.data.rows import Row
 from covey.models.decoder import Decoder
 from covey.monitor.writer import Correct
-from covey.parallel.arrays import on_local_devices
+from covey.parallel.arrays import mesh_of, reshard, shardings
+from covey.parallel.mesh import local_mesh, spans_processes
 from covey.rl.evaluate import evaluate
 from covey.rl.rollout_worker import RolloutWorker
 from covey.run.outputs import Measured
@@ -99,3 +100,11 @@ def answer_examples(
     every = replace(recipe.evaluation, prompts=0)
     evaluation = evaluate(worker, examples, every, worker.config, progress=progress)
     return evaluation.summary(), evaluation.groups, evaluation.correct
+
+
+def on_local_devices(params: Any) -> Any:
+    """Return weights on this process's part of their mesh; themselves if that is the whole mesh."""
+    mesh = mesh_of(params)
+    if mesh is None or not spans_processes(mesh):
+        return params
+    return reshard(params, shardings(params, local_mesh(mesh)))

@@ -9,7 +9,6 @@ from typing import Any
 from covey.config.schema import SFTDataConfig
 from covey.data.loader import PromptLoader
 from covey.data.rows import (
-    FORM_COLUMNS,
     FORMS,
     PAIR,
     Row,
@@ -30,6 +29,8 @@ from covey.types import Prompt
 
 NOT_LEARNT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Parts of an assistant's message besides its content: in an answer they would not be learnt."""
+FORM_COLUMNS = "; or ".join(" and ".join(form.columns) for form in FORMS)
+"""Columns of all forms in one line, for errors."""
 
 
 def as_examples(data: Any) -> list[Row]:

@@ -8,12 +8,11 @@ from covey.config.recipe import SFTRecipe
 from covey.data import Dataset
 from covey.display import show_log
 from covey.monitor.progress import Progress
-from covey.parallel.arrays import on_local_devices
 from covey.recipes.build import load_data
 from covey.recipes.load_model import available_mesh, load_for, load_to_train
 from covey.recipes.use import check_same_inputs
 from covey.run.saved_run import ReadyRun, SavedRun, console_of_process
-from covey_sft.answers import Answers, answer_examples, answering_worker, select_answerable
+from covey_sft.answers import Answers, answer_examples, answering_worker, on_local_devices, select_answerable
 from covey_sft.learner import HELD_OUT, SFTLearner
 
 

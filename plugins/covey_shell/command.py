@@ -1,7 +1,45 @@
 """The rows of the table of commands. The functions are imported when a command is executed."""
 
-from covey.cli.commands import JSON, Command, Option
+from covey.cli.commands import JSON, ChatOptions, Command, Option
+from covey.config.base import GroupSize
 
+
+class GenerateOptions(ChatOptions):
+    """Settings of `covey generate`."""
+
+    n: GroupSize = 1
+    """Number of completions of the prompt."""
+
+
+GENERATE = Command(
+    "generate", "covey_shell.talk:generate", 'RUN_OR_MODEL "PROMPT"', "complete a prompt",
+    "Completes a prompt. A run brings the rollout settings it was trained with.",
+    """\
+examples
+  covey generate smollm2-135m "Write one short sentence about rivers that starts with the letter S."
+  covey generate runs/quickstart-1 "Write one short sentence about rain." --n 4 --temperature 0.7""",
+    most=2,
+    settings=(GenerateOptions,),
+    follows="rollout",
+)  # fmt: skip
+CHAT = Command(
+    "chat", "covey_shell.talk:chat", "RUN_OR_MODEL", "talk to it",
+    "A conversation in the terminal; Ctrl-D ends it. A server has the model already: see --server.",
+    """\
+examples
+  covey chat runs/quickstart-1
+  covey chat smollm2-135m --temperature 0.7
+  covey chat --server http://127.0.0.1:8000""",
+    least=0,
+    options=(
+        Option(
+            "--server", "URL",
+            "talk to the model that a server has, as RUN_OR_MODEL if it is given; the key is OPENAI_API_KEY",
+        ),
+    ),
+    settings=(ChatOptions,),
+    follows="generate",
+)  # fmt: skip
 VALIDATE = Command(
     "validate", "covey_shell.validate:validate", "NAME_OR_YAML",
     "check a recipe, its data and its rewards, without running it",

@@ -6,6 +6,7 @@ since the last look. The files are untrusted: what has another form is left out.
 NumPy.
 """
 
+import fcntl
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from covey.files import MAX_LINE, folder_below, is_count, number, open_below, parse_line
 from covey.monitor.run_files import CHECKPOINTS, METRICS, SAMPLES, SUMMARY
 from covey.monitor.status import Status
-from covey.train.storage import is_locked
+from covey.train.storage import LOCK
 from covey_status.run_files import HEARTBEAT
 
 RUNNING, FINISHED, STOPPED, FAILED, DEAD = "running", "finished", "stopped", "failed", "dead"
@@ -120,6 +121,18 @@ class WatchedRun:
         if beat is not None and beat.host != socket.gethostname() and time.monotonic() < self._fresh_until:
             return RUNNING
         return FINISHED if isinstance(self.summary().get("after"), dict) else DEAD
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of `folder`, as far as this machine can see."""
+    try:
+        with open_below(folder, LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def read_state(folder: Path) -> str:

@@ -16,7 +16,7 @@ from covey.config.algorithms import algorithm_of
 from covey.config.schema import GRPOConfig, LoRAConfig
 from covey.models.config import ModelConfig
 from covey.models.decoder import abstract_decoder, rngs_for_shapes
-from covey.models.layer_kinds import projection_shapes
+from covey.models.layer_kinds import layer_shapes
 from covey.models.layer_stack import stack_layers
 from covey.models.layers import MLP, Linear
 from covey.models.lora import with_lora
@@ -72,6 +72,7 @@ def test_an_update_attends_once_in_a_layer_and_copies_no_layer_of_a_stack(topolo
     batch = abstract_policy_batch(rows, old_logps=False, ref_logps=False, keys=False)
     text = gradients_program(programs, batch).lower().compile().as_text()
     assert sorted(re.findall(r"%\w*tree_attention_(\w+?)_*(?:\.\d+)? = ", text)) == ["dkv", "dq", "forward"]
-    kernels = {f"bf16[{n_in},{n_out}]" for n_in, n_out in projection_shapes(config, 0).values()}
+    shapes = [shape for path, shape in layer_shapes(config, 0).items() if path.endswith(".kernel")]
+    kernels = {f"bf16[{n_in},{n_out}]" for n_in, n_out in shapes}
     made = Program(text).of("copy", "dynamic-slice", "fusion")
     assert [x for x in made if x.loops == (config.num_layers,) and kernels & set(x.shapes)] == []

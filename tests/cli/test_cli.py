@@ -1,11 +1,11 @@
 """The command line: what reaches `covey.run`, exit codes, and answers that need no JAX."""
 
-import dataclasses
 import io
 import re
 import subprocess
 import sys
 import types
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 
 from covey import __version__
 from covey.cli import main as cli
-from covey.cli.commands import COMMANDS, Commands, GenerateOptions
+from covey.cli.commands import COMMANDS, Command, Commands
 from covey.config import recipe
 from covey.config.base import leaves
 from covey.config.processes import PEER_LOST
@@ -39,9 +39,8 @@ def calls(monkeypatch, tmp_path):
         return call
 
     fake = types.ModuleType("covey.recipes")
-    for name in ("train", "resume", "evaluate", "chat"):
+    for name in ("train", "resume", "evaluate"):
         setattr(fake, name, record(name))
-    fake.generate = record("generate", ["first\x1b[2J", "second\nline"])
     fake.record = record
     monkeypatch.setitem(sys.modules, "covey.recipes", fake)
     monkeypatch.setattr("covey.recipes", fake, raising=False)
@@ -175,7 +174,7 @@ def test_a_run_can_be_a_model_once_it_has_a_checkpoint(calls, capsys):
     assert cli.main(["eval", "done", "--recipe", "quickstart"]) == 0
     assert [name for name, *_ in calls] == ["train", "evaluate", "evaluate"]
     assert [ready.method for *_, ready in calls[1:]] == ["sft", "rl"]
-    for words in (["train", "quickstart", "--model.source", "begun"], ["chat", "begun"]):
+    for words in (["train", "quickstart", "--model.source", "begun"], ["eval", "begun"]):
         assert "fix: go on with it: covey sft --resume begun" in refused(capsys, *words)
 
 
@@ -198,21 +197,6 @@ def test_eval_refuses_settings_of_the_model_of_a_run(calls, capsys):
         assert "beside a run, which is loaded as its own recipe says" in refused(capsys, "eval", "run", *words)
     assert cli.main(["eval", "run", "--model.mesh.data", "2"]) == 0
     assert len(calls) == 1
-
-
-def test_generate_and_chat_start_from_the_rollout_of_the_run(calls, capsys):
-    run_folder("run", "--rollout.temperature", "0.7")
-    assert cli.main(["generate", "run", "a=b --hello", "--n", "2", "--max-new-tokens", "9", "--seed", "3"]) == 0
-    name, source, prompt, count, rollout = calls[0]
-    assert (name, source, prompt, count) == ("generate", "run", "a=b --hello", 2)
-    assert (rollout.temperature, rollout.max_new_tokens, rollout.seed) == (0.7, 9, 3)
-    assert capsys.readouterr().out == "--- 1 of 2\nfirst\\x1b[2J\n--- 2 of 2\nsecond\nline\n"
-    assert cli.main(["generate", MODEL, "--temperature=0", "--", "--what?"]) == 0
-    assert (calls[1][2], calls[1][4].temperature) == ("--what?", 0.0)
-    assert cli.main(["chat", "run", "--top-p", "0.9"]) == 0
-    assert (calls[2][1], calls[2][2].top_p, calls[2][2].temperature) == ("run", 0.9, 0.7)
-    assert "--max-new-tokens" in refused(capsys, "generate", MODEL, "x", "--max-new-tokens", "0")
-    assert dataclasses.replace(GenerateOptions(), seed=9).rollout.seed == 9
 
 
 # --- exit codes
@@ -275,13 +259,7 @@ def test_a_command_of_a_package_that_cannot_be_imported_is_answered_with_the_pac
     assert set(Commands(COMMANDS._own.values())) == set(COMMANDS._own)  # the overview has the others
 
 
-@pytest.mark.parametrize(("name", "value"), [("JAX_NUM_PROCESSES", "2"), ("COVEY_DISTRIBUTED", "auto")])
-@pytest.mark.parametrize("words", [["generate", MODEL, "Hi"], ["chat", MODEL]])
-def test_a_command_of_one_process_is_refused_in_several(
-    words: list[str], name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert cli.main(words) == 2
-    told = capsys.readouterr().err
-    assert f"covey {words[0]} runs in one process, and {name} is {value}" in told
-    assert "COVEY_DISTRIBUTED=off" in told
+def test_a_command_that_follows_one_that_is_missing_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = {name: Command(name, "", "", "", "", follows=place) for name, place in (("a", "gone"), ("b", "eval"))}
+    monkeypatch.setattr("covey.cli.commands.all_offered", lambda _: {x: partial(offers.get, x) for x in offers})
+    assert list(Commands(COMMANDS._own.values())) == ["train", "sft", "eval", "b", "a"]

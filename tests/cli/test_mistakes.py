@@ -95,8 +95,8 @@ WITHOUT_NUMPY = [
     "covey watch runs/done --once",
 ]
 OF_PLUGINS = (
-    "board", "compare", "data", "export", "launch", "plan", "push", "recipes", "report", "rewards", "rollout",
-    "validate", "watch",
+    "board", "chat", "compare", "data", "export", "generate", "launch", "plan", "push", "recipes", "report", "rewards",
+    "rollout", "validate", "watch",
 )  # fmt: skip
 WITHOUT_NUMPY += [*(f"covey {name} --help" for name in COMMANDS), *(command for command, _ in [*ROWS, *MORE])]
 WITHOUT_JAX = ["covey validate quickstart", "covey rewards quickstart --samples samples.jsonl"]

@@ -202,7 +202,7 @@ def test_a_path_longer_than_the_system_allows(setting: str, capsys: Any, tmp_pat
     assert "\n  fix: a shorter name" in told
 
 
-@pytest.mark.parametrize("words", [["train", "x" * 3000], ["chat", "x" * 3000], ["train", "--resume", "x" * 3000]])
+@pytest.mark.parametrize("words", [["train", "x" * 3000], ["eval", "x" * 3000], ["train", "--resume", "x" * 3000]])
 def test_a_name_longer_than_the_system_allows(words: list[str], capsys: Any) -> None:
     assert main(words) == 2
     assert "File name too long" in capsys.readouterr().err

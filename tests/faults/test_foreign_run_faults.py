@@ -48,6 +48,8 @@ def test_runs_that_name_each_other_are_refused(circle: str, words: list[str], ca
     command, *more = words
     if command in ("export", "push"):
         pytest.importorskip("covey_formats")
+    if command in ("chat", "generate"):
+        pytest.importorskip("covey_shell")
     more += {"generate": ["hello"], "push": ["hf:me/run"]}.get(command, [])
     assert main([command, circle, *more]) == 2
     told = capsys.readouterr().err

@@ -20,7 +20,7 @@ from covey.monitor.run_files import SUMMARY
 from covey.monitor.writer import MetricsWriter, write_answers, write_bad_batch
 from covey.run.folder import model_folder, read_summary
 from covey.train.checkpoint import Checkpointer
-from covey.train.storage import CheckpointStore, is_locked, take_lock
+from covey.train.storage import CheckpointStore, take_lock
 
 HEARTBEAT, STACKS = "heartbeat.json", "stacks.txt"
 SECRET = '{"step": 1}\n{"step": 9, "mine": "keep"}\n'
@@ -30,6 +30,10 @@ PID = os.getpid()
 def watch(run: Path, once: bool) -> int:
     """Watch a run, where the package of the command is there; likewise below."""
     return int(pytest.importorskip("covey_report.cli.watch").watch(run, once))
+
+
+def is_locked(folder: Path) -> bool:
+    return bool(pytest.importorskip("covey_status.watched_run").is_locked(folder))
 
 
 def write_report(out: Path, runs: list[Path]) -> int:

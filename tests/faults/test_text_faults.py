@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from rich.console import Console
 
 from covey.cli.main import main
 from covey.config import recipe
-from covey.display import check_no_secrets, echo, mask_secrets, printable, show_log
+from covey.display import check_no_secrets, mask_secrets, printable, show_log
 from covey.errors import RecipeError
 from covey.monitor.formats import SampleLine
 from covey.monitor.progress import Progress
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.writer import MetricsWriter, group_lines, group_rows, read_rows
-from covey.recipes import use
-from covey.rl.rollout_worker import RolloutWorker
 from covey.types import Completion, FinishReason, Group
 
 PACKAGE = Path(__file__).parents[2] / "covey"
@@ -67,29 +64,6 @@ def test_an_error_shows_a_name_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert clean(told)
 
 
-@pytest.mark.slow
-def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Bytes that are no UTF-8 are answered; what is too long is refused by itself, and what was said before stays."""
-    asked: list[list[dict[str, str]]] = []
-    generate = RolloutWorker.generate
-
-    def heard(self: RolloutWorker, prompts: Any, *args: Any, **more: Any) -> Any:
-        asked.append(list(prompts[0]["prompt"]))
-        return generate(self, prompts, *args, **more)
-
-    monkeypatch.setattr(RolloutWorker, "generate", heard)
-    lines = b"caf\xe9\n" + b"x" * 2_000_000 + b"\n" + "é \x9b. ".encode() * 300 + b"\nand then?\n\nnever read\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
-    source = str(PACKAGE.parent / "tests" / "parity" / "golden" / "tiny-llama")
-    assert main(["chat", source, "--max-new-tokens", "4", "--slots", "1"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("> ") == 5
-    assert told.count("this line is left out: ") == 2
-    assert "tokens\n  wanted: at most " in told
-    assert [message["content"] for message in asked[0]] == ["caf\ufffd"]
-    assert [message["content"] for message in asked[-1]][::2] == ["caf\ufffd", "and then?"]
-
-
 def test_the_names_of_metrics_move_nothing_either() -> None:
     """A reward's name is in them, and the recipe may show them."""
     for terminal in (False, True):
@@ -102,19 +76,6 @@ def test_the_names_of_metrics_move_nothing_either() -> None:
         # A heading of the table is the last part of a name.
         assert ("bold]" if terminal else "[bold]b[/bold]") in out.getvalue()
         assert "\x1b[2J" not in out.getvalue()
-
-
-def test_what_is_told_about_a_source_is_escaped(capsys: Any) -> None:
-    """Its name, and what a hub or an index says of it."""
-    log = logging.getLogger("covey.models.loading.sources")
-    with show_log(info=echo, warning=use._echo):
-        log.info(NASTY)
-        log.warning(NASTY)
-    use._echo_to_stderr(NASTY)
-    log.info(NASTY)
-    told = "".join(capsys.readouterr())
-    assert told.count("red\\u202egnp") == 3
-    assert clean(told)
 
 
 def test_without_a_command_the_log_is_that_of_the_program(caplog: pytest.LogCaptureFixture) -> None:

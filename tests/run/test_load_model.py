@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,9 @@ def test_a_run_that_begins_with_a_run_gets_its_model_on_its_mesh(trained: str, o
     assert all(np.allclose(x, here[name], atol=1e-6) for name, x in there.items())
 
 
+SHELL = [import_module("covey_shell.model")] if find_spec("covey_shell") else []
+
+
 class Said:
     """Stands for the rollout worker: remembers where its model lies, and always says the same."""
 
@@ -91,16 +96,21 @@ class Said:
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Over how many devices each model lay that was used."""
     found: list[int] = []
-    monkeypatch.setattr(using, "RolloutWorker", type("Said", (Said,), {"devices": found}))
+    for module in (using, *SHELL):
+        monkeypatch.setattr(module, "RolloutWorker", type("Said", (Said,), {"devices": found}))
     lines = cycle(["2+3?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     return found
 
 
+def shell_model() -> Any:
+    return pytest.importorskip("covey_shell.model")
+
+
 USES: dict[str, Callable[[str], Any]] = {
     "eval": lambda folder: recipes.evaluate(folder, recipe.load(folder)),
-    "generate": lambda folder: recipes.generate(folder, "2+3?", 1, RolloutConfig()),
-    "chat": lambda folder: recipes.chat(folder, RolloutConfig()),
+    "generate": lambda folder: shell_model().generate(folder, "2+3?", 1, RolloutConfig()),
+    "chat": lambda folder: shell_model().chat(folder, RolloutConfig()),
 }
 
 

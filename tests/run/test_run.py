@@ -258,10 +258,14 @@ def without(names: set[str], text: str) -> str:
     return recipe.strict_yaml.dump(tree)
 
 
+def test_a_finished_run_completes_a_prompt(straight: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("covey_shell")
+    assert main(["generate", str(straight[0]), "2+3?", "--n", "2"]) == 0
+    assert "--- 2 of 2" in capsys.readouterr().out
+
+
 def test_the_commands_use_a_finished_run(straight: Any, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(straight[0])
     assert main(["eval", out]) == 0
     assert "accuracy" in capsys.readouterr().out
-    assert main(["generate", out, "2+3?", "--n", "2"]) == 0
-    assert "--- 2 of 2" in capsys.readouterr().out
     assert main(["train", "--resume", out]) == 0

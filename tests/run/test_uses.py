@@ -166,9 +166,10 @@ def test_what_a_user_writes_is_shown_with_the_variables(
 ) -> None:
     lines = iter(["F: milk", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    recipes.generate(TINY, "F: milk", 1, RolloutConfig(max_new_tokens=2))
+    model = pytest.importorskip("covey_shell.model")
+    model.generate(TINY, "F: milk", 1, RolloutConfig(max_new_tokens=2))
     with suppress(SeenError):
-        recipes.chat(TINY, RolloutConfig(max_new_tokens=2))
+        model.chat(TINY, RolloutConfig(max_new_tokens=2))
     assert [bool(prints("[user] F: milk").fullmatch(text)) for text in shown] == [True, True]
     assert loads == ["load_for"] * 2
 
