@@ -573,9 +573,10 @@ def _examples(message: Any, service: Service) -> list[Example]:
             raise ApiError(f"datum {number} has {sorted(inputs)}; {message.loss_fn} takes {sorted(needed)}")
         if any(len(value) != len(tokens) for value in inputs.values()):
             raise ApiError(f"datum {number} has arrays that are not as long as its {len(tokens)} tokens")
-        shapes = {value.shape for value in inputs.values()}
-        if len(shapes) > 1 or (message.loss_fn != "cross_entropy" and inputs["target_tokens"].ndim > 1):
-            raise ApiError(f"datum {number} has the shapes {sorted(shapes)}; cross_entropy alone takes [n, k], twice")
+        shapes = sorted({value.shape for value in inputs.values()})
+        is_empty = 0 in shapes[0][1:]
+        if len(shapes) > 1 or is_empty or (message.loss_fn != "cross_entropy" and inputs["target_tokens"].ndim > 1):
+            raise ApiError(f"datum {number} has the shapes {shapes}; cross_entropy alone takes [n, k], twice")
         _check_tokens(tokens, service)
         for targets in inputs["target_tokens"].reshape(len(tokens), -1).T:
             _check_tokens(targets, service)

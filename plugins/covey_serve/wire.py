@@ -1,5 +1,6 @@
 """Messages of Tinker's API in protobuf, which `tinker.textproto` describes."""
 
+import math
 from importlib.resources import files
 from typing import Any
 
@@ -52,7 +53,8 @@ def array_of(tensor: Any) -> np.ndarray:
         raise ApiError("a tensor is sparse or of another type than float32, int64 and int32")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     count = len(tensor.dense) // dtype.itemsize
-    if len(tensor.dense) % dtype.itemsize or len(shape) > 2 or (shape and np.prod(shape) != count):
+    is_wrong = shape and (min(shape) < 0 or math.prod(shape) != count)
+    if len(tensor.dense) % dtype.itemsize or len(shape) > 2 or is_wrong:
         raise ApiError("a tensor has another size than its shape says, or more than two axes")
     array: np.ndarray = np.frombuffer(tensor.dense, dtype).reshape(shape or count)
     return array

@@ -80,7 +80,7 @@ class Client:
             arrays = {"target_tokens": (targets, "<i8", 2)} | {k: (v, "<f4", 1) for k, v in inputs.items()}
             for name, (values, kind, dtype) in arrays.items():
                 dense = np.array(values, kind).tobytes()
-                tensor = CLASSES["Tensor"](dense=dense, dtype=dtype, shape=[len(values)])
+                tensor = CLASSES["Tensor"](dense=dense, dtype=dtype, shape=np.shape(values))
                 datum.loss_fn_inputs.add(key=name, value=tensor)
         return self.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=PROTOBUF).json()
 
@@ -347,7 +347,9 @@ def test_mistakes_are_refused_by_name_and_block_nobody(serve: Callable[..., Clie
     assert "learning_rate" in found["error"]
     assert len(logprobs(client.result(client.gradients(12, [datum(1)], forward_only=True)))) == 4
     assert "had the number 10" in client.gradients(10, [datum(1)])["error"]["message"]
-    later = CLASSES["Request"](model_id=RUN, seq_id=13).SerializeToString() + b"\xf8\x07\x01"  # field 127
+    without = [(tokens, [[]] * 4, {"weights": [[]] * 4})]
+    assert "takes [n, k]" in client.result(client.gradients(13, without, "cross_entropy"))["error"]
+    later = CLASSES["Request"](model_id=RUN, seq_id=14).SerializeToString() + b"\xf8\x07\x01"  # field 127
     answer = client.http.post("/api/v1/forward_backward", content=later, headers=PROTOBUF).json()
     assert "field 127" in answer["error"]["message"]
     for body in (b"\xff\xff", b"\x0a\xff"):
