@@ -1,5 +1,5 @@
-"""The plain display of a run: lines of a log file, or of a script. Packages offer others by the entry points
-`covey.displays`: `terminal`, `notebook` for `Progress`, and `notebook-lines` for a script without a folder.
+"""The plain display of a run: a line per step. Packages offer others by the entry points `covey.displays`: `log`,
+`terminal` and `notebook` for `Progress`, and `notebook-lines` for a script without a folder.
 
 Names of metrics and phases and texts of the model are untrusted: characters that are not printable are shown as
 escapes, and nothing is read as markup.
@@ -7,33 +7,25 @@ escapes, and nothing is read as markup.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
-from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from covey.display import BESIDE, printable
-from covey.monitor.formats import TEXT_WIDTH, SampleLine, duration, excerpt, figures, in_unit
+from covey.display import printable
+from covey.monitor.formats import SampleLine, duration, figures, in_unit
 from covey.monitor.status import Status
 from covey.registry import all_offered
 
 if TYPE_CHECKING:
     from covey.monitor.record import StepRecord  # needs NumPy, which `covey watch` does not
 
-HEARTBEAT = 15.0
-"""Interval in seconds between the progress lines of a long phase."""
-SLOW_COMPILE = 5.0
-"""Number of seconds after which a log file says that a program is being compiled."""
-NARROW = 80
-"""Width of a terminal, in cells, below which the line of a sample leaves out its prompt."""
 ALWAYS = ("frac_reward_zero_std", "completions/mean_length")
 """Metrics after the main one on the line of a step."""
 
 
-class LogDisplay:
-    """Display in a log file: a line per step, one per phase between two evaluations, and some for a long phase.
+class Display:
+    """Display without a package: a line per step and per evaluation, and messages with the time.
 
     Args:
         console: where to print.
@@ -52,38 +44,23 @@ class LogDisplay:
         values: Sequence[float],
     ):
         self.console, self.status, self.main_metric, self.show, self.values = console, status, main_metric, show, values
-        self._started = self._spoken = time.monotonic()
-        self._announced: set[str] = set()
-        self._slow_compile = Timer(0, self.stamp)
+        self._started = time.monotonic()
 
     def open(self) -> None:
         """Begin to show the status, where it is shown in place."""
 
     def close(self) -> None:
         """Show the status no longer."""
-        self._slow_compile.cancel()
 
     def changed(self) -> None:
-        """Print a new phase, the progress of a long one, and a compilation that takes long."""
-        status = self.status()
-        self._slow_compile.cancel()
-        if new := {status.phase, *status.ahead.split(BESIDE)} - self._announced - {""}:
-            self._announced |= new
-            self.stamp()
-        elif status.compiling:
-            self._slow_compile = Timer(SLOW_COMPILE, self.stamp)
-            self._slow_compile.daemon = True
-            self._slow_compile.start()
-        elif status.activity and time.monotonic() - self._spoken >= HEARTBEAT:
-            self.stamp()
+        """Show the status, which has changed, where it is shown."""
 
-    def stamp(self, text: str = "") -> None:
-        """Print `text`, or the present activity, with the time."""
-        self.line(f"[{time.monotonic() - self._started:6.1f}s] {text or self.status().activity}")
+    def stamp(self, text: str) -> None:
+        """Print `text` with the time."""
+        self.line(f"[{time.monotonic() - self._started:6.1f}s] {text}")
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        self._spoken = time.monotonic()
         self.console.print(Text(printable(text)), soft_wrap=True)
 
     def step(self, row: Mapping[str, float], total: int, left: float) -> None:
@@ -97,7 +74,6 @@ class LogDisplay:
 
     def evaluation(self, lines: Iterable[str]) -> None:
         """Show the results of an evaluation."""
-        self._announced.clear()
         for line in lines:
             self.line(line)
 
@@ -105,9 +81,7 @@ class LogDisplay:
         """Add the metrics of a step and its completions to the figures, where there are some."""
 
     def samples(self, samples: Sequence[SampleLine]) -> None:
-        """Show the best and the worst of `samples`."""
-        for line in extremes(samples):
-            self.line(line)
+        """Show the best and the worst of `samples`, where there is room."""
 
     def done(self, text: str) -> None:
         """Show the end of the run."""
@@ -143,23 +117,6 @@ def make_step_lines(names: Iterable[str]) -> StepLines:
     offers = all_offered("covey.displays") if Console().is_jupyter else {}
     lines: StepLines = offers.get("notebook-lines", lambda: StepLines)()(names)
     return lines
-
-
-def extremes(samples: Sequence[SampleLine], width: int = 0) -> list[str]:
-    """Return the best and the worst of `samples`, one line each; `width` cells wide if that is not 0."""
-    if not samples:
-        return []
-    rank = attrgetter("rank")
-    both = (("best ", max(samples, key=rank)), ("worst", min(samples, key=rank)))
-    return [_sample_line(f"  {name} {sample.reward:+.2f}  ", sample, width) for name, sample in both]
-
-
-def _sample_line(start: str, sample: SampleLine, width: int) -> str:
-    arrow, dots = "  →  ", len(" … ")
-    if 0 < width < NARROW:
-        return f"{start}{excerpt(sample.text, max(width - len(start) - dots, 0))}"
-    room = min((width - len(start) - len(arrow)) // 2 - dots if width else TEXT_WIDTH, TEXT_WIDTH)
-    return f"{start}{excerpt(sample.prompt, room)}{arrow}{excerpt(sample.text, room)}"
 
 
 def step_count(row: Mapping[str, float], total: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from covey.display import BESIDE, make_console, printable
-from covey.monitor.display import LogDisplay
+from covey.monitor.display import Display
 from covey.monitor.formats import FIGURES, SampleLine, duration, figure, figures, sparkline
 from covey.monitor.run_files import SAMPLES
 from covey.monitor.status import Status
@@ -66,8 +66,8 @@ class Progress:
         self._thread = threading.current_thread()
         self._ahead: dict[str, tuple[threading.Thread, str]] = {}
         kind = "notebook" if self.console.is_jupyter else "terminal" if self.console.is_terminal else "log"
-        display = all_offered("covey.displays").get(kind, lambda: LogDisplay)()
-        self.display: LogDisplay = display(self.console, self.status, main_metric, show, self._values)
+        display = all_offered("covey.displays").get(kind, lambda: Display)()
+        self.display: Display = display(self.console, self.status, main_metric, show, self._values)
 
     def __enter__(self) -> "Progress":
         self.display.open()

@@ -17,9 +17,10 @@ from rich.text import Text
 
 from covey.config.metrics import metric
 from covey.display import printable
-from covey.monitor.display import LogDisplay, cell, extremes, step_count
+from covey.monitor.display import Display, cell, step_count
 from covey.monitor.formats import SampleLine, duration, size, sparkline
 from covey.monitor.status import Status
+from covey_status.log import extremes
 
 HEADER_EVERY = 20
 """Number of rows of the table after which its header is repeated."""
@@ -33,11 +34,11 @@ SPARK_WIDTHS = (8, 40)
 SPINNER = "|/-\\"
 
 
-class TerminalDisplay(LogDisplay):
+class TerminalDisplay(Display):
     """Display on a terminal: a table of the steps scrolls by above the status, which is drawn in place.
 
     Args:
-        given: those of `LogDisplay`.
+        given: those of `Display`.
     """
 
     def __init__(self, *given: Any):

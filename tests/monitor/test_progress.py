@@ -5,7 +5,6 @@ import math
 import os
 import sys
 import threading
-import time
 
 import pytest
 from rich.console import Console
@@ -20,6 +19,11 @@ SAMPLES = [
     SampleLine("about snow", "[bold]Snow[/bold]", 1.0),
     SampleLine("about snow", "Soft.", 1.0),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_other_display(monkeypatch):
+    monkeypatch.setattr("covey.monitor.progress.all_offered", lambda _: {})
 
 
 def row(step, **more):
@@ -46,15 +50,12 @@ def plain():
 def test_without_a_terminal_every_step_is_one_plain_line():
     shown = story(plain())
     lines = shown.splitlines()
-    assert lines[0].endswith("s] loading")
-    assert lines[1] == "before: accuracy 19.0%  format_accuracy 90.0%  (100 samples)"
-    assert lines[2].split("  ") == [
+    assert lines[0] == "before: accuracy 19.0%  format_accuracy 90.0%  (100 samples)"
+    assert lines[1].split("  ") == [
         "step 1/10", "reward 0.750 ±0.250", "frac_reward_zero_std 50%", "completions/mean_length 10", "kl 0.0100",
         "clip_ratio/region_mean 0.04%", "time/rollout 0.04s", "tokens_per_second 20", "left 18s",
     ]  # fmt: skip
-    assert lines[3] == "  best  +1.00  about rain  →  Rain falls."
-    assert lines[4] == "  worst +0.00  about rain  →  \\x1b[31mred\\x07"
-    assert lines[5].startswith("step 2/10")
+    assert lines[2].startswith("step 2/10")
     assert "accuracy     19.0% → 75.0%" in shown
     assert "steps        10 in 2m30s" in shown
     assert "covey chat 'runs/a b'" in shown
@@ -77,112 +78,6 @@ def test_an_evaluation_under_several_presets_is_a_line_each():
         "before: accuracy 50.0%  pass@1 50.0%  pass@2 75.0%  (8 samples)",
         "before, liberal: accuracy 25.0%  (8 samples)",
     ]
-
-
-def test_a_row_with_little_in_it_is_shown_too():
-    console = plain()
-    with Progress(3, console) as progress:
-        progress.step({"step": 3}, [SampleLine("p", "x", math.nan), SampleLine("q", "[red]x[/red] [/]", 1.0)])
-    assert console.file.getvalue().splitlines()[:2] == ["step 3/3", "  best  +1.00  q  →  [red]x[/red] [/]"]
-
-
-def test_samples_come_now_and_then():
-    console = plain()
-    with Progress(12, console) as progress:
-        for step in range(1, 13):
-            progress.step(row(step), SAMPLES)
-    lines = console.file.getvalue().splitlines()
-    after = [lines[i - 1].split()[1] for i, line in enumerate(lines) if line.startswith("  best")]
-    assert after == ["1/12", "5/12", "10/12", "12/12"]
-
-
-def test_a_log_is_told_of_a_phase_once_between_evaluations():
-    console = plain()
-    with Progress(3, console) as progress:
-        for step in (1, 2):
-            progress.phase("rollout")
-            progress.phase("update")
-            progress.step({"step": step})
-        progress.evaluation("after", {})
-        progress.phase("rollout")
-    lines = console.file.getvalue().splitlines()
-    assert [line.split()[-1] for line in lines] == ["rollout", "update", "1/3", "2/3", "after:", "rollout"]
-
-
-def test_a_log_is_not_told_of_an_evaluation_behind_its_result(monkeypatch):
-    """Programs may be compiled, or time pass, before the next phase begins."""
-    monkeypatch.setattr("covey.monitor.display.SLOW_COMPILE", 0.0)
-    monkeypatch.setattr("covey.monitor.display.HEARTBEAT", 0.0)
-    console = plain()
-    with Progress(3, console) as progress:
-        progress.phase("evaluating before training")
-        progress.advance(8, 8)
-        progress.evaluation("before", {"accuracy": 0.5, "samples": 8})
-        for number in (1, 0):
-            progress.compiling(number, "convert_element_type")
-            time.sleep(0.05)
-        progress.phase("rollout")
-    lines = console.file.getvalue().splitlines()
-    behind = lines[lines.index("before: accuracy 50.0%  (8 samples)") + 1 :]
-    assert not any("evaluating" in line or line.endswith("] ") for line in behind)
-
-
-def test_phases_of_threads_are_shown_beside_that_of_the_run_as_long_as_they_live():
-    began, end, console = threading.Semaphore(0), threading.Event(), plain()
-    with Progress(3, console) as progress:
-
-        def draw(phase):
-            progress.phase(phase)
-            began.release()
-            end.wait()
-
-        threads = [threading.Thread(target=draw, args=(n,), name=n) for n in ("score", "sample")]
-        progress.phase("update")
-        for thread in threads:
-            thread.start()
-            began.acquire()
-        assert (progress.status().phase, progress.status().activity) == ("update", "update + sample + score")
-        progress.step({"step": 1})
-        assert progress.status().activity == "sample + score"
-        end.set()
-        for thread in threads:
-            thread.join()
-        assert progress.status().activity == ""
-    assert [line.partition("] ")[2] for line in console.file.getvalue().splitlines()[:3]] == [
-        "update",
-        "update + score",
-        "update + sample + score",
-    ]
-
-
-def test_a_long_phase_is_heard_of_in_a_log(monkeypatch):
-    console, now = plain(), 0.0
-    monkeypatch.setattr("covey.monitor.progress.time.monotonic", lambda: now)
-    with Progress(3, console) as progress:
-        progress.phase("evaluating")
-        for done in range(1, 41):
-            now = float(done)
-            progress.advance(done, 40)
-    assert console.file.getvalue().splitlines() == [
-        "[   0.0s] evaluating",
-        "[  15.0s] evaluating 15/40",
-        "[  30.0s] evaluating 30/40",
-    ]
-
-
-def test_a_program_that_takes_long_to_compile_is_told_in_a_log(monkeypatch):
-    console = plain()
-    monkeypatch.setattr("covey.monitor.display.SLOW_COMPILE", 0.05)
-    with Progress(3, console) as progress:
-        progress.phase("update")
-        for number in (1, 2, 3):
-            progress.compiling(number, "decode")
-            time.sleep(0.3 * (number == 2))
-            progress.compiling(0)
-        progress.phase("sync")
-        time.sleep(0.1)
-    lines = [line.split("] ")[1] for line in console.file.getvalue().splitlines()]
-    assert lines == ["update", "update: compiling program 2, decode", "sync"]
 
 
 @pytest.mark.parametrize(
