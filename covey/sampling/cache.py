@@ -37,6 +37,8 @@ from covey.parallel.arrays import sharding_of
 from covey.registry import offered
 from covey.sampling.scheduler import block_lengths
 
+APPEND_SIZES = (16, 64, 256)
+"""Numbers of tokens that are appended together, padding included."""
 LANES = 128
 """Numbers in a row of a TPU's tiles; a multiple of a GPU kernel's block of keys."""
 
@@ -432,6 +434,15 @@ def put_slot(cache: list[LayerCache], rows: list[LayerCache], slot: Int[Array, "
 def keep_rows(block: Any, rows: Int[Array, "n"]) -> Any:
     """Keep only the slots in `rows`, in that order."""
     return jax.tree.map(lambda x: x[rows], block)
+
+
+def append_size(count: int) -> int:
+    """Return the size of the next piece of `count` tokens: the smallest that holds all, or the largest.
+
+    >>> append_size(10), append_size(64), append_size(300)
+    (16, 64, 256)
+    """
+    return next((size for size in APPEND_SIZES if size >= count), APPEND_SIZES[-1])
 
 
 def append_attention(slot: Int[Array, ""], positions: Int[Array, "n"], count: Int[Array, ""]) -> Attend:

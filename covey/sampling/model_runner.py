@@ -18,7 +18,7 @@ from covey.models.decoder import Decoder
 from covey.parallel import mesh_of, processes
 from covey.parallel.arrays import sharding_of
 from covey.sampling import programs
-from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, keep_rows, put_slot, take_slot
+from covey.sampling.cache import CACHE_AXES, LayerCache, Prefix, SlotState, append_size, keep_rows, put_slot, take_slot
 from covey.sampling.logits import TracedSamplingParams
 from covey.sampling.programs import Drawn, Slots
 from covey.sampling.scheduler import Admission
@@ -230,6 +230,54 @@ class ModelRunner:
         if slots:
             chosen = np.isin(np.arange(len(self.slots.token)), list(slots))
             self.slots = self.programs.put_rows(self.slots, chosen, rows)
+
+    def append(self, pieces: Mapping[int, tuple[int, np.ndarray]]) -> None:
+        """Append tokens, int32 [n], to the cache of each slot from a position on, piece by piece."""
+        while pieces:
+            sizes = {slot: append_size(len(tokens)) for slot, (_, tokens) in pieces.items()}
+            for size in sorted(set(sizes.values())):
+                alike = {slot: piece for slot, piece in pieces.items() if sizes[slot] == size}
+                self._append_pieces({slot: (start, tokens[:size]) for slot, (start, tokens) in alike.items()}, size)
+            pieces = {
+                slot: (start + sizes[slot], tokens[sizes[slot] :])
+                for slot, (start, tokens) in pieces.items()
+                if len(tokens) > sizes[slot]
+            }
+
+    def _append_pieces(self, pieces: Mapping[int, tuple[int, np.ndarray]], size: int) -> None:
+        number = len(self.slots.token)
+        padded, (slots, starts, counts) = np.zeros((number, size), np.int32), np.zeros((3, number), np.int32)
+        for row, (slot, (start, piece)) in enumerate(pieces.items()):
+            padded[row, : len(piece)] = piece
+            slots[row], starts[row], counts[row] = slot, start, len(piece)
+        arguments = slots, padded, starts, counts, np.int32(len(pieces))
+        self.cache = self.programs.append(self.params, self.cache, *arguments)
+        self.stats.appended_tokens += int(counts.sum())
+
+    def swap_out(self, slot: int) -> list[LayerCache]:
+        """Return a copy of the cache of a slot, which `swap_in` restores in any slot, bit for bit."""
+        copy: list[LayerCache] = self.programs.take(self.cache, np.int32(slot))
+        return copy
+
+    def swap_in(self, slot: int, cache: list[LayerCache]) -> None:
+        """Restore the cache of a slot in a free one, before its response is appended. The whole must have its size of
+        then.
+        """
+        self.cache = self.programs.put(self.cache, cache, np.int32(slot))
+
+    def take_states(self, slot: int) -> list[LayerCache]:
+        """Return a copy of the states of a slot, without keys and values, for `put_states`."""
+        copy: list[LayerCache] = self.programs.take(self._states(), np.int32(slot))
+        return copy
+
+    def put_states(self, slot: int, states: list[LayerCache]) -> None:
+        """Restore the states of a slot, whose keys and values stay: those of later tokens are written over."""
+        written = self.programs.put(self._states(), states, np.int32(slot))
+        self.cache = [new or old for new, old in zip(written, self.cache, strict=True)]
+
+    def _states(self) -> list[LayerCache]:
+        """Return the cache of layers with a state, and no blocks of the other layers."""
+        return [blocks if any(isinstance(x, SlotState) for x in blocks) else [] for blocks in self.cache]
 
     def resize(self, indices: np.ndarray, cache_length: int) -> None:
         """Give slots the content of the slots at `indices`, and room for `cache_length` tokens; new slots are free."""

@@ -23,7 +23,6 @@ from covey.sampling.responder import NewBranch, Responder, Response, Turn
 from covey.sampling.scheduler import BatchRequirements, Sample, Scheduler
 from covey.sampling.sequence import Ending, SampledTokens, Sequence
 from covey.types import Branch, Completion, FinishReason
-from covey_envs import slot_caches
 
 
 class TurnSequence(Sequence):
@@ -245,10 +244,10 @@ class Turns:
         self.take(block=self.stalled)
         runner = self._engine.runner
         for slot, sample in self._waiting.swap_out().items():
-            self._sequence(sample).swapped = slot_caches.swap_out(runner, slot)
+            self._sequence(sample).swapped = runner.swap_out(slot)
         for slot, sample in self._waiting.swap_in().items():
             one = self._sequence(sample)
-            slot_caches.swap_in(runner, slot, one.swapped)
+            runner.swap_in(slot, one.swapped)
             one.swapped = None
 
     def take(self, *, block: bool) -> None:
@@ -301,7 +300,7 @@ class Turns:
             for array, value in zip(rows, state, strict=True):
                 array[slot] = value
             one.response = None
-        slot_caches.append(self._engine.runner, pieces)
+        self._engine.runner.append(pieces)
         self._keep_states(resumed)
         self._engine.runner.put_rows(resumed, rows)
 
@@ -309,14 +308,14 @@ class Turns:
         """Keep the states of slots whose last token, or whose first drawn one, is not in them yet."""
         for slot, one in sequences.items() if self._engine.has_state else ():
             seen = len(one.prompt) if one.states is None else one.length - 1
-            one.states = [*(one.states or [])[:1], (seen, slot_caches.take_states(self._engine.runner, slot))]
+            one.states = [*(one.states or [])[:1], (seen, self._engine.runner.take_states(slot))]
 
     def _rewind(self, slot: int, one: TurnSequence, end: int) -> int:
         """Restore the last states of a slot that have seen at most `end` tokens. Return how many; 0 for no states."""
         one.states = [kept for kept in one.states or [] if kept[0] <= end]
         seen, states = one.states[-1] if one.states else (0, None)
         if states is not None:
-            slot_caches.put_states(self._engine.runner, slot, states)
+            self._engine.runner.put_states(slot, states)
         return seen
 
     def drop(self, request: int) -> None:
