@@ -369,6 +369,7 @@ def test_a_finished_run_says_so_and_how_to_train_longer(
 
 def test_a_finished_run_of_epochs_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """How many steps its epochs are is known when the data have been looked through."""
+    pytest.importorskip("covey_sft")
     out, file = tmp_path / "run", tmp_path / "data.jsonl"
     file.write_text('{"text": "one text"}\n' * 8)
     words = [f"model.source={TINY}", f"data.path={file}", "training.batch_size=4", "training.num_epochs=1"]

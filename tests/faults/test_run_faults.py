@@ -114,6 +114,7 @@ def test_a_signal_ends_the_step_saves_and_leaves(tmp_path: Path, straight: Path,
 
 
 def test_a_signal_stops_supervised_training_too(tmp_path: Path, at_step: Any, capsys: Any) -> None:
+    pytest.importorskip("covey_sft")
     out = tmp_path / "run"
     at_step(1, lambda: signal.raise_signal(signal.SIGTERM))
     assert main(["sft", "sft-smollm2", "--out", str(out), *SFT_SETTINGS]) == STOPPED
@@ -454,6 +455,7 @@ def test_the_batch_of_a_critic_is_kept_under_the_step_of_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what the critic's loss got, and the second of two updates on a batch under its own step."""
+    pytest.importorskip("covey_ppo")
     out = tmp_path / "run"
     poison(monkeypatch, step=2, name="critic")
     with pytest.raises(NumbersError, match="update 2 of the critic is not finite"):
@@ -478,6 +480,7 @@ def test_a_budget_lets_such_updates_be_left_out(tmp_path: Path, monkeypatch: pyt
 
 
 def test_supervised_training_keeps_the_batch_too(tmp_path: Path) -> None:
+    pytest.importorskip("covey_sft")
     out = tmp_path / "run"
     wild = ("training.optimizer.learning_rate=1e30", "training.optimizer.max_grad_norm=0")
     with pytest.raises(NumbersError, match="not finite"):

@@ -244,6 +244,7 @@ def test_adapters_stay_on_the_same_bytes_wherever_they_lie(make: Callable[[Path]
 
 @pytest.mark.slow
 def test_a_run_of_adapters_goes_on_with_the_same_bytes_and_with_no_others(tmp_path: Path) -> None:
+    pytest.importorskip("covey_sft")
     source = as_folder(tmp_path)
     out = adapted_run(source, tmp_path / "run")
     moved = shutil.copytree(source, tmp_path / "moved")
@@ -260,6 +261,7 @@ def test_a_run_knows_its_reward_model_and_its_critic_by_content(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write_meta: Any
 ) -> None:
     """Under adapters a checkpoint holds nothing of either. A run of an older version drew tokens by an inverse CDF."""
+    pytest.importorskip("covey_ppo")
     models, out = {name: as_reward_model(tmp_path / name) for name in ("reward_model", "critic")}, tmp_path / "run"
     settings = [f"{name}={place}" for name, place in models.items()]
     settings += [f"model.source={TINY}", "model.lora.rank=2", "grpo.algorithm=ppo", "evaluation.prompts=2"]
