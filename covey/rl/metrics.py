@@ -193,6 +193,7 @@ def step_metrics(
     return {
         **group_metrics(rollout.table),
         **{name: value for measure in offered_metrics() for name, value in measure(rollout.table).items()},
+        **(environments.metrics(rollout.table) if environments else {}),
         **{f"rewards/{name}/failed": float(count) for name, count in rollout.failed.items()},
         **combine_updates(updates),
         **({"env/dropped": float(rollout.dropped)} if groups_prompts else {}),

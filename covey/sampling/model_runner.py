@@ -114,8 +114,9 @@ class Programs:
         self.take = jax.jit(take_slot)
         self.put = jax.jit(put_slot, donate_argnums=0)
         self.append = jax.jit(partial(programs.append, graph), donate_argnums=1)
-        static = ("steps", "pause_id")
-        self.decode = jax.jit(partial(programs.decode, graph, stop_ids), static_argnames=static, donate_argnums=1)
+        self.decode = jax.jit(
+            partial(programs.decode, graph, stop_ids), static_argnames=("steps", "pause_id"), donate_argnums=1
+        )
 
     def place_slots(self, params: Any, slots: Slots) -> Slots:
         """Put slots of the host onto the devices, as the programs return them."""

@@ -161,6 +161,9 @@ class ResponderFactory(Protocol):
     def episodes(self, rows: Sequence[Mapping[str, Any]], samples: int, tokenizer: Tokenizer) -> Conversations:
         """Return the responder of the samples of some rows."""
 
+    def metrics(self, table: Any) -> Mapping[str, float]:
+        """Compute the metrics of the episodes of a step from the table of its groups (`covey.rl.step_data`)."""
+
     def rehearse(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Play a row before the run."""
 

@@ -1,4 +1,4 @@
-"""Metrics of the episodes of a step, offered by `covey.metrics`."""
+"""Metrics of the episodes of a step."""
 
 from collections.abc import Mapping, Sequence
 

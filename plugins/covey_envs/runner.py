@@ -25,10 +25,12 @@ from covey.config.schema import EnvsConfig
 from covey.config.schema.envs import PythonEngine
 from covey.errors import EpisodeError, RecipeError
 from covey.rewards.call import deep_copy, describe
+from covey.rl.step_data import GroupTable
 from covey.text.tokenizer import Tokenizer
 from covey.types import Prompt
 from covey_envs import rehearsal
 from covey_envs.episodes import Episodes
+from covey_envs.metrics import episode_metrics
 from covey_envs.protocol import Environment, Factory, LateError, OwnNumbers, checked_reward, invoke
 from covey_envs.registry import REMOTE_ADAPTERS, environment_name, resolve, resolve_tool
 from covey_envs.tools import Tool, ToolEnvironment, Toolset, make_toolset
@@ -214,6 +216,10 @@ class EnvironmentRunner(AbstractContextManager["EnvironmentRunner"]):
     def groups_prompts(self) -> bool:
         """Whether samples of a row may begin with different prompts; only equal prompts are compared then."""
         return self.config.different_prompts == "group"
+
+    def metrics(self, table: GroupTable) -> dict[str, float]:
+        """Compute the metrics of the episodes of a step (`metrics.py`)."""
+        return episode_metrics(table)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine in the event loop, which is started when it is first needed."""
