@@ -1,4 +1,4 @@
-"""What tests of downloads share: a small wheel with a model in it."""
+"""Fixtures of the tests of downloads: a small wheel with a model in it."""
 
 import hashlib
 import os
